@@ -1,0 +1,54 @@
+# Two commands for a bare clone: `make demo` and `make test`. Everything is installed into .venv, nothing elsewhere.
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help setup test test-long lint types mutants demo bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       answer a few prompts with a small model (fetched once, 93 MB)"
+	@echo "make test       quick tests          make test-long  all tests"
+	@echo "make lint       ruff                 make types      mypy"
+	@echo "make mutants    break each rule on purpose and see its tests fail"
+	@echo "make bench      throughput and latency of the small model"
+	@echo "make clean      remove .venv and caches"
+
+setup: $(READY)
+
+# torch comes first and alone: what is installed after it finds the pinned build in place and pulls no other.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "outrider needs Python 3.11 or newer, and $(PYTHON) is older (or missing): make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long" tests
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py
+
+demo: $(READY)
+	$(BIN)/outrider demo
+
+bench: $(READY)
+	$(BIN)/outrider bench throughput
+	$(BIN)/outrider bench latency
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The batch as kernels see it, and the attention backends."""

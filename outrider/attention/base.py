@@ -1,0 +1,121 @@
+"""ForwardBatch, the one description of a step's token rows, and the protocol of attention backends.
+
+A backend plans once per step and group and runs once per layer. It reads page tables, lengths and bounds only
+from the batch it is given: nothing here is kept from one step to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outrider.cache.groups import Group
+from outrider.cache.kinds import pages_for
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The arithmetic of one attention layer, independent of where its cache lies."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a query at p sees keys p - window + 1 to p
+    softcap: float | None = None
+    writes: bool = True  # False: reads the cache of another layer and must not write
+
+
+@dataclass(frozen=True)
+class LengthBound:
+    """The longest context of a batch, at most: made from its own bounds. Only graph capture makes the worst case."""
+
+    tokens: int
+
+    def after(self, steps: int, max_len: int) -> LengthBound:
+        """The bound of drafting step `steps`, one token later each."""
+        return LengthBound(min(self.tokens + steps, max_len))
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """Token rows of a step, all tensors cut to the same counts of requests and tokens.
+
+    Tokens of a request are contiguous; its live tokens come first. Dead and padded tokens have slot -1.
+    """
+
+    num_requests: int
+    num_tokens: int
+    query_lens: tuple[int, ...]  # scheduled tokens per request, on the host; zero for padded ones
+    max_length: LengthBound
+    rows: torch.Tensor  # [requests] row of each request
+    query_starts: torch.Tensor  # [requests + 1]
+    lengths: torch.Tensor  # [requests] context length with this step's live tokens; 0 for padded and ended requests
+    live: torch.Tensor  # [requests] live tokens
+    token_ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    request_of: torch.Tensor  # [tokens] index of the token's request in this batch
+    page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
+    token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
+
+    @property
+    def max_query(self) -> int:
+        return max(self.query_lens, default=0)
+
+    def page_table(self, group: Group) -> torch.Tensor:
+        """[requests, columns up to the batch's own bound]"""
+        return self.page_tables[group.index][:, : pages_for(self.max_length.tokens, group.page_tokens)]
+
+    def slots(self, group: Group) -> torch.Tensor:
+        """[tokens] cell of each token in the group's pages, -1 for dead and padded tokens."""
+        return self.token_slots[group.index]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step's batch in both cuts. Target and drafter take one or the other, whole; nobody cuts a tensor by hand."""
+
+    padded: BatchView
+    unpadded: BatchView
+
+
+@dataclass(frozen=True)
+class LayerCacheView:
+    """One layer's part of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Attend(Protocol):
+    """What a model calls for attention: q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both
+    where the layer reads another's cache. Returns [tokens, heads * dim]."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor: ...
+
+
+class Backend(Protocol):
+    """Plans never outlive their step. `run` writes k and v at the view's slots, then attends over the cache."""
+
+    def plan(self, view: BatchView, group: Group) -> Any: ...
+
+    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+            v: torch.Tensor | None, plan: Any) -> torch.Tensor: ...
+
+
+def check_rows(view: BatchView, group: Group) -> None:
+    """Every kernel wrapper's first line: all request-axis tensors must speak of the same requests."""
+    table, lengths, starts = view.page_table(group), view.lengths, view.query_starts
+    if not table.shape[0] == lengths.shape[0] == starts.shape[0] - 1 == view.live.shape[0]:
+        raise ValueError(
+            f"attention rows disagree: page table {table.shape[0]}, lengths {lengths.shape[0]}, "
+            f"query starts {starts.shape[0]} - 1, live {view.live.shape[0]}"
+        )
+    if not view.slots(group).shape[0] == view.positions.shape[0] == view.token_ids.shape[0]:
+        raise ValueError(
+            f"attention token rows disagree: slots {view.slots(group).shape[0]}, positions {view.positions.shape[0]}, "
+            f"tokens {view.token_ids.shape[0]}"
+        )

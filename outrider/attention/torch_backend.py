@@ -1,0 +1,125 @@
+"""The `torch` backend: plain, any device, any float type. The reference the others are measured against.
+
+Requests with few tokens are attended together, padded to their longest; longer ones one by one. Gathered keys and
+values beyond a request's length are zeroed, since 0 x NaN is NaN and free pages may hold anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.attention.base import AttentionLayer, BatchView, LayerCacheView, check_rows
+from outrider.cache.groups import Group
+
+SHORT_QUERY = 16  # requests of at most so many tokens are attended together
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests attended together, padded to `query` tokens and `keys` keys each."""
+
+    pages: torch.Tensor  # [requests, columns]
+    token_rows: torch.Tensor  # [requests, query] token row of each query; padding repeats the last
+    positions: torch.Tensor  # [requests, query]
+    is_query: torch.Tensor  # [requests * query] token rows that are written back
+    lengths: torch.Tensor  # [requests]
+
+
+@dataclass(frozen=True)
+class Plan:
+    parts: list[Part]
+    write_slots: torch.Tensor  # slots of live tokens
+    write_rows: torch.Tensor  # their token rows
+    num_tokens: int
+
+
+class TorchBackend:
+    name = "torch"
+
+    def plan(self, view: BatchView, group: Group) -> Plan:
+        check_rows(view, group)
+        slots = view.slots(group)
+        live_rows = (slots >= 0).nonzero().squeeze(1)  # a plan of this backend may read the device
+        lengths = view.lengths.tolist()
+        starts = view.query_starts.tolist()
+        short = [r for r, n in enumerate(view.query_lens) if 0 < n <= SHORT_QUERY and lengths[r] > 0]
+        long = [r for r, n in enumerate(view.query_lens) if n > SHORT_QUERY and lengths[r] > 0]
+        parts = [_part(view, group, members, lengths, starts) for members in [short, *([r] for r in long)] if members]
+        return Plan(parts, slots[live_rows], live_rows, view.num_tokens)
+
+    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+            v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+        if k is not None and v is not None:
+            if not layer.writes:
+                raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")
+            write_cache(cache, plan, k, v)
+        out = q.new_zeros(plan.num_tokens, layer.num_heads * layer.head_dim)
+        for part in plan.parts:
+            result = _attend(layer, cache, q, part)  # [requests * query, heads * dim]
+            rows = part.token_rows.reshape(-1)
+            out[rows[part.is_query]] = result[part.is_query]
+        return out
+
+
+def write_cache(cache: LayerCacheView, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+    page_tokens = cache.k.shape[1]
+    pages, offsets = plan.write_slots // page_tokens, plan.write_slots % page_tokens
+    cache.k[pages, offsets] = k[plan.write_rows].to(cache.k.dtype)
+    cache.v[pages, offsets] = v[plan.write_rows].to(cache.v.dtype)
+
+
+def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> Part:
+    device = view.rows.device
+    query = max(view.query_lens[r] for r in members)
+    columns = -(-max(lengths[r] for r in members) // group.page_tokens)
+    index = torch.tensor(members, device=device)
+    first = torch.tensor([starts[r] for r in members], device=device)
+    count = torch.tensor([view.query_lens[r] for r in members], device=device)
+    steps = torch.arange(query, device=device)
+    token_rows = first[:, None] + torch.minimum(steps, count[:, None] - 1)
+    return Part(
+        pages=view.page_table(group)[index, :columns].long(),
+        token_rows=token_rows,
+        positions=view.positions[token_rows],
+        is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
+        lengths=view.lengths[index],
+    )
+
+
+def _attend(layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, part: Part) -> torch.Tensor:
+    requests, query = part.token_rows.shape
+    key_positions = torch.arange(part.pages.shape[1] * cache.k.shape[1], device=q.device)
+    exists = key_positions < part.lengths[:, None]  # [requests, keys]
+    keys = _gather(cache.k, part, exists)  # [requests, kv heads, keys, dim]
+    values = _gather(cache.v, part, exists)
+    seen = (key_positions <= part.positions[..., None]) & exists[:, None, :]  # [requests, query, keys]
+    if layer.window is not None:
+        seen = seen & (key_positions > part.positions[..., None] - layer.window)
+    queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
+    out = masked_attention(queries, keys, values, seen[:, None], layer.scale, layer.softcap)
+    return out.transpose(1, 2).reshape(requests * query, layer.num_heads * layer.head_dim)
+
+
+def _gather(cache: torch.Tensor, part: Part, exists: torch.Tensor) -> torch.Tensor:
+    requests, columns = part.pages.shape
+    gathered = cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])
+    return tail_zeroed(gathered, exists).transpose(1, 2)
+
+
+def tail_zeroed(gathered: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    return torch.where(exists[..., None, None], gathered, torch.zeros((), dtype=gathered.dtype, device=gathered.device))
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float,
+                     softcap: float | None) -> torch.Tensor:
+    """q [.., heads, query, dim], k and v [.., kv heads, keys, dim], seen broadcastable to [.., heads, query, keys]."""
+    group = q.shape[-3] // k.shape[-3]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
+    if softcap is None:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    return weights.to(v.dtype) @ v

@@ -1,0 +1,1 @@
+"""The cache's accounting: specs, groups, pages, prefix hashes. No torch here but in `pool`."""

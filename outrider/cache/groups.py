@@ -1,0 +1,101 @@
+"""Layers become groups: layers of one group share a page table, and every group's page has the same bytes.
+
+Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
+pages of all groups are equal in bytes with as little padding as possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from outrider.cache.kinds import Kind, kind_of
+from outrider.cache.spec import CacheSpec, LayerCache
+
+PAGE_TOKENS = (16, 32, 64, 128)
+GROUP_COST = 0.01  # one more group (a table, host work each step) is worth this much padding
+MAX_PADDING = 0.10  # more is a defect of the plan, and is said at start-up
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one page table. `layers[i]` owns part i of the group's pages."""
+
+    index: int
+    spec: CacheSpec
+    layers: tuple[int, ...]
+    num_parts: int  # layers, and phantom ones where the split is not even
+    page_tokens: int
+
+    @cached_property
+    def kind(self) -> Kind:
+        return kind_of(self.spec, self.page_tokens)
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self.layers) * self.page_tokens * self.spec.token_bytes
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The groups of a model, and where each layer's cache lies: (group, part), its own or the one it reads."""
+
+    groups: tuple[Group, ...]
+    places: dict[int, tuple[int, int]]
+    page_bytes: int
+
+    @property
+    def padding(self) -> float:
+        """Unused bytes over pool bytes, all groups at equal context."""
+        used = sum(group.used_bytes / group.page_tokens for group in self.groups)
+        held = sum(self.page_bytes / group.page_tokens for group in self.groups)
+        return 1 - used / held
+
+
+def plan_groups(layers: list[LayerCache], page_tokens: int = 16) -> CacheLayout:
+    """`page_tokens` is the smallest page a group may have."""
+    if page_tokens not in PAGE_TOKENS:
+        raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")
+    buckets: dict[CacheSpec, list[int]] = {}
+    for layer in layers:
+        if layer.reads is None:
+            buckets.setdefault(layer.spec, []).append(layer.layer)
+    if not buckets:
+        raise ValueError("the model declares no cache")
+    layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
+    places = dict(layout.places)
+    for layer in layers:
+        if layer.reads is not None:
+            places[layer.layer] = places[layer.reads]
+    return CacheLayout(layout.groups, places, layout.page_bytes)
+
+
+def _best_split(buckets: dict[CacheSpec, list[int]], sizes: list[int]) -> CacheLayout:
+    if len(buckets) == 1:
+        (layers,) = buckets.values()
+        return _split(buckets, len(layers), (sizes[0],))
+    best: tuple[float, CacheLayout] | None = None
+    for count in range(1, max(map(len, buckets.values())) + 1):
+        for tokens in itertools.product(sizes, repeat=len(buckets)):
+            layout = _split(buckets, count, tokens)
+            cost = layout.padding + GROUP_COST * len(layout.groups)
+            if best is None or cost < best[0] - 1e-9:
+                best = (cost, layout)
+    assert best is not None
+    return best[1]
+
+
+def _split(buckets: dict[CacheSpec, list[int]], count: int, tokens: tuple[int, ...]) -> CacheLayout:
+    """Groups of at most `count` layers; bucket i has pages of tokens[i] tokens."""
+    groups: list[Group] = []
+    places: dict[int, tuple[int, int]] = {}
+    for (spec, layers), page_tokens in zip(buckets.items(), tokens, strict=True):
+        num_groups = -(-len(layers) // count)
+        parts = -(-len(layers) // num_groups)
+        for start in range(0, len(layers), parts):
+            members = tuple(layers[start : start + parts])
+            places.update({layer: (len(groups), part) for part, layer in enumerate(members)})
+            groups.append(Group(len(groups), spec, members, parts, page_tokens))
+    page_bytes = max(g.num_parts * g.page_tokens * g.spec.token_bytes for g in groups)
+    return CacheLayout(tuple(groups), places, page_bytes)

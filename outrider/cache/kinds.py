@@ -1,0 +1,119 @@
+"""What differs between kinds of cache: how many pages a request may hold, which it may drop, what serves a prefix.
+
+One class per kind, found by the spec's type and bound to one group's geometry. Planner, allocator, buffers, graphs
+and kernels all ask it; there is no second formula for any of these numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.cache.spec import CacheSpec, FullSpec, SlidingSpec
+from outrider.core import Limits
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    return -(-tokens // page_tokens)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Sizes of one group for one request."""
+
+    table_width: int  # columns of its row in the page table: one per page of positions, dropped or not
+    max_pages: int  # pages it can hold at once
+
+
+class Kind(Protocol):
+    def capacity(self, limits: Limits) -> Capacity: ...
+
+    def pages_to_start(self, tokens: int, limits: Limits) -> int:
+        """Pages held at most while `tokens` tokens are computed: what admission asks for."""
+        ...
+
+    def first_needed(self, settled: int) -> int:
+        """The first column that a row with `settled` computed tokens can still read."""
+        ...
+
+    def next_drop(self, settled: int) -> int:
+        """The settled length at which `first_needed` moves on."""
+        ...
+
+    def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
+        """The longest prefix of at most `candidate` tokens (a multiple of the page) that cached columns serve."""
+        ...
+
+
+@dataclass(frozen=True)
+class FullKind:
+    """Every token's page stays until the request ends."""
+
+    spec: FullSpec
+    page_tokens: int
+
+    def capacity(self, limits: Limits) -> Capacity:
+        width = pages_for(limits.max_len, self.page_tokens)
+        return Capacity(table_width=width, max_pages=width)
+
+    def pages_to_start(self, tokens: int, limits: Limits) -> int:
+        return pages_for(tokens, self.page_tokens)
+
+    def first_needed(self, settled: int) -> int:
+        return 0
+
+    def next_drop(self, settled: int) -> int:
+        return sys.maxsize
+
+    def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
+        for column in range(candidate // self.page_tokens):
+            if not is_cached(column):
+                return column * self.page_tokens
+        return candidate
+
+
+@dataclass(frozen=True)
+class SlidingKind:
+    """Only pages that a query at or after the settled length can see."""
+
+    spec: SlidingSpec
+    page_tokens: int
+
+    def capacity(self, limits: Limits) -> Capacity:
+        width = pages_for(limits.max_len, self.page_tokens)
+        # The window of the next settled query plus everything unsettled; the window may begin anywhere in a page.
+        held = self.spec.window - 1 + limits.max_unsettled_tokens + limits.max_drafts
+        return Capacity(table_width=width, max_pages=min(width, pages_for(held, self.page_tokens) + 1))
+
+    def pages_to_start(self, tokens: int, limits: Limits) -> int:
+        return min(pages_for(tokens, self.page_tokens), self.capacity(limits).max_pages)
+
+    def first_needed(self, settled: int) -> int:
+        return max(0, settled - self.spec.window + 1) // self.page_tokens
+
+    def next_drop(self, settled: int) -> int:
+        return (self.first_needed(settled) + 1) * self.page_tokens + self.spec.window - 1
+
+    def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
+        length = candidate
+        while length > 0:
+            columns = range(length // self.page_tokens - 1, self.first_needed(length) - 1, -1)
+            missing = next((column for column in columns if not is_cached(column)), None)
+            if missing is None:
+                return length
+            length = missing * self.page_tokens
+        return 0
+
+
+def kind_of(spec: CacheSpec, page_tokens: int) -> Kind:
+    match spec:
+        case SlidingSpec():
+            return SlidingKind(spec, page_tokens)
+        case FullSpec():
+            return FullKind(spec, page_tokens)
+
+
+def capacity(spec: CacheSpec, page_tokens: int, limits: Limits) -> Capacity:
+    return kind_of(spec, page_tokens).capacity(limits)

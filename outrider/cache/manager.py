@@ -1,0 +1,230 @@
+"""CacheManager: which pages each running request holds, in every group.
+
+Pages are allocated by bound lengths, and dropped and published by settled ones: a step in flight may turn out
+shorter than its bound, and then still reads what a bound would have dropped. The manager never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.cache.groups import CacheLayout, Group
+from outrider.cache.kinds import Capacity, pages_for
+from outrider.cache.pages import PagePool
+from outrider.cache.prefix import PageHashes, longest_hit
+from outrider.core import NULL_PAGE, Bound, Limits, PageWrite, Settled
+
+
+@dataclass(slots=True)
+class RequestPages:
+    """One running request's pages. Columns before `first` have been dropped and hold the null page."""
+
+    row: int
+    hashes: dict[int, PageHashes]
+    columns: list[list[int]]  # per group, page per column
+    first: list[int]  # per group, first column held
+    published: list[int]  # per group, columns published
+    covered: int = 0  # tokens all groups' columns have room for
+
+
+@dataclass(slots=True)
+class CacheStats:
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+
+
+@dataclass(slots=True)
+class Granted:
+    """What the device must be told about pages before the next step."""
+
+    page_writes: list[PageWrite] = field(default_factory=list)
+    clear_pages: list[int] = field(default_factory=list)
+
+
+class CacheManager:
+    def __init__(self, layout: CacheLayout, num_pages: int, limits: Limits, *, enable_prefix_caching: bool = True,
+                 lookahead: int = 0) -> None:
+        self.layout = layout
+        self.groups: tuple[Group, ...] = layout.groups
+        self.capacities: list[Capacity] = [g.kind.capacity(limits) for g in self.groups]
+        self.pool = PagePool(num_pages)
+        self.limits = limits
+        self.lookahead = lookahead  # slots past the bound that a drafter writes
+        self.enable_prefix_caching = enable_prefix_caching
+        self.stats = CacheStats()
+        self._requests: dict[int, RequestPages] = {}
+        self._granted = Granted()
+        self._smallest_page = min(g.page_tokens for g in self.groups)
+
+    # Admission
+
+    def new_hashes(self, keys: tuple[str, ...]) -> dict[int, PageHashes]:
+        return {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
+
+    def admit(self, request_id: int, row: int, token_ids: Sequence[int], hashes: dict[int, PageHashes], *,
+              use_prefix: bool = True) -> int:
+        """Start holding pages for a request; returns how many of its tokens a prefix hit provides."""
+        assert request_id not in self._requests, f"request {request_id} is admitted twice"
+        hit = 0
+        if self.enable_prefix_caching and use_prefix:
+            # At least one token is always computed, so that there are logits to sample from.
+            hit = longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1)
+            self.stats.queried_tokens += len(token_ids)
+            self.stats.hit_tokens += hit
+        pages = RequestPages(row, hashes, [], [], [], covered=hit)
+        for group in self.groups:
+            self._hold_hit(pages, group, hit)
+        self._requests[request_id] = pages
+        return hit
+
+    def can_start(self, token_ids: Sequence[int], hashes: dict[int, PageHashes], *, use_prefix: bool = True) -> bool:
+        """Whether the pool has room for all known tokens and one more, counting what a hit would share.
+
+        Does not modify the cache."""
+        needed = self.pages_to_start(len(token_ids) + 1)
+        if needed <= self.pool.num_free:
+            return True
+        if not (self.enable_prefix_caching and use_prefix):
+            return False
+        hit = longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1)
+        for group in self.groups:
+            digests = hashes[group.page_tokens].upto(token_ids, hit // group.page_tokens)
+            first = group.kind.first_needed(hit)
+            for column in range(first, hit // group.page_tokens):
+                page = self.pool.find((group.index, digests[column]))
+                # A hit page that nobody holds is taken from the pool as a fresh one is.
+                needed -= page is not None and self.pool.is_held(page)
+        return needed <= self.pool.num_free
+
+    def pages_to_start(self, tokens: int) -> int:
+        tokens = min(tokens + self.lookahead, self.limits.max_len)
+        return sum(group.kind.pages_to_start(tokens, self.limits) for group in self.groups)
+
+    # Growth
+
+    def reserve(self, request_id: int, bound: Bound) -> bool:
+        """Room for the bound and the drafter's lookahead in every group; if the pool is short, False and nothing taken."""
+        pages = self._requests[request_id]
+        tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
+        if tokens <= pages.covered:
+            return True
+        targets = [pages_for(tokens, g.page_tokens) for g in self.groups]
+        if sum(max(0, t - len(c)) for t, c in zip(targets, pages.columns, strict=True)) > self.pool.num_free:
+            return False
+        for group, target, columns in zip(self.groups, targets, pages.columns, strict=True):
+            if target > len(columns):
+                self._extend(pages, group, target - len(columns))
+        pages.covered = min(len(c) * g.page_tokens for c, g in zip(pages.columns, self.groups, strict=True))
+        return True
+
+    def covered(self, request_id: int) -> int:
+        return self._requests[request_id].covered
+
+    def take_granted(self) -> Granted:
+        """Page-table writes and pages to clear since the last call, for the next step."""
+        granted, self._granted = self._granted, Granted()
+        return granted
+
+    # Settling
+
+    def settle(self, request_id: int, settled: Settled, token_ids: Sequence[int]) -> int:
+        """Publish pages that are full by the settled length, drop those no query can see; returns the settled length
+        at which the next call has something to do."""
+        pages = self._requests[request_id]
+        for group in self.groups:
+            self._publish(pages, group, settled.at_least, token_ids)
+            self._drop(pages, group, settled.at_least)
+        return self.next_event(settled)
+
+    def next_event(self, settled: Settled) -> int:
+        """The settled length at which a page fills or leaves a window."""
+        fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
+        return min(fills, *(group.kind.next_drop(settled.at_least) for group in self.groups))
+
+    def free(self, request_id: int) -> None:
+        pages = self._requests.pop(request_id)
+        for group in self.groups:
+            columns, first = pages.columns[group.index], pages.first[group.index]
+            for page in reversed(columns[first:]):  # tails are evicted first
+                self.pool.free(page)
+
+    def reset_prefix_cache(self) -> None:
+        self.pool.forget_all()
+
+    # Looking
+
+    def pages_held(self, request_id: int) -> list[int]:
+        """Pages held per group."""
+        pages = self._requests[request_id]
+        return [len(c) - f for c, f in zip(pages.columns, pages.first, strict=True)]
+
+    def usage(self) -> float:
+        return 1 - self.pool.num_free / self.pool.num_usable
+
+    def check_integrity(self) -> None:
+        """Every page is free, cached or owned, exactly once; no request holds more than its capacity."""
+        held: dict[int, int] = {}
+        owner_group: dict[int, int] = {}
+        for pages in self._requests.values():
+            for group, cap in zip(self.groups, self.capacities, strict=True):
+                columns, first = pages.columns[group.index], pages.first[group.index]
+                assert len(columns) <= cap.table_width, f"group {group.index}: row wider than its page table"
+                assert len(columns) - first <= cap.max_pages, f"group {group.index}: more pages than capacity"
+                assert all(p == NULL_PAGE for p in columns[:first]), "a dropped column still names a page"
+                for page in columns[first:]:
+                    held[page] = held.get(page, 0) + 1
+                    assert owner_group.setdefault(page, group.index) == group.index, f"page {page} is in two groups"
+        self.pool.check(held)
+
+    # Inside
+
+    def _hold_hit(self, pages: RequestPages, group: Group, hit: int) -> None:
+        count = hit // group.page_tokens
+        first = group.kind.first_needed(hit)
+        digests = pages.hashes[group.page_tokens].upto((), 0)
+        columns = [NULL_PAGE] * first
+        for column in range(first, count):
+            page = self.pool.find((group.index, digests[column]))
+            assert page is not None, "a hit names a page that is not cached"
+            self.pool.hold(page)
+            columns.append(page)
+        pages.columns.append(columns)
+        pages.first.append(first)
+        pages.published.append(count)
+        if columns:
+            self._granted.page_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
+
+    def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
+        columns = pages.columns[group.index]
+        fresh: list[int] = []
+        for _ in range(count):
+            page, changed = self.pool.allocate(group.index)
+            fresh.append(page)
+            if changed:
+                self._granted.clear_pages.append(page)
+        self._granted.page_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
+        columns.extend(fresh)
+
+    def _publish(self, pages: RequestPages, group: Group, settled: int, token_ids: Sequence[int]) -> None:
+        full = settled // group.page_tokens
+        done = pages.published[group.index]
+        if not self.enable_prefix_caching or full <= done:
+            return
+        digests = pages.hashes[group.page_tokens].upto(token_ids, full)
+        columns = pages.columns[group.index]
+        for column in range(max(done, pages.first[group.index]), full):
+            self.pool.publish(columns[column], (group.index, digests[column]))
+        pages.published[group.index] = full
+
+    def _drop(self, pages: RequestPages, group: Group, settled: int) -> None:
+        columns = pages.columns[group.index]
+        first = pages.first[group.index]
+        needed = min(group.kind.first_needed(settled), len(columns))
+        for column in range(first, needed):
+            self.pool.free(columns[column])
+            columns[column] = NULL_PAGE
+        if needed > first:
+            self._granted.page_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
+            pages.first[group.index] = needed

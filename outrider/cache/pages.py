@@ -1,0 +1,109 @@
+"""The pool of pages as numbers: who holds each, which content it is known by, which to reuse first.
+
+Every page but the null page is, at any time, exactly one of: blank (no content), cached (content nobody holds),
+owned (held by one or more requests). It does not know tokens, groups' meaning or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from outrider.core import NULL_PAGE
+
+PageKey = tuple[int, bytes]  # group, chained hash of the tokens up to the page's end
+
+
+class PagePool:
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"the pool needs at least 2 pages (one is the null page), got {num_pages}")
+        self.num_pages = num_pages
+        self._blank = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self._holders = [0] * num_pages
+        self._key: list[PageKey | None] = [None] * num_pages
+        self._page_of: dict[PageKey, int] = {}
+        self._last_group = [-1] * num_pages
+        self.num_evicted = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_pages - 1
+
+    def find(self, key: PageKey) -> int | None:
+        return self._page_of.get(key)
+
+    def hold(self, page: int) -> None:
+        """One more holder of a cached or owned page."""
+        if self._holders[page] == 0:
+            del self._cached[page]
+        self._holders[page] += 1
+
+    def is_held(self, page: int) -> bool:
+        return self._holders[page] > 0
+
+    def allocate(self, group: int) -> tuple[int, bool]:
+        """A page for one holder, and whether it last belonged to another group (its bytes must be cleared)."""
+        if self._blank:
+            page = self._blank.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._forget(page)
+            self.num_evicted += 1
+        assert self._holders[page] == 0, f"page {page} handed out twice"
+        self._holders[page] = 1
+        changed = self._last_group[page] not in (-1, group)
+        self._last_group[page] = group
+        return page, changed
+
+    def free(self, page: int) -> None:
+        self._holders[page] -= 1
+        assert self._holders[page] >= 0, f"page {page} freed twice"
+        if self._holders[page] == 0:
+            if self._key[page] is None:
+                self._blank.append(page)
+            else:
+                self._cached[page] = None
+
+    def publish(self, page: int, key: PageKey) -> None:
+        """The page's content is final and known by `key`. The first page of a content stays the one found."""
+        assert self._holders[page] > 0, f"page {page} published by nobody"
+        if key not in self._page_of and self._key[page] is None:
+            self._page_of[key] = page
+            self._key[page] = key
+
+    def forget_all(self) -> None:
+        """Drop every known content, held or not."""
+        for page in list(self._cached):
+            del self._cached[page]
+            self._blank.append(page)
+        for page in list(self._page_of.values()):
+            self._forget(page)
+
+    def blank_pages(self) -> list[int]:
+        return list(self._blank)
+
+    def check(self, held: dict[int, int]) -> None:
+        """`held`: page to number of holders, as the owners count them."""
+        blank, cached = set(self._blank), set(self._cached)
+        assert len(blank) == len(self._blank), "a page is blank twice"
+        for page in range(1, self.num_pages):
+            owners = held.get(page, 0)
+            assert self._holders[page] == owners, f"page {page}: {self._holders[page]} holders counted, {owners} found"
+            states = (page in blank) + (page in cached) + (owners > 0)
+            assert states == 1, f"page {page} is in {states} states"
+            assert not (page in cached and self._key[page] is None), f"page {page} is cached without content"
+            assert not (page in blank and self._key[page] is not None), f"page {page} is blank with content"
+        assert NULL_PAGE not in held and self._holders[NULL_PAGE] == 0, "the null page has an owner"
+        for key, page in self._page_of.items():
+            assert self._key[page] == key, f"page {page} is known by two contents"
+
+    def _forget(self, page: int) -> None:
+        key = self._key[page]
+        if key is not None:
+            del self._page_of[key]
+            self._key[page] = None

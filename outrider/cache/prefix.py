@@ -1,0 +1,57 @@
+"""Chained hashes of full pages, and the longest prefix that all groups can serve.
+
+A page is known by the hash of everything up to its end: tokens, salt and other keys. Two requests share a page only
+if all of that is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from outrider.cache.groups import Group
+from outrider.cache.pages import PagePool
+
+
+class PageHashes:
+    """A request's chain for one page size, extended as its tokens settle."""
+
+    __slots__ = ("_page_tokens", "_digests", "_root")
+
+    def __init__(self, page_tokens: int, keys: tuple[str, ...]) -> None:
+        self._page_tokens = page_tokens
+        self._digests: list[bytes] = []
+        self._root = hashlib.blake2b("\x00".join(keys).encode(), digest_size=16).digest()
+
+    def upto(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
+        """Hashes of at least the first `num_pages` pages; token_ids must cover them."""
+        digests, size = self._digests, self._page_tokens
+        while len(digests) < num_pages:
+            start = len(digests) * size
+            parent = digests[-1] if digests else self._root
+            page = array("q", token_ids[start : start + size])
+            assert len(page) == size, "a page is hashed before it is full"
+            digests.append(hashlib.blake2b(parent + page.tobytes(), digest_size=16).digest())
+        return digests
+
+
+def longest_hit(
+    pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int
+) -> int:
+    """The longest prefix of at most `most` tokens that every group can serve, lowered until all agree."""
+    step = max(group.page_tokens for group in groups)
+    candidate = most // step * step
+    while candidate > 0:
+        lowered = candidate
+        for group in groups:
+            digests = hashes[group.page_tokens].upto(token_ids, lowered // group.page_tokens)
+
+            def is_cached(column: int, group: Group = group, digests: list[bytes] = digests) -> bool:
+                return pool.find((group.index, digests[column])) is not None
+
+            lowered = group.kind.serves(is_cached, lowered) // step * step
+        if lowered == candidate:
+            return candidate
+        candidate = lowered
+    return 0

@@ -1,0 +1,1 @@
+"""The loop, the life of a request, text in and out."""

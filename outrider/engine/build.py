@@ -1,0 +1,94 @@
+"""From a config to a running engine: the one place where all parts meet."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from outrider.attention.base import Backend
+from outrider.attention.torch_backend import TorchBackend
+from outrider.cache.groups import plan_groups
+from outrider.cache.manager import CacheManager
+from outrider.cache.pool import DevicePool
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.models.base import Model
+from outrider.models.loader import load_dummy, load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources import resolve
+from outrider.models.sources.base import ModelSource
+from outrider.runner.memory import fit_max_len, plan_memory
+from outrider.runner.runner import LocalRunner, Padding
+from outrider.runner.state import RowState
+from outrider.runner.step import DeviceStep
+from outrider.sched.scheduler import Scheduler
+
+log = logging.getLogger("outrider")
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    device = pick_device(config.device)
+    source = resolve(config.model, weights=config.load_format != "dummy")
+    dtype = pick_dtype(config.dtype, source, device)
+    model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+    if config.load_format == "dummy":
+        load_dummy(model, config.seed)
+    else:
+        load_weights(model, source.tensors())
+    return assemble(config, model, device, tokenizer=load_tokenizer(source), eos_ids=source.eos_token_ids)
+
+
+def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokenizer: Tokenizer | None = None,
+             eos_ids: tuple[int, ...] = ()) -> Engine:
+    """An engine around a model that is already loaded."""
+    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions, vocab_size=model.vocab_size,
+                           max_drafts=0)
+    layout = plan_groups(model.cache_layers(), config.page_size)
+    weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
+    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
+    limits = fit_max_len(config, layout, limits, plan)
+    log.info("%s", plan.report())
+    cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching)
+    pool = DevicePool(layout, plan.num_pages, model.dtype, device)
+    state = RowState(limits, layout.groups, device)
+    logprobs_mode = "processed" if config.logprobs_mode == "processed" else "raw"
+    step = DeviceStep(model, pool, state, pick_backend(config, model), limits.max_len, logprobs_mode=logprobs_mode)
+    runner = LocalRunner(step, Padding(config.pad_requests, config.pad_tokens))
+    scheduler = Scheduler(cache, limits)
+    return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
+                  max_logprobs=config.max_logprobs)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but this machine has no CUDA device that torch can use; use device='cpu'")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
+    """Auto: as the checkpoint says on a GPU; float32 on a CPU, where narrower types are slow."""
+    if name == "auto":
+        name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        if device.type == "cpu":
+            name = "float32"
+    if device.type != "cpu" and name == "float64":
+        raise ValueError("dtype='float64' is for exact checks on the CPU; use float32 or bfloat16 on a GPU")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+            "float64": torch.float64}[name]
+
+
+def pick_backend(config: EngineConfig, model: Model) -> Backend:
+    return TorchBackend()
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    try:
+        return Tokenizer.load(source.tokenizer())
+    except TokenizerError as error:
+        log.warning("no tokenizer: %s", error)
+        return None

@@ -1,0 +1,206 @@
+"""Tokens to text in pieces, and stop strings in them. Both take runs of tokens of any length.
+
+A piece never holds half a character, and the pieces of a text together are exactly `Tokenizer.decode` of all its
+tokens, however they were split into runs. Each token has its own piece (often empty while a character is
+incomplete), so what comes out depends on the tokens alone and never on how many a step yielded.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from outrider.engine.text import Tokenizer, TokenizerError
+
+# Any text that every decoder gives back unchanged; put before tokens, it makes them the middle of a text.
+CONTEXT = "a"
+
+
+class _Decoder(Protocol):
+    def feed(self, token: str) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Detokenizer:
+    """The text of one request's output, piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = _make_decoder(tokenizer)
+
+    def feed(self, run: Sequence[int]) -> list[str]:
+        """One piece for each token of the run."""
+        return [self._piece(token_id) for token_id in run]
+
+    def finish(self) -> str:
+        """What was held back. After the last token."""
+        return self._decoder.finish()
+
+    def _piece(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        token = self._tokenizer.id_to_token(token_id)
+        # A model's vocabulary may be padded beyond the tokenizer's; such ids have no text.
+        return "" if token is None else self._decoder.feed(token)
+
+
+def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+    decoder = tokenizer.backend.decoder
+    steps = _decoder_steps(decoder)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _ByteLevel()
+    for step in steps:
+        if not _is_streamable(step):
+            raise TokenizerError(f"{tokenizer.source}: text cannot be decoded in pieces with this tokenizer's "
+                                 f"decoder ({json.dumps(step)})")
+    return _Pieces(decoder, has_byte_tokens="ByteFallback" in kinds)
+
+
+def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+    if decoder is None:
+        return [{"type": "none"}]
+    state = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _is_streamable(step: dict[str, Any]) -> bool:
+    """Whether the text of a token depends only on the tokens before it."""
+    match step["type"]:
+        case "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece":
+            return True
+        case "Replace":
+            return len(step["pattern"].get("String", "")) == 1
+        case "Strip":
+            return step["stop"] == 0
+        case _:
+            return False
+
+
+class _ByteLevel:
+    """Each token is bytes; characters come out when their bytes are complete."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: str) -> str:
+        return self._utf8.decode(_token_bytes(token))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+@lru_cache(maxsize=1 << 16)
+def _token_bytes(token: str) -> bytes:
+    table = _byte_of_char()
+    try:
+        return bytes(table[char] for char in token)
+    except KeyError:  # an added token is written as it is
+        return token.encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level tokenizers write a byte as itself where it is printable, as a character from 256 on otherwise."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class _Pieces:
+    """Each token is text, or a byte. Bytes in a row are one character or more, or all of them invalid: a later
+    byte changes what an earlier one means, so they wait for the next token that is text."""
+
+    def __init__(self, decoder: Any, has_byte_tokens: bool) -> None:
+        self._decoder = decoder
+        self._has_byte_tokens = has_byte_tokens
+        self._waiting: list[str] = []
+        self._is_first = True
+
+    def feed(self, token: str) -> str:
+        self._waiting.append(token)
+        if self._has_byte_tokens and _is_byte_token(token):
+            return ""
+        return self._take()
+
+    def finish(self) -> str:
+        return self._take()
+
+    def _take(self) -> str:
+        tokens, self._waiting = self._waiting, []
+        inside: str = self._decoder.decode([CONTEXT, *tokens])[len(CONTEXT) :]
+        if not (self._is_first and inside):
+            return inside
+        self._is_first = False  # only the first text of all may lose its leading space
+        return self._decoder.decode(tokens)
+
+
+def _is_byte_token(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a run gave: text that can be shown, and whether a stop string ended it."""
+
+    text: str
+    stop: str | None  # the stop string that was found
+    num_tokens: int  # tokens of this run that belong to the output: all of them, or up to the one that showed the stop
+
+
+class StopStrings:
+    """Finds the stop string that is complete first, also across pieces. Text that may begin one is held back."""
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False, min_tokens: int = 0) -> None:
+        assert all(stops), "a stop string must not be empty"
+        self._stops = tuple(stops)
+        self._longest = max((len(s) for s in self._stops), default=0)
+        self._include_stop = include_stop
+        self._num_unchecked = min_tokens  # tokens that are still to pass without a check
+        self._held = ""
+
+    def feed(self, pieces: Sequence[str]) -> Stopped:
+        """One piece for each token of the run, as a Detokenizer gives them."""
+        out: list[str] = []
+        for i, piece in enumerate(pieces):
+            if self._num_unchecked > 0:
+                self._num_unchecked -= 1
+                out.append(piece)
+                continue
+            text, stop = self._check(piece)
+            out.append(text)
+            if stop is not None:
+                return Stopped("".join(out), stop, i + 1)
+        return Stopped("".join(out), None, len(pieces))
+
+    def finish(self, tail: str = "") -> Stopped:
+        """After the last token: `tail` is what the detokenizer held back. Nothing is held back any more."""
+        text, stop = self._check(tail)
+        if stop is None:
+            text, self._held = text + self._held, ""
+        return Stopped(text, stop, 0)
+
+    def _check(self, piece: str) -> tuple[str, str | None]:
+        text, self._held = self._held + piece, ""
+        # The first to be complete wins, and of those that end together the longest: as if read by characters.
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, at, stop = min(found)
+            return text[: end if self._include_stop else at], stop
+        num_held = self._num_held(text)
+        if num_held:
+            text, self._held = text[:-num_held], text[-num_held:]
+        return text, None
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,194 @@
+"""The loop: schedule, step, update, emit, with the next step scheduled before the last one's result is read.
+
+Owns the life of a request from its checks to its last run. Knows scheduler and runner by their data only; a runner
+may live in another thread or process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import count
+
+from outrider.core import Finish, Limits, StepResult
+from outrider.engine.output import PromptLogprobsOutput, SampleOutput
+from outrider.engine.text import Tokenizer
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+from outrider.runner.runner import Runner
+from outrider.sample.rows import check_params
+from outrider.sched.request import Request
+from outrider.sched.scheduler import Scheduler, Update
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request the caller knows, over its n samples."""
+
+    output: RequestOutput
+    samples: dict[int, SampleOutput]  # by the scheduler's request id
+    prompt_logprobs: PromptLogprobsOutput | None
+
+
+class Engine:
+    """Single-threaded: one owner calls `add`, `step` and `abort`."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, limits: Limits, *, tokenizer: Tokenizer | None = None,
+                 eos_ids: tuple[int, ...] = (), seed: int = 0, max_logprobs: int = 20) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._seed = seed
+        self._max_logprobs = max_logprobs
+        self._ids = count()
+        self._live: dict[str, _Live] = {}
+        self._owner: dict[int, str] = {}  # scheduler's request id to the caller's
+        self._in_flight: deque[Future[StepResult]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live) or bool(self._in_flight)
+
+    # Requests
+
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None,
+            priority: int = 0, cache_salt: str | None = None) -> None:
+        """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
+        if request_id in self._live:
+            raise ValueError(f"request id {request_id!r} is in use")
+        params = self.checked(prompt_token_ids, params)
+        output = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
+        output.metrics.arrival_time = time.perf_counter()
+        live = _Live(output, {}, None)
+        requests = [self._new_request(prompt_token_ids, params, i, priority, cache_salt) for i in range(params.n)]
+        for request in requests:
+            self.scheduler.add(request)
+            sample = SampleOutput(request.sample_index, params, self.tokenizer)
+            live.samples[request.id] = sample
+            output.outputs.append(sample.completion)
+            self._owner[request.id] = request_id
+        if params.prompt_logprobs is not None:
+            live.prompt_logprobs = PromptLogprobsOutput(len(prompt_token_ids), self._decode)
+            output.prompt_logprobs = live.prompt_logprobs.entries
+        self._live[request_id] = live
+
+    def abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        for scheduler_id in list(live.samples) if live else []:
+            self.scheduler.end(scheduler_id, Finish.ABORT)
+
+    def checked(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters with their words as tokens, or a ValueError that says what to change."""
+        limits = self.limits
+        if not prompt_token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(prompt_token_ids) >= limits.max_len:
+            raise ValueError(
+                f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no room "
+                "for an answer: shorten the prompt or raise max_model_len"
+            )
+        for token in prompt_token_ids:
+            if not 0 <= token < limits.vocab_size:
+                raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and (value > self._max_logprobs or (value < 0 and self._max_logprobs < limits.vocab_size)):
+                raise ValueError(f"{name}={value} exceeds max_logprobs={self._max_logprobs} of this engine")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        params = self._with_bad_word_ids(params)
+        check_params(params, self._eos_ids, limits)
+        return params
+
+    # One step
+
+    def step(self) -> list[RequestOutput]:
+        """Advance by one step; returns the requests that got tokens or ended. Outputs grow in place."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._in_flight.append(self.runner.submit(batch))
+        changed: dict[str, None] = {}
+        if self._in_flight and (batch is None or len(self._in_flight) >= self.limits.steps_in_flight):
+            result = self._in_flight.popleft().result()
+            for update in self.scheduler.update(result):
+                changed[self._emit(update)] = None
+        for request in self.scheduler.take_ended_early():
+            changed[self._end(request)] = None
+        return [output for request_id in changed if (output := self._collect(request_id)) is not None]
+
+    def drain(self) -> None:
+        """Wait for every step in flight, keeping what they yield."""
+        while self._in_flight:
+            for update in self.scheduler.update(self._in_flight.popleft().result()):
+                self._emit(update)
+
+    def close(self) -> None:
+        self.drain()
+        self.runner.close()
+
+    # Inside
+
+    def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,
+                     salt: str | None) -> Request:
+        limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        seed = self._seed if params.seed is None else params.seed
+        return Request(
+            next(self._ids), prompt, params, end_len=min(limit, self.limits.max_len), seed=seed, eos_ids=self._eos_ids,
+            sample_index=index, priority=priority, cache_keys=() if salt is None else (f"salt={salt}",),
+        )  # fmt: skip
+
+    def _emit(self, update: Update) -> str:
+        request, result = update.request, update.result
+        request_id = self._owner[request.id]
+        live = self._live[request_id]
+        if live.prompt_logprobs is not None and result.prompt_logprobs is not None and request.sample_index == 0:
+            live.prompt_logprobs.take(result.prompt_logprobs)
+        if result.run and live.output.metrics.first_token_time is None:
+            live.output.metrics.first_token_time = time.perf_counter()
+        if (result.run or result.finish) and live.samples[request.id].take(result):
+            self.scheduler.end(request.id, Finish.STOP)
+        elif result.finish:
+            self._end(request)
+        return request_id
+
+    def _end(self, request: Request) -> str:
+        request_id = self._owner.pop(request.id)
+        live = self._live[request_id]
+        live.samples[request.id].end(request.finish, request.error)
+        metrics = live.output.metrics
+        metrics.num_cached_tokens = max(metrics.num_cached_tokens, request.num_hit_tokens)
+        metrics.num_preemptions += request.num_preemptions
+        metrics.num_steps += request.num_steps
+        metrics.num_draft_tokens += request.num_drafted
+        metrics.num_accepted_tokens += request.num_accepted
+        return request_id
+
+    def _collect(self, request_id: str) -> RequestOutput | None:
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        if live.output.finished:
+            live.output.metrics.finished_time = time.perf_counter()
+            del self._live[request_id]
+        return live.output
+
+    def _decode(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words or params.bad_words_token_ids:
+            return params
+        if self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias or allowed_token_ids")
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            # At the start of a text and after a space a word has different tokens: forbid both.
+            for text in (word.lstrip(), " " + word.lstrip()):
+                words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return replace(params, bad_words_token_ids=tuple(words))
+
+

@@ -1,0 +1,245 @@
+"""Text to tokens and back, and chats to text.
+
+A tokenizer comes from a folder's tokenizer.json or from the metadata of a GGUF file. Text is what the tokenizer
+gives: no clean-up of spaces, so that text in pieces and text as a whole are the same. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
+
+Message = Mapping[str, Any]
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, or it refused the messages."""
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with the special tokens and chat templates that its model gives it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        source: str = "this model",
+    ) -> None:
+        # A file may carry settings of its training; a prompt is never cut or filled up behind the caller's back.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self.source = source
+
+    @classmethod
+    def load(cls, data: str | Path | Mapping[str, Any]) -> Tokenizer:
+        """From what a model source hands out: a folder, or the metadata of a GGUF file."""
+        return cls.from_gguf(data) if isinstance(data, Mapping) else cls.from_folder(Path(data))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(_missing(folder))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise TokenizerError(f"{path} cannot be read: {error}. Fetch it again.") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {**_token_texts(_read_json(folder / "special_tokens_map.json")), **_token_texts(config)}
+        return cls(backend, special, _folder_templates(folder, config), str(folder))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        tokens = metadata.get("tokenizer.ggml.tokens", [])
+        special = {}
+        for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+            index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if index is not None and index < len(tokens):
+                special[f"{name}_token"] = tokens[index]
+        templates = {}
+        for key, value in metadata.items():
+            if key == "tokenizer.chat_template":
+                templates[DEFAULT_TEMPLATE] = value
+            elif key.startswith("tokenizer.chat_template."):
+                templates[key.removeprefix("tokenizer.chat_template.")] = value
+        return cls(build_gguf_tokenizer(metadata), special, templates, str(metadata.get("general.name", "this model")))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Added tokens included; a model's own vocabulary may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out of the text."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.backend.id_to_token(token_id)
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def render_chat(
+        self,
+        messages: Iterable[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template."""
+        template = ChatTemplate(self._template_text(chat_template, bool(tools)))
+        values = {"tools": tools, "documents": None, **self.special_tokens, **variables}
+        return template.render(list(messages), add_generation_prompt, values)
+
+    def encode_chat(self, messages: Iterable[Message], **options: Any) -> list[int]:
+        """The token ids of a chat. The template writes the special tokens itself; none are added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def _template_text(self, wanted: str | None, has_tools: bool) -> str:
+        if wanted is not None:
+            return self.chat_templates.get(wanted, wanted)
+        if has_tools and TOOL_TEMPLATE in self.chat_templates:
+            return self.chat_templates[TOOL_TEMPLATE]
+        if DEFAULT_TEMPLATE in self.chat_templates:
+            return self.chat_templates[DEFAULT_TEMPLATE]
+        if self.chat_templates:
+            names = ", ".join(sorted(self.chat_templates))
+            raise ChatTemplateError(f"{self.source} has no default chat template; pass chat_template= one of: {names}")
+        raise ChatTemplateError(f"{self.source} has no chat template, so it may not be a chat model; "
+                                "pass chat_template=, or use generate with a prompt")
+
+
+class ChatTemplate:
+    """A Jinja template that turns messages into a prompt. It comes with the model, so it runs sandboxed."""
+
+    def __init__(self, text: str) -> None:
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        )
+        env.filters["tojson"] = _tojson
+        env.globals["raise_exception"] = _raise_exception
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = env.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
+
+    def render(self, messages: list[Message], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here it only renders what it encloses."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return caller()
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    # Jinja's own filter escapes for HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _missing(folder: Path) -> str:
+    others = [n for n in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt") if (folder / n).is_file()]
+    if others:
+        return (f"{folder} holds {', '.join(others)} but no tokenizer.json, the only form that is read. Write one with "
+                "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
+    return (f"{folder} holds no tokenizer.json: copy the tokenizer files of the model into it "
+            "(tokenizer.json, tokenizer_config.json), or work with token ids and no tokenizer")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object. Fetch it again.")
+    return value
+
+
+def _token_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a file writes one as a string or as an object with `content`."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """All chat templates of a folder by name; separate files win over tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    for written in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
+        if isinstance(written, str):
+            templates[DEFAULT_TEMPLATE] = written
+        elif isinstance(written, list):
+            templates.update({t["name"]: t["template"] for t in written})
+    if (folder / "chat_template.jinja").is_file():
+        templates[DEFAULT_TEMPLATE] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates

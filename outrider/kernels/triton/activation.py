@@ -1,0 +1,65 @@
+"""Gated activations over a fused projection: the first half of each token row gates the second.
+
+Knows nothing of where the projection came from; token rows may be strided, columns are packed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels.triton.common import (
+    FLOATS,
+    gated,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+
+_COLUMNS = 1024
+
+
+@triton.jit
+def _gated_kernel(
+    x, out, x_stride, out_stride, width, GELU: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < width
+    gate = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(x + token * x_stride + width + column, mask=valid, other=0.0).to(tl.float32)
+    result = gated(gate, up, GELU)
+    tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=valid)
+
+
+def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, pdl: bool) -> torch.Tensor:
+    require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
+    num_tokens, fused = x.shape
+    require(fused % 2 == 0, kernel, "x", f"needs an even number of columns, has {fused}")
+    width = fused // 2
+    if out is None:
+        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    if num_tokens == 0 or width == 0:
+        return out
+    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    _gated_kernel[grid](
+        x, out, x.stride(0), out.stride(0), width, GELU=gelu, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4,
+        **pdl_options(pdl),
+    )
+    return out
+
+
+def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]."""
+    return _gated("silu_mul", x, out, gelu=False, pdl=pdl)
+
+
+def gelu_tanh_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+    """x [tokens, 2 * width] -> gelu_tanh(x[:, :width]) * x[:, width:]."""
+    return _gated("gelu_tanh_mul", x, out, gelu=True, pdl=pdl)

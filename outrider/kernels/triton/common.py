@@ -1,0 +1,100 @@
+"""What the Triton kernels share: small device functions, programmatic dependent launch, and host-side checks.
+
+It knows nothing of models, caches or steps. Wrappers take `pdl`: with it a kernel may start while its predecessor
+drains, does what depends on no other kernel (fetching weights), then waits for the predecessor's memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+DEFAULT_SMS = 132  # assumed where there is no card to ask (the interpreter)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Blocks until the kernels before this one have finished. Every program must call it, also one that exits early:
+    a grid that ends without waiting would let the next one overtake the previous one."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def release_dependents(PDL: tl.constexpr):
+    """Lets the next kernel start once every program got here. Its own wait still covers all of our writes."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def tanh(x):
+    # exp overflows to inf for large x, which gives exactly 1.
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or tanh-gelu(gate) * up; float32 in and out."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (1.0 + tanh(inner)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """The launch option that goes with a kernel's PDL flag; the interpreter knows no such option."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@lru_cache(maxsize=16)
+def num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def require(ok: bool, kernel: str, argument: str, message: str) -> None:
+    if not ok:
+        raise ValueError(f"{kernel}: {argument} {message}")
+
+
+def require_tensor(
+    kernel: str,
+    argument: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    inner_contiguous: int = 1,
+) -> None:
+    """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed."""
+    got = tuple(tensor.shape)
+    ok = len(got) == len(shape) and all(want is None or want == have for want, have in zip(shape, got, strict=False))
+    require(ok, kernel, argument, f"has shape {list(got)}, expected {['*' if s is None else s for s in shape]}")
+    require(tensor.device == device, kernel, argument, f"is on {tensor.device}, expected {device}")
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    require(tensor.dtype in dtypes, kernel, argument, f"has dtype {tensor.dtype}, expected {names}")
+    packed = 1
+    for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner_contiguous, -1):
+        ok = tensor.shape[axis] <= 1 or tensor.stride(axis) == packed
+        require(ok, kernel, argument, f"must be contiguous in its last {inner_contiguous} axes, strides {tensor.stride()}")
+        packed *= tensor.shape[axis]
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)

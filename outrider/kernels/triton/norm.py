@@ -1,0 +1,86 @@
+"""RMS norm over token rows, plain and with the residual added first.
+
+Statistics are float32 and are taken from the residual as it is stored, so that the fused form equals add, then norm.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels.triton.common import (
+    FLOATS,
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+
+_MAX_WIDTH = 65536
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, x_stride, residual_stride, out_stride, width, eps,
+    HAS_RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    valid = column < width
+    gain = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        gain += 1.0
+    wait_for_inputs(PDL)
+    value = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual + token * residual_stride + column
+        stored = (value + tl.load(at, mask=valid, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(at, stored, mask=valid)
+        value = stored.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(out + token * out_stride + column, (value * scale * gain).to(out.dtype.element_ty), mask=valid)
+
+
+def _launch(
+    kernel: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool,
+    out: torch.Tensor | None, pdl: bool,
+) -> torch.Tensor:
+    require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
+    num_tokens, width = x.shape
+    require(0 < width <= _MAX_WIDTH, kernel, "x", f"has {width} columns, allowed are 1 to {_MAX_WIDTH}")
+    require_tensor(kernel, "weight", weight, (width,), x.device, FLOATS)
+    if residual is not None:
+        require_tensor(kernel, "residual", residual, (num_tokens, width), x.device, (x.dtype,))
+    if out is None:
+        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    if num_tokens == 0:
+        return out
+    columns = next_power_of_two(width)
+    _rms_norm_kernel[(num_tokens,)](
+        x, residual if residual is not None else x, weight, out,
+        x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0), width, eps,
+        HAS_RESIDUAL=residual is not None, PLUS_ONE=plus_one, COLUMNS=columns, PDL=pdl,
+        num_warps=min(16, max(1, columns // 512)), **pdl_options(pdl),
+    )
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
+    out: torch.Tensor | None = None, pdl: bool = False,
+) -> torch.Tensor:
+    """x [tokens, width] -> x / rms(x) * weight (or 1 + weight)."""
+    return _launch("rms_norm", x, None, weight, eps, plus_one, out, pdl)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
+    out: torch.Tensor | None = None, pdl: bool = False,
+) -> torch.Tensor:
+    """Adds x [tokens, width] to residual in place and returns the norm of the sum."""
+    return _launch("add_rms_norm", x, residual, weight, eps, plus_one, out, pdl)

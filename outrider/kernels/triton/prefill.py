@@ -1,0 +1,189 @@
+"""Paged attention for long query ranges: tiles of queries, none of which spans requests.
+
+The host knows how many query tokens each request was given and lists the tiles; lengths and live counts are read on
+the device. Keys are visited in tiles anchored at position 0, first those that every query of the tile sees whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels.triton.attention_core import add_sink, attend_keys, check_attention, zero_padding
+from outrider.kernels.triton.common import (
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+
+_INTS = ["page_table", "query_starts", "lengths", "live", "tile_requests", "tile_indices"]
+_VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
+def _prefill_kernel(
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, tile_requests, tile_indices, out,
+    scale, softcap, window, num_tokens, num_requests, num_tiles,
+    q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    request = tl.load(tile_requests + program)
+    tile = tl.load(tile_indices + program)
+    first_token = tl.load(query_starts + request)
+    scheduled = tl.load(query_starts + request + 1) - first_token
+    length = tl.load(lengths + request)
+    num_live = tl.load(live + request)
+
+    row = tl.arange(0, BLOCK_M)
+    query = tile * Q_TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_query = (row < Q_TILE * GROUP) & (query < num_live)
+    q_position = tl.where(is_query, length - num_live + query, -1)
+    token = (first_token + query).to(tl.int64)
+    dim = tl.arange(0, D_PAD)
+    in_dim = (dim < D)[None, :]
+    queries = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=is_query[:, None] & in_dim, other=0.0,
+    )
+
+    first_position = length - num_live + tile * Q_TILE
+    highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
+    # [whole_begin, whole_end): key tiles that need no mask, as every query of this tile sees all of them.
+    lowest = 0
+    begin = 0
+    whole_begin = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(first_position - window + 1, 0)
+        begin = lowest // BLOCK_N * BLOCK_N
+        whole_begin = tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N
+    whole_end = tl.maximum(tl.minimum(first_position + 1, highest), 0) // BLOCK_N * BLOCK_N
+    whole_begin = tl.minimum(whole_begin, whole_end)
+    whole_begin = tl.maximum(whole_begin, begin)
+    whole_end = tl.maximum(whole_end, whole_begin)
+    keys = k_cache + kv_head * k_head_stride
+    values = v_cache + kv_head * v_head_stride
+    table = page_table + request.to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if HAS_WINDOW:
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, tl.minimum(whole_begin, highest), lowest, highest,
+            keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+        )
+    acc, peak, total = attend_keys(
+        queries, acc, peak, total, q_position, whole_begin, whole_end, lowest, highest,
+        keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP,
+    )
+    acc, peak, total = attend_keys(
+        queries, acc, peak, total, q_position, whole_end, highest, lowest, highest,
+        keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+    )
+
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_query, other=float("-inf"))
+        acc, peak, total = add_sink(acc, tl.where(is_query, peak, 0.0), total, sink)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result = tl.where(is_query[:, None], result, 0.0)
+    is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
+    tl.store(
+        out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
+        result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
+    )
+    if FILL_PADDING:
+        first = tl.load(query_starts + num_requests) + program
+        zero_padding(out, first, num_tiles, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
+                     D, D_PAD, GROUP, GROUP_PAD)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    block_m: int  # rows: query tokens times the heads of one key/value head
+    block_n: int
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+def prefill_config(head_dim: int) -> PrefillConfig:
+    if head_dim <= 128:
+        return PrefillConfig(block_m=128, block_n=64, num_stages=3)
+    if head_dim <= 256:
+        return PrefillConfig(block_m=64, block_n=32)
+    return PrefillConfig(block_m=32, block_n=16)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Which request and which part of its queries each tile is: device tensors, built once per step."""
+
+    requests: torch.Tensor  # [tiles] int32
+    indices: torch.Tensor  # [tiles] int32
+    queries: int  # query tokens per tile
+    config: PrefillConfig
+
+
+def query_tiles(
+    query_lens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *,
+    config: PrefillConfig | None = None,
+) -> QueryTiles:
+    """Tiles for requests with `query_lens` scheduled query tokens, late ones first: they have the most keys."""
+    config = config or prefill_config(head_dim)
+    queries = max(1, config.block_m // (num_heads // num_kv_heads))
+    tiles = [(index, request) for request, n in enumerate(query_lens) for index in range(triton.cdiv(n, queries))]
+    tiles.sort(reverse=True)
+    table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).t().contiguous()
+    table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return QueryTiles(requests=table[1], indices=table[0], queries=queries, config=config)
+
+
+def prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
+    scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool = False,
+) -> torch.Tensor:
+    """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
+    left alone; with fill_padding the rows past the last request get zeros."""
+    name = "prefill_attention"
+    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
+                            window, softcap)
+    num_tiles = tiles.requests.shape[0]
+    for argument, tensor in (("tiles.requests", tiles.requests), ("tiles.indices", tiles.indices)):
+        require_tensor(name, argument, tensor, (num_tiles,), q.device, (torch.int32,))
+    group, config = shape.heads_per_kv, tiles.config
+    require(tiles.queries == max(1, config.block_m // group), name, "tiles", "were built for other head counts")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if shape.num_tokens == 0 or num_tiles == 0:
+        return out
+    _prefill_kernel[(shape.num_kv_heads, num_tiles)](
+        q, k_cache, v_cache, page_table, query_starts, lengths, live, q if sinks is None else sinks,
+        tiles.requests, tiles.indices, out,
+        scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
+        GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
+        PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
+        BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )
+    return out

@@ -1,0 +1,153 @@
+"""Rotary embedding and cache write in one pass over a fused q, k, v projection, with optional norms of q and k.
+
+Each token row is [q heads | k heads | v heads]. Queries are rotated into a new tensor; keys are rotated and, with the
+values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or pages' owners.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels.triton.common import (
+    FLOATS,
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+
+_HEADS = 8  # heads per program
+
+
+@triton.jit
+def _rotate(
+    source, target, row, head, valid_head, store, cos_sin, norm_weight, source_head_stride, target_head_stride, eps,
+    D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    HAS_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, HEADS: tl.constexpr,
+):
+    """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest."""
+    half = tl.arange(0, HALF_PAD)
+    in_half = half < ROT // 2
+    mask = valid_head[:, None] & in_half[None, :]
+    at = source + (head * source_head_stride)[:, None] + half[None, :]
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + ROT // 2, mask=mask, other=0.0).to(tl.float32)
+    if D > ROT:
+        rest_column = ROT + tl.arange(0, REST_PAD)
+        rest_mask = valid_head[:, None] & (rest_column < D)[None, :]
+        rest = tl.load(
+            source + (head * source_head_stride)[:, None] + rest_column[None, :], mask=rest_mask, other=0.0
+        ).to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        if D > ROT:
+            square += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        shift: tl.constexpr = 1.0 if PLUS_ONE else 0.0
+        low *= scale * (tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32) + shift)[None, :]
+        high *= scale * (tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32) + shift)[None, :]
+        if D > ROT:
+            gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32) + shift
+            rest *= scale * gain[None, :]
+    cos = tl.load(cos_sin + row * ROT + half, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + row * ROT + ROT // 2 + half, mask=in_half, other=0.0)[None, :]
+    to = target + (head * target_head_stride)[:, None]
+    dtype = target.dtype.element_ty
+    tl.store(to + half[None, :], (low * cos - high * sin).to(dtype), mask=mask & store)
+    tl.store(to + ROT // 2 + half[None, :], (high * cos + low * sin).to(dtype), mask=mask & store)
+    if D > ROT:
+        tl.store(to + rest_column[None, :], rest.to(dtype), mask=rest_mask & store)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rope_cache_kernel(
+    qkv, positions, slots, cos_sin, q_weight, k_weight, q_out, k_cache, v_cache, eps, max_len,
+    qkv_stride, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    v_page_stride, v_token_stride, v_head_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    source = qkv + token * qkv_stride
+    # Positions of padding rows may be anything: they must still stay inside the table.
+    row = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_len - 1)
+    if part < Q_PARTS:
+        head = part * HEADS + tl.arange(0, HEADS)
+        _rotate(source, q_out + token * q_token_stride, row, head, head < Q_HEADS, True, cos_sin, q_weight,
+                D, q_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, Q_NORM, PLUS_ONE, HEADS)
+    else:
+        slot = tl.load(slots + token)
+        page = slot // PAGE
+        offset = slot % PAGE
+        if part < Q_PARTS + KV_PARTS:
+            head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
+            target = k_cache + page * k_page_stride + offset * k_token_stride
+            _rotate(source + Q_HEADS * D, target, row, head, head < KV_HEADS, slot >= 0, cos_sin, k_weight,
+                    D, k_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, K_NORM, PLUS_ONE, HEADS)
+        else:
+            head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
+            dim = tl.arange(0, D_PAD)
+            mask = (head < KV_HEADS)[:, None] & (dim < D)[None, :] & (slot >= 0)
+            value = tl.load(
+                source + (Q_HEADS + KV_HEADS) * D + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0
+            )
+            target = v_cache + page * v_page_stride + offset * v_token_stride
+            tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], value, mask=mask)
+
+
+def rope_cache_write(
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6, plus_one: bool = False, *, out: torch.Tensor | None = None, pdl: bool = False,
+) -> torch.Tensor:
+    """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
+
+    cos_sin [max_len, rot_dim] float32: cosines in the first half of a row, sines in the second; columns past rot_dim
+    of a head are not rotated. The slot of offset o in page p is p * page_size + o.
+    """
+    name, device = "rope_cache_write", qkv.device
+    require_tensor(name, "qkv", qkv, (None, None), device, FLOATS)
+    num_tokens = qkv.shape[0]
+    require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (qkv.dtype,))
+    require_tensor(name, "v_cache", v_cache, tuple(k_cache.shape), device, (qkv.dtype,))
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    require(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and num_heads > 0, name, "qkv",
+            f"has {qkv.shape[1]} columns, expected q heads plus 2 x {num_kv_heads} heads of {head_dim}")
+    for argument, tensor in (("positions", positions), ("slots", slots)):
+        require_tensor(name, argument, tensor, (num_tokens,), device, (torch.int64,))
+    require_tensor(name, "cos_sin", cos_sin, (None, None), device, (torch.float32,), inner_contiguous=2)
+    max_len, rot_dim = cos_sin.shape
+    require(0 < rot_dim <= head_dim and rot_dim % 2 == 0, name, "cos_sin",
+            f"has {rot_dim} columns, expected an even number up to {head_dim}")
+    for argument, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None:
+            require_tensor(name, argument, weight, (head_dim,), device, FLOATS)
+    if out is None:
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=device)
+    require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
+    if num_tokens == 0:
+        return out
+    parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+    _rope_cache_kernel[(num_tokens, parts)](
+        qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
+        qkv if k_norm_weight is None else k_norm_weight, out, k_cache, v_cache, eps, max_len,
+        qkv.stride(0), out.stride(0), out.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
+        HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),
+        PAGE=page_size, HEADS=_HEADS, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
+        PLUS_ONE=plus_one, PDL=pdl, num_warps=4, **pdl_options(pdl),
+    )
+    return out

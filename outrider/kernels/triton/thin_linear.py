@@ -1,0 +1,225 @@
+"""Linear layers for 1 to 16 token rows, where the time is that of reading the weights once.
+
+One row is a matrix-vector product on the vector units; up to 16 rows share one tile on the tensor cores. A row's
+result does not depend on the other rows nor, on the tensor-core path, on how many there are: `exact_rows` takes that
+path for one row too. There is no split over the inner dimension, so additions always go in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels.triton.common import (
+    FLOATS,
+    gated,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+
+MAX_ROWS = 16
+_LINE = tl.constexpr(128)  # bytes the memory system fetches at once
+_NONE, _RMS_NORM, _SILU_MUL, _GELU_TANH_MUL = (tl.constexpr(i) for i in range(4))
+_PROLOGUES = {None: 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
+
+
+@triton.jit
+def _prefetch(weight, row, width, N, K: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr):
+    """Asks for the first lines of this program's weight rows while the kernel before it still runs."""
+    bytes_per: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    column = tl.arange(0, LINES) * (_LINE // bytes_per)
+    column = tl.minimum(column, K - 1)
+    row = tl.minimum(row, N - 1)
+    address = (weight + row.to(tl.int64)[:, None] * width + column[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_inputs(x, norm_weight, column, mask, inside, K: tl.constexpr, PROLOGUE: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """(inputs as the product takes them, raw values) of a tile; float32. The scale of a norm is applied at the end."""
+    raw = tl.load(x, mask=mask, other=0.0)
+    if PROLOGUE == _NONE:
+        return raw, raw
+    else:
+        value = raw.to(tl.float32)
+        if PROLOGUE == _RMS_NORM:
+            gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+            if PLUS_ONE:
+                gain += 1.0
+            return (value * gain).to(raw.dtype), value
+        else:
+            up = tl.load(x + K, mask=mask, other=0.0).to(tl.float32)
+            return gated(value, up, PROLOGUE == _GELU_TANH_MUL).to(raw.dtype), value
+
+
+@triton.jit
+def _matvec_kernel(
+    x, weight, bias, norm_weight, residual, out, weight_stride, N, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr, PLUS_ONE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < N
+    if PDL:
+        _prefetch(weight, row, weight_stride, N, K, BLOCK_N, LINES)
+    wait_for_inputs(PDL)
+    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    square = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        inside = column < K
+        if K % BLOCK_K == 0:
+            w = tl.load(weight_row + column[None, :], mask=in_rows[:, None], other=0.0, eviction_policy="evict_first")
+        else:
+            w = tl.load(weight_row + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0,
+                        eviction_policy="evict_first")
+        value, raw = _load_inputs(x + column, norm_weight, column, inside, inside, K, PROLOGUE, PLUS_ONE)
+        if PROLOGUE == _RMS_NORM:
+            square += raw * raw
+        acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
+    result = tl.sum(acc, axis=1)
+    if PROLOGUE == _RMS_NORM:
+        result *= tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        result += tl.load(residual + row, mask=in_rows, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _thin_kernel(
+    x, weight, bias, norm_weight, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr, PLUS_ONE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    release_dependents(PDL)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < N
+    if PDL:
+        _prefetch(weight, row, weight_stride, N, K, BLOCK_N, LINES)
+    wait_for_inputs(PDL)
+    token = tl.arange(0, ROWS)
+    in_tokens = token < M
+    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
+    x_row = x + token[:, None] * x_stride
+    acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    square = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        inside = column < K
+        if K % BLOCK_K == 0:
+            w = tl.load(weight_row + column[None, :], mask=in_rows[:, None], other=0.0, eviction_policy="evict_first")
+            mask = in_tokens[:, None]
+        else:
+            w = tl.load(weight_row + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0,
+                        eviction_policy="evict_first")
+            mask = in_tokens[:, None] & inside[None, :]
+        value, raw = _load_inputs(x_row + column[None, :], norm_weight, column[None, :], mask, inside[None, :],
+                                  K, PROLOGUE, PLUS_ONE)
+        if PROLOGUE == _RMS_NORM:
+            square += raw * raw
+        acc = tl.dot(value, tl.trans(w), acc, input_precision="ieee")
+    if PROLOGUE == _RMS_NORM:
+        acc *= tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+    mask = in_tokens[:, None] & in_rows[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + token[:, None] * residual_stride + row[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token[:, None] * out_stride + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class ThinConfig:
+    """Weight rows and columns per tile, and what the compiler is told."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# (one row?, outputs, inputs) -> config, where a measurement beat the rule in `thin_config`.
+CONFIGS: dict[tuple[bool, int, int], ThinConfig] = {}
+
+
+def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
+    """The measured choice for a shape, or one that gives every multiprocessor about two programs or more."""
+    measured = CONFIGS.get((num_rows == 1, n, k))
+    if measured is not None:
+        return measured
+    sizes = (16, 8, 4, 2) if num_rows == 1 else (64, 32, 16)
+    block_n = next((size for size in sizes if n >= 2 * sms * size * 15 // 16), sizes[-1])
+    if num_rows == 1:
+        return ThinConfig(block_n, min(1024, triton.next_power_of_2(k)), 4, 1)
+    return ThinConfig(block_n, 256 if block_n <= 16 else 128, 4, 4)
+
+
+def thin_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+    prologue: str | None = None, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, plus_one: bool = False,
+    residual: torch.Tensor | None = None, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    exact_rows: bool = False, config: ThinConfig | None = None, pdl: bool = False,
+) -> torch.Tensor:
+    """f(x) [rows, k] times weight [n, k] transposed, plus bias [n] and residual [rows, n]; 1 to 16 rows.
+
+    prologue: None; "rms_norm" (with norm_weight [k], eps, plus_one); "silu_mul" or "gelu_tanh_mul", for which x is
+    [rows, 2 * k]. `out` may be `residual` itself: each element is read and written by one program.
+    """
+    name, device = "thin_linear", x.device
+    require_tensor(name, "x", x, (None, None), device, FLOATS)
+    require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
+    num_rows, (n, k) = x.shape[0], weight.shape
+    require(prologue in _PROLOGUES, name, "prologue", f"is {prologue!r}, known are {list(_PROLOGUES)}")
+    is_gated = prologue in ("silu_mul", "gelu_tanh_mul")
+    require(x.shape[1] == (2 * k if is_gated else k), name, "x",
+            f"has {x.shape[1]} columns, expected {2 * k if is_gated else k}")
+    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    require((norm_weight is not None) == (prologue == "rms_norm"), name, "norm_weight", "goes with prologue 'rms_norm'")
+    for argument, vector, size in (("bias", bias, n), ("norm_weight", norm_weight, k)):
+        if vector is not None:
+            require_tensor(name, argument, vector, (size,), device, FLOATS)
+    if residual is not None:
+        require_tensor(name, "residual", residual, (num_rows, n), device, FLOATS)
+    if out is None:
+        out = torch.empty(num_rows, n, dtype=out_dtype or x.dtype, device=device)
+    require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
+    return _launch(x, weight, bias, norm_weight, residual, out, prologue, eps, plus_one, exact_rows, config, pdl)
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, prologue: str | None, eps: float, plus_one: bool,
+    exact_rows: bool, config: ThinConfig | None, pdl: bool,
+) -> torch.Tensor:
+    num_rows, (n, k) = x.shape[0], weight.shape
+    is_vector = num_rows == 1 and not exact_rows
+    config = config or thin_config(1 if is_vector else MAX_ROWS, n, k, num_sms(x.device))
+    options = {
+        "K": k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PROLOGUE": _PROLOGUES[prologue],
+        "PLUS_ONE": plus_one, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "LINES": 8,
+        "PDL": pdl, "num_warps": config.num_warps, "num_stages": config.num_stages, **pdl_options(pdl),
+    }
+    grid = (triton.cdiv(n, config.block_n),)
+    bias = x if bias is None else bias
+    norm_weight = x if norm_weight is None else norm_weight
+    added = x if residual is None else residual
+    if is_vector:
+        _matvec_kernel[grid](x, weight, bias, norm_weight, added, out, weight.stride(0), n, eps, **options)
+    else:
+        _thin_kernel[grid](x, weight, bias, norm_weight, added, out, x.stride(0), weight.stride(0), added.stride(0),
+                           out.stride(0), num_rows, n, eps, ROWS=MAX_ROWS, **options)
+    return out

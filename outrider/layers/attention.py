@@ -1,0 +1,55 @@
+"""The self-attention block that the families share: one product for q, k and v, norms, rope, attention, output.
+
+Does not know where keys and values lie: `attend` does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.norm import HeadNorm
+from outrider.layers.rotary import Angles, rotate
+
+
+class SelfAttention:
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        hidden_size: int,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        head_norm: HeadNorm | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layer = layer
+        q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = FusedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
+        self.out = Linear(q_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
+        self.head_norm = head_norm
+        self.qk_size = q_size + kv_size
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj")
+        return slots if self.head_norm is None else slots | self.head_norm.weights(prefix)
+
+    def finalize(self) -> None:
+        self.qkv.finalize()
+        self.out.finalize()
+        if self.head_norm is not None:
+            self.head_norm.finalize()
+
+    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
+        layer = self.layer
+        qkv = self.qkv(x)
+        qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
+        v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = rotate(qk, angles)
+        return self.out(attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v))

@@ -1,0 +1,122 @@
+"""Linear layers. A layer's weights are a *format* object, which owns the tensors and knows how to multiply.
+
+Knows nothing of models or files. What a checkpoint must fill is handed out as `WeightSlot`s, which are views, so
+several tensors of a checkpoint can lie in one weight (q, k and v; gate and up). A shard of a layer would be a
+format whose slots expect the whole tensor and keep a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """Where a checkpoint's tensor goes: a view of the weight that uses it, and the shape the file must have."""
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, target: torch.Tensor) -> WeightSlot:
+        return cls(target, tuple(target.shape))
+
+    def store(self, tensor: torch.Tensor) -> None:
+        self.target.copy_(tensor)
+
+
+class DenseFormat:
+    """A weight [out, in] and perhaps a bias [out], both in the model's dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @classmethod
+    def empty(
+        cls, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> DenseFormat:
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    def slots(self, prefix: str, first: int, count: int) -> dict[str, WeightSlot]:
+        """The checkpoint tensors of output features [first, first + count)."""
+        slots = {f"{prefix}.weight": WeightSlot.of(self.weight[first : first + count])}
+        if self.bias is not None:
+            slots[f"{prefix}.bias"] = WeightSlot.of(self.bias[first : first + count])
+        return slots
+
+    def finalize(self) -> None:
+        """Called once when all weights are in place: a format may derive what its product reads from them here."""
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def apply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with its sums kept in float32 (float64 stays): logits rounded to 16 bits would tie."""
+        if self.weight.dtype in (torch.float32, torch.float64):
+            return self.apply(x)
+        out = self._sums_float32(x)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _sums_float32(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        x = x.float()
+        return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(WIDE_CHUNK)], dim=-1)
+
+
+class Linear:
+    """y = x W' + b."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.format = DenseFormat.empty(in_features, out_features, bias=bias, dtype=dtype, device=device)
+
+    @classmethod
+    def sharing(cls, weight: torch.Tensor) -> Linear:
+        """A layer on a weight [out, in] that another layer owns and loads: a head tied to the embedding."""
+        linear = cls.__new__(cls)
+        linear.out_features, linear.in_features = weight.shape
+        linear.format = DenseFormat(weight)
+        return linear
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return self.format.slots(prefix, 0, self.out_features)
+
+    def finalize(self) -> None:
+        self.format.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.format.apply(x)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self.format.apply_wide(x)
+
+
+class FusedLinear(Linear):
+    """Several linear layers of one input as one product. `parts` gives name and output features, in order."""
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        self.parts = dict(parts)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        """Slots under `prefix`.`part`, each a slice of the one weight."""
+        slots: dict[str, WeightSlot] = {}
+        first = 0
+        for name, size in self.parts.items():
+            slots |= self.format.slots(f"{prefix}.{name}", first, size)
+            first += size
+        return slots

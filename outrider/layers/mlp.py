@@ -1,0 +1,48 @@
+"""The gated MLP: down(act(gate(x)) * up(x)), with gate and up as one product.
+
+Dense only: experts are layers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+
+# By the names configs use.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class GatedMLP:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.act = ACTIVATIONS[activation]
+        self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return self.gate_up.weights(prefix) | self.down.weights(f"{prefix}.down_proj")
+
+    def finalize(self) -> None:
+        self.gate_up.finalize()
+        self.down.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)

@@ -1,0 +1,84 @@
+"""RMS norms: over the hidden size, and over the heads of q and k together.
+
+Statistics are taken in float32 (float64 stays float64) and the result is rounded to the model's dtype. `offset`
+norms (Gemma) scale by 1 + weight, a sum that 16 bits would round, so it is kept in float32. Usable after `finalize()`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from outrider.layers.linear import WeightSlot
+
+
+class RMSNorm:
+    """x / rms(x) * weight, over the last axis."""
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: bool = False
+    ) -> None:
+        self.size = size
+        self.eps = eps
+        self.offset = offset
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.scale = self.weight  # what multiplies
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return {f"{prefix}.weight": WeightSlot.of(self.weight)}
+
+    def finalize(self) -> None:
+        if self.offset:
+            self.scale = 1 + widened(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.offset:
+            return F.rms_norm(widened(x), (self.size,), self.scale, self.eps).to(x.dtype)
+        return F.rms_norm(x, (self.size,), self.scale, self.eps)
+
+    def add_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds. None adds nothing."""
+        if x is not None:
+            residual = residual + x
+        return self(residual), residual
+
+
+class HeadNorm:
+    """The q and k norms of one attention layer as one operation on [tokens, heads + kv heads, head_dim]."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: bool = False,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.eps = eps
+        self.q = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
+        self.k = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
+        self.scale = torch.empty(0)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return self.q.weights(f"{prefix}.q_norm") | self.k.weights(f"{prefix}.k_norm")
+
+    def finalize(self) -> None:
+        """One scale per head, so that q heads and k heads are scaled by one product."""
+        self.q.finalize()
+        self.k.finalize()
+        q = self.q.scale.expand(self.num_heads, -1)
+        k = self.k.scale.expand(self.num_kv_heads, -1)
+        self.scale = torch.cat((q, k))
+
+    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
+        x = widened(qk) if self.q.offset else qk
+        return (F.rms_norm(x, (self.q.size,), None, self.eps) * self.scale).to(qk.dtype)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,131 @@
+"""Rotary position embedding: tables for the lengths an engine serves, and the rotation itself (half-split).
+
+Knows the scalings that depend on the position alone. Where they stand in a config is for `models.config` to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeParams:
+    """A rope as a config describes it. Fields that a `kind` does not use stay at their defaults."""
+
+    kind: str
+    theta: float
+    rotary_dim: int  # leading dimensions of a head that rotate
+    original_len: int  # positions the unscaled rope was trained for
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class Angles(NamedTuple):
+    """What rotates the token rows of one step: [tokens, 1, rotary_dim]; sin is negated in the first half."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Rotary:
+    """cos and sin of positions 0 to max_len - 1, in float32 (float64 in a float64 model)."""
+
+    def __init__(self, params: RopeParams, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        if params.kind == "dynamic" and max_len > params.original_len:
+            raise ValueError(
+                f"rope_type='dynamic' is not supported beyond its original length ({params.original_len} positions, "
+                f"max_len is {max_len}): its frequencies depend on the length of the whole sequence, so keys already "
+                f"in the cache would be wrong for a longer one; set max_len to at most {params.original_len}"
+            )
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        frequencies, magnitude = FREQUENCIES[params.kind](params, wide)
+        angles = torch.arange(max_len, dtype=wide)[:, None] * frequencies
+        # One table [max_len, cos | sin], so that a step gathers once.
+        self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(device)
+
+    def at(self, positions: torch.Tensor) -> Angles:
+        """positions: [tokens] int64. Once a step; the layers share the result."""
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return Angles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """x: [tokens, heads, head_dim]. Rotates the leading rotary_dim dimensions and passes the rest through."""
+    rotary_dim = angles.cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], angles), x[..., rotary_dim:]), dim=-1)
+    return torch.addcmul(x * angles.cos, x.roll(rotary_dim // 2, dims=-1), angles.sin).to(x.dtype)
+
+
+def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
+    exponents = torch.arange(0, params.rotary_dim, 2, dtype=dtype) / params.rotary_dim
+    return 1.0 / (params.theta**exponents)
+
+
+def _default(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    return _unscaled(params, dtype), 1.0
+
+
+def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    return _unscaled(params, dtype) / params.factor, 1.0
+
+
+def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    frequencies = _unscaled(params, dtype)
+    turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
+    blend = (turns - params.low_freq_factor) / (params.high_freq_factor - params.low_freq_factor)
+    return torch.lerp(frequencies / params.factor, frequencies, blend.clamp(0, 1)), 1.0
+
+
+def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """As llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
+    low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
+    if params.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, params.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    frequencies = _unscaled(params, dtype)
+    blend = ((torch.arange(params.rotary_dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(frequencies, frequencies / params.factor, blend), _yarn_magnitude(params)
+
+
+def _yarn_dim(params: RopeParams, turns: float) -> float:
+    """The dimension, as a fraction, whose wave makes so many turns within the original length."""
+    return (
+        params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
+    )
+
+
+def _yarn_magnitude(params: RopeParams) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if params.factor <= 1 else 0.1 * weight * math.log(params.factor) + 1.0
+
+    if params.attention_factor is not None:
+        return params.attention_factor
+    if params.mscale and params.mscale_all_dim:
+        return mscale(params.mscale) / mscale(params.mscale_all_dim)
+    return mscale(1.0)
+
+
+# Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Within its original length dynamic is default.
+FREQUENCIES: dict[str, Callable[[RopeParams, torch.dtype], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "dynamic": _default,
+}

@@ -1,0 +1,167 @@
+"""Typed reads of Hugging Face config dicts. What a model does not support is refused by key and value.
+
+Knows the keys that the families share (sizes, layer types, rope); each family reads its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from outrider.layers.rotary import FREQUENCIES, RopeParams
+
+T = TypeVar("T", int, float, str, bool, list, dict)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class ConfigError(ValueError):
+    """A config that cannot be served; the message names the key."""
+
+
+class ConfigReader:
+    """One config dict and where it came from. A key that is null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+        self.values = values
+        self.source = source
+
+    def required(self, key: str, kind: type[T]) -> T:
+        if self.values.get(key) is None:
+            raise ConfigError(f"{self.source}: {key} is missing")
+        return self._typed(key, kind)
+
+    def get(self, key: str, kind: type[T], default: T) -> T:
+        return default if self.values.get(key) is None else self._typed(key, kind)
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        return None if self.values.get(key) is None else self._typed(key, kind)
+
+    def must_equal(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """The key's value, which must be one of `allowed`; absent means `default`."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value not in allowed:
+            raise self.refusal(key, f"supported: {', '.join(repr(a) for a in allowed)}")
+        return value
+
+    def refusal(self, key: str, why: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {key}={self.values.get(key)!r} is not supported; {why}")
+
+    def section(self, key: str) -> ConfigReader:
+        """The dict under `key`, with messages that name the path."""
+        return ConfigReader(self.required(key, dict), f"{self.source}: {key}")
+
+    def _typed(self, key: str, kind: type[T]) -> T:
+        value = self.values[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{self.source}: {key} must be of type {kind.__name__}, got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers every decoder has."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    is_tied: bool
+
+    @classmethod
+    def read(cls, config: ConfigReader, *, head_dim: int | None = None, is_tied: bool = False) -> Sizes:
+        """head_dim, is_tied: the family's defaults where the config is silent; None derives head_dim."""
+        hidden_size = config.required("hidden_size", int)
+        num_heads = config.required("num_attention_heads", int)
+        num_kv_heads = config.get("num_key_value_heads", int, num_heads)
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise config.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
+        return cls(
+            vocab_size=config.required("vocab_size", int),
+            hidden_size=hidden_size,
+            intermediate_size=config.required("intermediate_size", int),
+            num_layers=config.required("num_hidden_layers", int),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.get("head_dim", int, head_dim or hidden_size // num_heads),
+            max_positions=config.required("max_position_embeddings", int),
+            eps=config.get("rms_norm_eps", float, 1e-6),
+            is_tied=config.get("tie_word_embeddings", bool, is_tied),
+        )
+
+
+def refuse_unsupported(config: ConfigReader) -> None:
+    """Keys that change the arithmetic of any model and that no model here implements."""
+    if config.values.get("quantization_config") is not None:
+        raise config.refusal("quantization_config", "only unquantised weights are; load an unquantised checkpoint")
+    config.must_equal("pretraining_tp", 1, default=1)
+
+
+def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | None]:
+    """The window of each layer, None where it sees everything, from one type per layer."""
+    num_layers = config.required("num_hidden_layers", int)
+    if len(layer_types) != num_layers:
+        raise config.refusal("layer_types", f"it must name {num_layers} layers (num_hidden_layers)")
+    if set(layer_types) - {FULL, SLIDING}:
+        raise config.refusal("layer_types", f"supported types are {FULL} and {SLIDING}")
+    if SLIDING not in layer_types:
+        return [None] * num_layers
+    window = config.required("sliding_window", int)
+    if window < 1:
+        raise config.refusal("sliding_window", "it must be at least 1")
+    return [window if kind == SLIDING else None for kind in layer_types]
+
+
+def read_rope(config: ConfigReader, head_dim: int) -> RopeParams:
+    """The one rope of a model: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    rope = config.section(key) if config.values.get(key) else ConfigReader({}, f"{config.source}: {key}")
+    return rope_params(config, rope, head_dim, config.get("rope_theta", float, 10000.0))
+
+
+def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: float) -> RopeParams:
+    """`rope`: the dict that describes this rope; `theta`: where that dict has none."""
+    type_key = "rope_type" if "rope_type" in rope.values else "type"
+    max_positions = config.required("max_position_embeddings", int)
+    kind = rope.must_equal(type_key, *FREQUENCIES, default="default")
+    original_len = rope.get("original_max_position_embeddings", int, max_positions)
+    if kind == "dynamic":
+        original_len = max_positions  # its scaling starts where the config's positions end
+    elif kind in ("llama3", "yarn"):
+        original_len = config.get("original_max_position_embeddings", int, original_len)
+    for reader in (config, rope):
+        reader.must_equal("partial_rotary_factor", 1, default=1)
+    return RopeParams(
+        kind=kind,
+        theta=rope.get("rope_theta", float, theta),
+        rotary_dim=head_dim,
+        original_len=original_len,
+        factor=_rope_factor(rope, kind, max_positions / original_len),
+        low_freq_factor=rope.required("low_freq_factor", float) if kind == "llama3" else 1.0,
+        high_freq_factor=rope.required("high_freq_factor", float) if kind == "llama3" else 4.0,
+        beta_fast=rope.get("beta_fast", float, 32.0),
+        beta_slow=rope.get("beta_slow", float, 1.0),
+        attention_factor=rope.optional("attention_factor", float),
+        mscale=rope.optional("mscale", float),
+        mscale_all_dim=rope.optional("mscale_all_dim", float),
+        truncate=rope.get("truncate", bool, True),
+    )
+
+
+def _rope_factor(rope: ConfigReader, kind: str, stretch: float) -> float:
+    match kind:
+        case "linear" | "llama3":
+            return rope.required("factor", float)
+        case "yarn":
+            return rope.get("factor", float, stretch)
+        case _:
+            return 1.0

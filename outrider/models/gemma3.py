@@ -1,0 +1,128 @@
+"""Gemma 3, text only: four norms a layer, and sliding and full layers, each kind with a rope of its own.
+
+Knows nothing of images: a checkpoint with a vision tower is another architecture.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.layers.attention import SelfAttention
+from outrider.layers.linear import WeightSlot
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.rotary import Angles, RopeParams, Rotary
+from outrider.models.base import Decoder
+from outrider.models.config import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    Sizes,
+    layer_windows,
+    refuse_unsupported,
+    rope_params,
+)
+
+ACTIVATION = "gelu_pytorch_tanh"
+ROPES = (FULL, SLIDING)  # the order of the model's rotaries
+DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+
+
+class Gemma3Layer:
+    """Attention and MLP, each between two norms; what leaves the second norm adds to the residual stream."""
+
+    def __init__(
+        self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True)
+
+        self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norm(), norm(), norm(), norm()
+        self.attention = SelfAttention(
+            layer,
+            sizes.hidden_size,
+            qkv_bias=attention_bias,
+            out_bias=attention_bias,
+            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device, offset=True),
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp = GatedMLP(
+            sizes.hidden_size, sizes.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device
+        )
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.input_norm.weights(f"{prefix}.input_layernorm")
+            | self.attention.weights(f"{prefix}.self_attn")
+            | self.attention_norm.weights(f"{prefix}.post_attention_layernorm")
+            | self.mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
+            | self.mlp.weights(f"{prefix}.mlp")
+            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm")
+        )
+
+    def finalize(self) -> None:
+        parts = (self.input_norm, self.attention, self.attention_norm, self.mlp_norm, self.mlp, self.output_norm)
+        for part in parts:
+            part.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.attention_norm(self.attention(x, angles, attend)), residual)
+        return self.output_norm(self.mlp(x)), residual
+
+
+class Gemma3(Decoder):
+    """Gemma3ForCausalLM."""
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        config.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
+        config.must_equal("use_bidirectional_attention", False, default=False)
+        sizes = Sizes.read(config, head_dim=256, is_tied=True)
+        super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
+        self.softcap = config.optional("final_logit_softcapping", float)
+        self.rotaries = [
+            Rotary(read_rope(config, kind, sizes), max_len=max_len or sizes.max_positions, dtype=dtype, device=device)
+            for kind in ROPES
+        ]
+        scale = config.get("query_pre_attn_scalar", float, 256.0) ** -0.5
+        softcap = config.optional("attn_logit_softcapping", float)
+        self.attention_layers = [
+            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window, softcap)
+            for index, window in enumerate(read_windows(config))
+        ]
+        bias = config.get("attention_bias", bool, False)
+        self.layers = [
+            Gemma3Layer(layer, sizes, attention_bias=bias, dtype=dtype, device=device)
+            for layer in self.attention_layers
+        ]
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True)
+
+
+def read_windows(config: ConfigReader) -> list[int | None]:
+    """`layer_types`, or the older `sliding_window_pattern`: every so many layers one sees everything."""
+    num_layers = config.required("num_hidden_layers", int)
+    pattern = config.get("sliding_window_pattern", int, 6)
+    kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
+    return layer_windows(config, config.get("layer_types", list, kinds))
+
+
+def read_rope(config: ConfigReader, kind: str, sizes: Sizes) -> RopeParams:
+    """`rope_parameters` by layer type; older configs have `rope_scaling` (full layers only) and a theta for each."""
+    theta_key = "rope_theta" if kind == FULL else "rope_local_base_freq"
+    theta = config.get(theta_key, float, DEFAULT_THETA[kind])
+    rope = ConfigReader({}, f"{config.source}: rope")
+    if config.values.get("rope_parameters"):
+        by_type = config.section("rope_parameters")
+        rope = by_type.section(kind) if by_type.values.get(kind) else rope
+    elif kind == FULL and config.values.get("rope_scaling"):
+        rope = config.section("rope_scaling")
+    return rope_params(config, rope, sizes.head_dim, theta)

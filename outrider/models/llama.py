@@ -1,0 +1,164 @@
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
+
+One kind of layer; the architectures differ in biases, windows and norms of q and k, which their configs switch on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.layers.attention import SelfAttention
+from outrider.layers.linear import WeightSlot
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.rotary import Angles, Rotary
+from outrider.models.base import Decoder
+from outrider.models.config import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    Sizes,
+    layer_windows,
+    read_rope,
+    refuse_unsupported,
+)
+
+
+class LlamaLayer:
+    """Norm, attention, norm, MLP; each half adds to the residual stream."""
+
+    rotary = 0
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        sizes: Sizes,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        mlp_bias: bool,
+        has_head_norm: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        self.input_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.attention = SelfAttention(
+            layer,
+            sizes.hidden_size,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device) if has_head_norm else None,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(
+            sizes.hidden_size, sizes.intermediate_size, activation="silu", bias=mlp_bias, dtype=dtype, device=device
+        )
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.input_norm.weights(f"{prefix}.input_layernorm")
+            | self.attention.weights(f"{prefix}.self_attn")
+            | self.mlp_norm.weights(f"{prefix}.post_attention_layernorm")
+            | self.mlp.weights(f"{prefix}.mlp")
+        )
+
+    def finalize(self) -> None:
+        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
+            part.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
+        return self.mlp(x), residual
+
+
+class Llama(Decoder):
+    """LlamaForCausalLM, and the base of those that differ from it by a switch."""
+
+    default_head_dim: int | None = None  # where a config is silent; None: hidden_size / heads
+    has_head_norm = False
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        config.must_equal("hidden_act", "silu", default="silu")
+        sizes = Sizes.read(config, head_dim=self.default_head_dim)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        rope = read_rope(config, sizes.head_dim)
+        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.attention_layers = [
+            AttentionLayer(
+                index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5, window=window
+            )
+            for index, window in enumerate(self.windows(config))
+        ]
+        qkv_bias, out_bias, mlp_bias = self.biases(config)
+        self.layers = [
+            LlamaLayer(
+                layer,
+                sizes,
+                qkv_bias=qkv_bias,
+                out_bias=out_bias,
+                mlp_bias=mlp_bias,
+                has_head_norm=self.has_head_norm,
+                dtype=dtype,
+                device=device,
+            )
+            for layer in self.attention_layers
+        ]
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+
+    def windows(self, config: ConfigReader) -> list[int | None]:
+        num_layers = config.required("num_hidden_layers", int)
+        layer_types = config.get("layer_types", list, [FULL] * num_layers)
+        if SLIDING in layer_types:
+            raise config.refusal("layer_types", f"{SLIDING} is off in this model")
+        return layer_windows(config, layer_types)
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        """Of q, k and v; of the attention's output; of the MLP."""
+        attention = config.get("attention_bias", bool, False)
+        return attention, attention, config.get("mlp_bias", bool, False)
+
+
+class Mistral(Llama):
+    def windows(self, config: ConfigReader) -> list[int | None]:
+        """Every layer slides where there is a window, unless `layer_types` says which do."""
+        kind = FULL if config.values.get("sliding_window") is None else SLIDING
+        num_layers = config.required("num_hidden_layers", int)
+        return layer_windows(config, config.get("layer_types", list, [kind] * num_layers))
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        config.must_equal("attention_bias", False, default=False)
+        config.must_equal("mlp_bias", False, default=False)
+        return False, False, False
+
+
+class Qwen2(Llama):
+    def windows(self, config: ConfigReader) -> list[int | None]:
+        """`layer_types`, or all layers from `max_window_layers` on; none unless `use_sliding_window`."""
+        if not config.get("use_sliding_window", bool, False) or config.values.get("sliding_window") is None:
+            return super().windows(config)
+        num_layers = config.required("num_hidden_layers", int)
+        first = config.get("max_window_layers", int, 28)
+        kinds = [SLIDING if index >= first else FULL for index in range(num_layers)]
+        return layer_windows(config, config.get("layer_types", list, kinds))
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        return True, False, False
+
+
+class Qwen3(Qwen2):
+    default_head_dim = 128
+    has_head_norm = True
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        attention = config.get("attention_bias", bool, False)
+        return attention, attention, False

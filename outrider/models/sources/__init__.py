@@ -1,0 +1,59 @@
+"""Where models come from: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from outrider.models.loader import safetensors_tensors
+from outrider.models.registry import eos_token_ids, read_config
+from outrider.models.sources.base import ModelSource, SourceError
+from outrider.models.sources.gguf import gguf_source
+from outrider.models.sources.hub import hub_folder
+from outrider.models.sources.smollm2 import smollm2_file
+
+__all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve"]
+
+DEFAULT_MODEL = "smollm2"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve(model: str | Path, revision: str | None = None, weights: bool = True) -> ModelSource:
+    """Finds a model's files and fetches them if need be. `weights=False` fetches no weights from the hub."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _local_folder(path)
+    if path.is_file():
+        return gguf_source(path)
+    name = str(model)
+    if name == DEFAULT_MODEL:
+        return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
+        raise SourceError(f"there is no file or folder {name}")
+    if not HUB_ID.fullmatch(name):
+        raise SourceError(f"{name!r} is neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}")
+    return folder_source(hub_folder(name, revision, weights), name=name)
+
+
+def _local_folder(path: Path) -> ModelSource:
+    """A folder that holds nothing but a GGUF file means that file."""
+    if not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return gguf_source(files[0])
+        if files:
+            raise SourceError(f"{path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
+        raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
+    return folder_source(path)
+
+
+def folder_source(path: Path, name: str | None = None) -> ModelSource:
+    config = read_config(path)
+    return ModelSource(
+        name=name or path.resolve().name,
+        path=path,
+        config=config,
+        eos_token_ids=eos_token_ids(path),
+        tensors=lambda: safetensors_tensors(path),
+        tokenizer=lambda: path,
+    )

@@ -1,0 +1,134 @@
+"""Reads the header of a GGUF file: its metadata and where each tensor lies.
+
+The gguf library decodes the tensors; its reader makes an array per metadata string, which takes seconds for a
+vocabulary, and it does not say what is wrong with a cut file. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from outrider.models.sources.base import SourceError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+MAX_NESTING = 4  # of arrays; deeper means a damaged file
+MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    shape: tuple[int, ...]  # row-major: the reverse of the order in the file
+    kind: GGMLQuantizationType
+    offset: int  # in the file
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+
+
+class _Cursor:
+    """A position in the file that can only move forward and never past the end."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+
+    def take(self, num_bytes: int) -> bytes:
+        if self.at + num_bytes > len(self.data):
+            raise SourceError(f"{self.path} is cut off or damaged: its header goes on after byte {len(self.data)}, "
+                              "where the file ends. Fetch it again.")
+        self.at += num_bytes
+        return self.data[self.at - num_bytes : self.at]
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY and depth < MAX_NESTING:
+            return self.array(depth + 1)
+        raise SourceError(f"{self.path} is damaged: metadata of type {kind} before byte {self.at}. Fetch it again.")
+
+    def array(self, depth: int) -> list[Any]:
+        item, count = self.scalar("I"), self.scalar("Q")
+        if item in SCALARS:
+            size = struct.calcsize(f"<{SCALARS[item]}")
+            packed = self.take(count * size)
+            return list(struct.unpack(f"<{count}{SCALARS[item]}", packed))
+        return [self.value(item, depth) for _ in range(count)]
+
+
+def read_header(path: Path) -> Header:
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC))
+        if start != MAGIC:
+            what = "is empty" if not start else f"begins with {start!r} instead of {MAGIC!r}"
+            raise SourceError(f"{path} is not a GGUF file: it {what}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(_Cursor(data, path))
+
+
+def _parse(cursor: _Cursor) -> Header:
+    path = cursor.path
+    cursor.take(len(MAGIC))
+    version = cursor.scalar("I")
+    if version not in VERSIONS:
+        raise SourceError(f"{path}: GGUF version {version} is not supported; supported are {VERSIONS} (little-endian)")
+    num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    entries = [_read_entry(cursor) for _ in range(num_tensors)]
+    alignment = int(metadata.get("general.alignment", 32))
+    if alignment < 1:
+        raise SourceError(f"{path} is damaged: general.alignment is {alignment}. Fetch it again.")
+    start = -(-cursor.at // alignment) * alignment
+    return Header(path, metadata, {e[0]: _place(path, e, start, len(cursor.data)) for e in entries})
+
+
+def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name, num_dims = cursor.string(), cursor.scalar("I")
+    if num_dims > MAX_DIMENSIONS:
+        raise SourceError(f"{cursor.path} is damaged: tensor {name!r} has {num_dims} dimensions. Fetch it again.")
+    dims = [cursor.scalar("Q") for _ in range(num_dims)]
+    return name, tuple(reversed(dims)), cursor.scalar("I"), cursor.scalar("Q")
+
+
+def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int, file_size: int) -> TensorEntry:
+    name, shape, raw_kind, offset = entry
+    try:
+        kind = GGMLQuantizationType(raw_kind)
+    except ValueError:
+        raise SourceError(f"{path}: tensor {name!r} has the unknown type {raw_kind}") from None
+    num_elements = 1
+    for extent in shape:
+        num_elements *= extent
+    per_group, group_bytes = GGML_QUANT_SIZES[kind]
+    if shape and shape[-1] % per_group:
+        raise SourceError(f"{path}: tensor {name!r} of shape {shape} cannot be {kind.name}, "
+                          f"which stores {per_group} values together")
+    num_bytes = num_elements // per_group * group_bytes
+    if start + offset + num_bytes > file_size:
+        raise SourceError(f"{path} is cut off: tensor {name!r} ends at byte {start + offset + num_bytes}, "
+                          f"the file at byte {file_size}. Fetch it again.")
+    return TensorEntry(name, shape, kind, start + offset, num_bytes)

@@ -1,0 +1,85 @@
+"""How many pages the pool gets, and a report of what went where.
+
+Every number comes from the layout, the limits and the device's memory; nothing is guessed twice.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from outrider.cache.groups import MAX_PADDING, CacheLayout
+from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
+from outrider.core import Limits
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    num_pages: int
+    page_bytes: int
+    weight_bytes: int
+    packed_bytes: int
+    padding: float
+    tokens: int  # of context the pool can hold in requests of max_len
+
+    def report(self) -> str:
+        pool = self.num_pages * self.page_bytes
+        lines = [
+            f"weights {self.weight_bytes / MIB:.0f} MiB"
+            + (f" + packed copies {self.packed_bytes / MIB:.0f} MiB" if self.packed_bytes else ""),
+            f"cache {pool / MIB:.0f} MiB: {self.num_pages} pages of {self.page_bytes / 1024:.0f} KiB, "
+            f"{self.tokens} tokens, padding {self.padding:.1%}",
+        ]
+        if self.padding > MAX_PADDING:
+            lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
+        return "; ".join(lines)
+
+
+def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
+                packed_bytes: int = 0, activation_bytes: int = 0) -> MemoryPlan:
+    per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
+    # More than every row at its longest is never used.
+    most = per_request * limits.max_requests + 1
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    else:
+        budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - activation_bytes
+        num_pages = min(most, max(2, budget // layout.page_bytes))
+    tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
+    return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens)
+
+
+def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:
+    """A request of max_len must fit the pool, or it could wait for ever: lower an automatic max_len, refuse a given one."""
+    usable = plan.num_pages - 1
+
+    def fits(length: int) -> bool:
+        return sum(group.kind.pages_to_start(length, limits) for group in layout.groups) <= usable
+
+    if fits(limits.max_len):
+        return limits
+    low = 0
+    high = limits.max_len
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if config.max_model_len is not None or low < 1:
+        raise ValueError(
+            f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is {limits.max_len}: "
+            f"lower max_model_len to {low}, or give the cache more memory (num_pages, kv_cache_memory_bytes, "
+            "gpu_memory_utilization)"
+        )
+    return Limits(limits.max_requests, limits.max_batched_tokens, low, limits.max_drafts, limits.vocab_size,
+                  limits.max_stop_ids, limits.steps_in_flight)
+
+
+def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * config.gpu_memory_utilization) - (total - free)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(CPU_CACHE_BYTES, int(available * CPU_CACHE_SHARE))

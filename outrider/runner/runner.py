@@ -1,0 +1,69 @@
+"""LocalRunner: a DeviceStep behind `submit(batch) -> future`, so that the host can schedule while the device works.
+
+On the CPU a thread of its own plays the device. The runner knows no requests, only rows.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from outrider.core import ScheduledBatch, StepResult
+from outrider.runner.inputs import PaddedSize
+from outrider.runner.results import read_result
+from outrider.runner.step import DeviceStep
+
+
+class Runner(Protocol):
+    """Steps run in the order they are submitted. What passes in and out is plain data."""
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
+
+    def close(self) -> None: ...
+
+
+class Padding:
+    """Sizes that batches are padded up to; without any, batches run as scheduled."""
+
+    def __init__(self, requests: tuple[int, ...] = (), tokens: tuple[int, ...] = ()) -> None:
+        self._requests, self._tokens = sorted(requests), sorted(tokens)
+
+    def size_for(self, batch: ScheduledBatch) -> PaddedSize:
+        return PaddedSize(_next(self._requests, batch.num_requests), _next(self._tokens, batch.num_tokens))
+
+
+def _next(sizes: list[int], at_least: int) -> int:
+    index = bisect_left(sizes, at_least)
+    return sizes[index] if index < len(sizes) else at_least
+
+
+class LocalRunner:
+    def __init__(self, step: DeviceStep, padding: Padding | None = None,
+                 before_step: Callable[[ScheduledBatch], None] | None = None) -> None:
+        self._step = step
+        self._padding = padding or Padding()
+        self._before_step = before_step  # tests: poison free pages
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-runner")
+        self.num_padded_steps = 0
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        return self._thread.submit(self._run, batch)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def _run(self, batch: ScheduledBatch) -> StepResult:
+        start = time.perf_counter()
+        if self._before_step is not None:
+            self._before_step(batch)
+        self._step.apply_host_writes(batch)
+        size = self._padding.size_for(batch)
+        self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
+        result = self._step.run(batch, size)
+        return read_result(batch, result, time.perf_counter() - start)

@@ -1,0 +1,62 @@
+"""RowState: what the device knows about every running request, indexed by row.
+
+Lengths, tokens and drafts here are the truth; the host has only settled and bound lengths. The host writes rows at
+admission and page tables as pages are granted, and reads nothing back but a step's result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.cache.groups import Group
+from outrider.core import Admission, Axis, Limits, PageWrite
+from outrider.kernels.buffers import buffer
+from outrider.sample.rows import SamplingRows
+
+
+class RowState:
+    def __init__(self, limits: Limits, groups: tuple[Group, ...], device: torch.device) -> None:
+        def rows(*axes: Axis, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return buffer(limits, Axis.ROWS, *axes, dtype=dtype, device=device)
+
+        self.device = device
+        self.tokens = rows(Axis.LENGTH)  # known tokens of each row
+        self.known = rows()
+        self.computed = rows()
+        self.alive = rows(dtype=torch.bool)
+        self.drafts = rows(Axis.DRAFTS)
+        self.num_drafts = rows()
+        self.sampling = SamplingRows(limits, device)
+        self.page_tables = [
+            torch.zeros(self.known.shape[0], group.kind.capacity(limits).table_width, dtype=torch.int32, device=device)
+            for group in groups
+        ]
+
+    def admit(self, admissions: list[Admission]) -> None:
+        if not admissions:
+            return
+        for admission in admissions:
+            tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
+            self.tokens[admission.row, : len(admission.token_ids)] = tokens.to(self.device, non_blocking=True)
+        fields = torch.tensor(
+            [[a.row, len(a.token_ids), a.computed] for a in admissions], dtype=torch.int64
+        ).to(self.device, non_blocking=True)
+        rows, known, computed = fields.unbind(1)
+        self.known.index_copy_(0, rows, known)
+        self.computed.index_copy_(0, rows, computed)
+        self.num_drafts.index_fill_(0, rows, 0)
+        self.alive.index_fill_(0, rows, True)
+        self.sampling.admit(admissions)
+
+    def write_pages(self, writes: list[PageWrite]) -> None:
+        """Later writes of a cell win, so repeats are folded here: one indexed write has no order."""
+        cells: list[dict[tuple[int, int], int]] = [{} for _ in self.page_tables]
+        for write in writes:
+            group = cells[write.group]
+            for i, page in enumerate(write.pages):
+                group[(write.row, write.start + i)] = page
+        for table, group in zip(self.page_tables, cells, strict=True):
+            if group:
+                flat = torch.tensor([(row, column, page) for (row, column), page in group.items()], dtype=torch.int64)
+                row, column, page = flat.to(self.device, non_blocking=True).unbind(1)
+                table.index_put_((row, column), page.to(torch.int32))

@@ -1,0 +1,85 @@
+"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties. In place.
+
+Each takes a chunk's logits [L, V], which it owns, and touches a logit row only by that row's own request. Forbidding
+adds -inf, so that entries that meet in one cell may come in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.sample.batch import History, LogitRows
+from outrider.sample.extras import AllowedTokens, BadWords, LogitBias, StepNeeds
+from outrider.sample.rows import SamplingRows
+
+
+def allow_only(logits: torch.Tensor, allowed: AllowedTokens) -> None:
+    own = logits.index_select(0, allowed.logit_row)
+    own.masked_fill_(~allowed.masks.index_select(0, allowed.mask), -torch.inf)
+    logits.index_copy_(0, allowed.logit_row, own)
+
+
+def forbid_bad_words(logits: torch.Tensor, bad_words: BadWords, logit_rows: LogitRows, history: History) -> None:
+    row = logit_rows.row[bad_words.logit_row]
+    position = logit_rows.position[bad_words.logit_row]
+    back = torch.arange(1, bad_words.before.shape[1] + 1, device=logits.device)  # [P]
+    at = position[:, None] - back  # [E, P]
+    matches = (history.at(row, at) == bad_words.before) & (at >= 0)
+    complete = (matches | (back > bad_words.num_before[:, None])).all(dim=1)
+    _add_at(logits, bad_words.logit_row, bad_words.last, _forbid(complete, logits.dtype))
+
+
+def forbid_early_stops(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
+    """No stop id while fewer than min_tokens are out."""
+    row = logit_rows.row
+    early = logit_rows.position - rows.prompt_len[row] < rows.min_tokens[row]
+    forbidden = rows.stop_mask(row) & early[:, None]
+    logits.scatter_add_(1, rows.stop_ids[row], _forbid(forbidden, logits.dtype))
+
+
+def add_bias(logits: torch.Tensor, bias: LogitBias) -> None:
+    _add_at(logits, bias.logit_row, bias.token, bias.value.to(logits.dtype))
+
+
+def penalise(
+    logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows, history: History, needs: StepNeeds
+) -> None:
+    """Repetition looks at prompt and outputs, presence and frequency at outputs. Nothing is kept between steps:
+    the counts are those of the history and the drafts before each logit row, however it came about."""
+    row = logit_rows.row
+
+    def per_row(field: torch.Tensor) -> torch.Tensor:
+        return field[row].to(logits.dtype)[:, None]
+
+    if needs.any_repetition:
+        seen = count_tokens(logit_rows, history, torch.zeros_like(row), logits.shape[1]) > 0
+        factor = torch.where(seen, per_row(rows.repetition), 1)
+        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    if needs.any_output_counts:
+        counts = count_tokens(logit_rows, history, rows.prompt_len[row], logits.shape[1])
+        logits.sub_(counts * per_row(rows.frequency))
+        logits.sub_((counts > 0) * per_row(rows.presence))
+
+
+def count_tokens(logit_rows: LogitRows, history: History, start: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[L, V] int32: how often each token occurs in each logit row's history from position start [L] on."""
+    row = logit_rows.row
+    place = torch.arange(history.bound, device=row.device)
+    ids = history.tokens[:, : history.bound].index_select(0, row)
+    valid = (place >= start[:, None]) & (place < history.known[row][:, None])
+    if history.drafts.shape[1] > 0:
+        step = torch.arange(history.drafts.shape[1], device=row.device)
+        ids = torch.cat([ids, history.drafts.index_select(0, row)], dim=1)
+        valid = torch.cat([valid, step < logit_rows.draft_index[:, None]], dim=1)
+    # What does not count adds 0 somewhere: to different cells, since adds to one cell wait for each other.
+    somewhere = torch.arange(ids.shape[1], device=row.device) % vocab
+    counts = torch.zeros(row.shape[0], vocab, dtype=torch.int32, device=row.device)
+    return counts.scatter_add_(1, torch.where(valid, ids, somewhere), valid.to(torch.int32))
+
+
+def _forbid(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(where, dtype=dtype).masked_fill_(where, -torch.inf)
+
+
+def _add_at(logits: torch.Tensor, logit_row: torch.Tensor, token: torch.Tensor, value: torch.Tensor) -> None:
+    logits.view(-1).scatter_add_(0, logit_row * logits.shape[1] + token, value)

@@ -1,0 +1,191 @@
+"""StepNeeds and StepExtras: what the host knows of a batch's sampling, worked out before the step.
+
+Needs are flags: a stage that nobody asked for costs nothing. Extras are the rare per-request lists (logit bias,
+allowed tokens, bad words) as flat index tensors over the step's logit rows. Neither knows a token or a length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from outrider.params import MAX_LOGPROBS_ALL, SamplingParams
+from outrider.sample.rows import to_device
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """Which stages the requests that have logit rows in this batch ask for."""
+
+    any_sampled: bool = False
+    any_allowed: bool = False
+    any_bad_words: bool = False
+    any_min_tokens: bool = False
+    any_logit_bias: bool = False
+    any_repetition: bool = False
+    any_output_counts: bool = False  # presence or frequency penalties
+    any_min_p: bool = False
+    any_top_p: bool = False
+    max_top_k: int = 0  # 0: nobody has a top-k
+    any_top_p_alone: bool = False  # top-p without top-k: it may keep any number of tokens
+    max_logprobs: int | None = None  # -1: the whole vocabulary
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], logit_counts: list[int]) -> StepNeeds:
+        asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
+        sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
+        logprobs = [p.logprobs for p in asked if p.logprobs is not None]
+        return cls(
+            any_sampled=bool(sampled),
+            any_allowed=any(p.allowed_token_ids is not None for p in asked),
+            any_bad_words=any(p.bad_words_token_ids for p in asked),
+            any_min_tokens=any(p.min_tokens > 0 for p in asked),
+            any_logit_bias=any(p.logit_bias for p in asked),
+            any_repetition=any(p.repetition_penalty != 1 for p in asked),
+            any_output_counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in asked),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            max_top_k=max((p.top_k for p in sampled if p.top_k > 0), default=0),
+            any_top_p_alone=any(p.top_p < 1 and p.top_k <= 0 for p in sampled),
+            max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
+        )
+
+    @property
+    def any_penalties(self) -> bool:
+        return self.any_repetition or self.any_output_counts
+
+    @property
+    def any_edits(self) -> bool:
+        """Something changes single logits."""
+        listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
+        return listed or self.any_min_tokens or self.any_penalties
+
+    @property
+    def any_top_k(self) -> bool:
+        return self.max_top_k > 0
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """Entry e adds value[e] to token[e] in logit row logit_row[e]. No (logit row, token) pair occurs twice."""
+
+    logit_row: torch.Tensor  # [E] int64, ascending
+    token: torch.Tensor  # [E] int64
+    value: torch.Tensor  # [E] float64
+
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """Entry e leaves logit row logit_row[e] only the tokens of masks[mask[e]]."""
+
+    logit_row: torch.Tensor  # [E] int64, ascending
+    mask: torch.Tensor  # [E] int64: which of the n masks
+    masks: torch.Tensor  # [n, V] bool
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Entry e forbids token last[e] in logit row logit_row[e] where the tokens before it, latest first, are
+    before[e, :num_before[e]]."""
+
+    logit_row: torch.Tensor  # [E] int64, ascending
+    last: torch.Tensor  # [E] int64
+    before: torch.Tensor  # [E, P] int64
+    num_before: torch.Tensor  # [E] int64
+
+
+@dataclass(frozen=True)
+class StepExtras:
+    """The rare lists of one step, None where nobody has one. `*_rows` are the entries' logit rows, for the host."""
+
+    bias: LogitBias | None = None
+    allowed: AllowedTokens | None = None
+    bad_words: BadWords | None = None
+    bias_rows: tuple[int, ...] = ()
+    allowed_rows: tuple[int, ...] = ()
+    bad_word_rows: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, params: list[SamplingParams], logit_counts: list[int], vocab: int, device: torch.device
+    ) -> StepExtras:
+        layout = list(_layout(params, logit_counts))
+        bias_rows, bias = _logit_bias(layout, device)
+        allowed_rows, allowed = _allowed_tokens(layout, vocab, device)
+        bad_word_rows, bad_words = _bad_words(layout, device)
+        return cls(bias, allowed, bad_words, bias_rows, allowed_rows, bad_word_rows)
+
+    def check(self, needs: StepNeeds) -> None:
+        """Needs and extras must come from the same batch, or a list would be silently ignored."""
+        asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words)
+        given = (self.bias is not None, self.allowed is not None, self.bad_words is not None)
+        assert asked == given, f"logit bias, allowed tokens, bad words: asked {asked}, given {given}"
+
+    def between(self, start: int, stop: int) -> StepExtras:
+        """The entries of logit rows start to stop, counted from start."""
+        bias, allowed, bad_words = self.bias, self.allowed, self.bad_words
+        if bias is not None:
+            at = _span(self.bias_rows, start, stop)
+            bias = LogitBias(bias.logit_row[at] - start, bias.token[at], bias.value[at])
+        if allowed is not None:
+            at = _span(self.allowed_rows, start, stop)
+            allowed = AllowedTokens(allowed.logit_row[at] - start, allowed.mask[at], allowed.masks)
+        if bad_words is not None:
+            at = _span(self.bad_word_rows, start, stop)
+            columns = (bad_words.last[at], bad_words.before[at], bad_words.num_before[at])
+            bad_words = BadWords(bad_words.logit_row[at] - start, *columns)
+        return StepExtras(bias, allowed, bad_words)
+
+
+Layout = list[tuple[SamplingParams, range]]
+
+
+def _layout(params: list[SamplingParams], logit_counts: list[int]) -> Iterator[tuple[SamplingParams, range]]:
+    """Each request's parameters with its logit rows."""
+    start = 0
+    for p, count in zip(params, logit_counts, strict=True):
+        yield p, range(start, start + count)
+        start += count
+
+
+def _span(logit_rows: tuple[int, ...], start: int, stop: int) -> slice:
+    return slice(bisect_left(logit_rows, start), bisect_left(logit_rows, stop))
+
+
+def _logit_bias(layout: Layout, device: torch.device) -> tuple[tuple[int, ...], LogitBias | None]:
+    asked = [(p.logit_bias, own) for p, own in layout if p.logit_bias]
+    entries = [(r, token, value) for bias, own in asked for r in own for token, value in bias.items()]
+    if not entries:
+        return (), None
+    rows, tokens, values = zip(*entries, strict=True)
+    ids = to_device([rows, tokens], torch.int64, device)
+    return rows, LogitBias(ids[0], ids[1], to_device(values, torch.float64, device))
+
+
+def _allowed_tokens(layout: Layout, vocab: int, device: torch.device) -> tuple[tuple[int, ...], AllowedTokens | None]:
+    asked = [(p.allowed_token_ids, own) for p, own in layout if p.allowed_token_ids is not None and len(own)]
+    if not asked:
+        return (), None
+    cells = [mask * vocab + token for mask, (tokens, _) in enumerate(asked) for token in tokens]
+    masks = torch.zeros(len(asked), vocab, dtype=torch.bool, device=device)
+    masks.view(-1).index_fill_(0, to_device(cells, torch.int64, device), True)
+    entries = [(r, mask) for mask, (_, own) in enumerate(asked) for r in own]
+    rows, index = zip(*entries, strict=True)
+    ids = to_device([rows, index], torch.int64, device)
+    return rows, AllowedTokens(ids[0], ids[1], masks)
+
+
+def _bad_words(layout: Layout, device: torch.device) -> tuple[tuple[int, ...], BadWords | None]:
+    entries = [(r, word) for p, own in layout if p.bad_words_token_ids for r in own for word in p.bad_words_token_ids]
+    if not entries:
+        return (), None
+    rows = tuple(r for r, _ in entries)
+    width = max(len(word) for _, word in entries) - 1
+    packed = [
+        [r, word[-1], len(word) - 1, *reversed(word[:-1]), *[0] * (width + 1 - len(word))] for r, word in entries
+    ]
+    ids = to_device(packed, torch.int64, device)
+    return rows, BadWords(logit_row=ids[:, 0], last=ids[:, 1], num_before=ids[:, 2], before=ids[:, 3:])

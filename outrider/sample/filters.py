@@ -1,0 +1,73 @@
+"""Temperature, min-p, top-k and top-p: which tokens may be drawn, and how sharply.
+
+Scaled logits have their greatest at 0. No floats are summed: probabilities are compared as integers, so what a
+logit row keeps cannot depend on the order in which a device adds. Everything tied with a threshold is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.sample.extras import StepNeeds
+from outrider.sample.rows import SamplingRows
+
+_MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
+
+
+def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """A new [L, V]: (logits - greatest) / temperature. Subtracting first keeps a tiny temperature from making the
+    greatest logits infinite, hence equal. Greedy logit rows are only shifted, which keeps their order and ties."""
+    greatest = logits.amax(dim=1, keepdim=True)
+    greatest = torch.where(greatest.isfinite(), greatest, 0)
+    temperature = rows.temperature[row].to(logits.dtype)[:, None]
+    return (logits - greatest).div_(torch.where(temperature > 0, temperature, 1))
+
+
+def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds) -> None:
+    """min-p, then top-k, then top-p over what they left, in place."""
+    if needs.any_min_p:
+        floor = rows.min_p[row].to(scaled.dtype).log()[:, None]  # log 0 = -inf: keeps all
+        scaled.masked_fill_(scaled < floor, -torch.inf)
+    if needs.any_top_k or needs.any_top_p:
+        greatest = _greatest(scaled, needs)
+        if needs.any_top_k:
+            _keep_from(scaled, _top_k_threshold(greatest, rows.top_k[row], scaled.shape[1]))
+        if needs.any_top_p:
+            _keep_from(scaled, _top_p_threshold(greatest, scaled, rows.top_p[row]))
+
+
+def _keep_from(scaled: torch.Tensor, threshold: torch.Tensor) -> None:
+    scaled.masked_fill_(scaled < threshold, -torch.inf)
+
+
+def _greatest(scaled: torch.Tensor, needs: StepNeeds) -> torch.Tensor:
+    """[L, depth] in descending order, as deep as a threshold of this batch can lie."""
+    vocab = scaled.shape[1]
+    if needs.any_top_p_alone or needs.max_top_k >= vocab:
+        return scaled.sort(dim=1, descending=True).values
+    return scaled.topk(needs.max_top_k, dim=1).values
+
+
+def _top_k_threshold(greatest: torch.Tensor, top_k: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[L, 1]: the k-th greatest, or -inf where there is no top-k."""
+    index = (top_k - 1).clamp(0, greatest.shape[1] - 1)[:, None]
+    is_open = (top_k <= 0) | (top_k >= vocab)
+    return torch.where(is_open[:, None], -torch.inf, greatest.gather(1, index))
+
+
+def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[L, 1]: the least likely token such that all likelier ones together stay below p, or -inf where p is 1.
+
+    `greatest` may hold tokens that top-k has taken from `scaled`; they come after all that it left, where the
+    mass before them is the whole mass, so they never get in."""
+    total = _mass(scaled).sum(dim=1, keepdim=True)
+    mass = _mass(greatest)
+    before = mass.cumsum(dim=1) - mass
+    kept = before < total * top_p.to(torch.float64)[:, None]  # a prefix; with ties its last value is what matters
+    last = kept.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+    return torch.where((top_p >= 1)[:, None], -torch.inf, greatest.gather(1, last))
+
+
+def _mass(scaled: torch.Tensor) -> torch.Tensor:
+    """exp(scaled) in units of 2^-40, as integers: their sums are exact in any order."""
+    return (scaled.exp() * 2.0**_MASS_BITS).to(torch.int64)

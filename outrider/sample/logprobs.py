@@ -1,0 +1,70 @@
+"""Log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts alike.
+
+Logit rows are independent: values use a row-wise log-softmax, ties among the most likely go to the lowest id.
+`to_host` forms what a result carries; it does not know which request asked for how many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.core import TokenLogprobs
+from outrider.params import MAX_LOGPROBS_ALL
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    chosen_ids: torch.Tensor  # [L] int64
+    chosen: torch.Tensor  # [L]
+    rank: torch.Tensor  # [L] int64: 1 + the number of likelier tokens
+    top_ids: torch.Tensor  # [L, N] int64, likeliest first
+    top: torch.Tensor  # [L, N]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LogprobRows:
+        fields = (self.chosen_ids, self.chosen, self.rank, self.top_ids, self.top)
+        return LogprobRows(*(field.to(device, non_blocking=non_blocking) for field in fields))
+
+    @staticmethod
+    def join(parts: list[LogprobRows]) -> LogprobRows:
+        if len(parts) == 1:
+            return parts[0]
+        return LogprobRows(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in LogprobRows.__dataclass_fields__)
+        )
+
+
+def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> LogprobRows:
+    """Of logits [L, V] and the tokens [L] that follow; `num` most likely ones beside, -1 for all.
+
+    Takes scratch of the logits' size: callers with many logit rows come in chunks."""
+    logprobs = torch.log_softmax(logits, dim=1)
+    at = chosen_ids[:, None]
+    rank = (logits > logits.gather(1, at)).sum(dim=1) + 1
+    top_ids = _top_ids(logits, logits.shape[1] if num == MAX_LOGPROBS_ALL else min(num, logits.shape[1]))
+    return LogprobRows(chosen_ids, logprobs.gather(1, at).squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
+
+
+def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """[L, num]: the greatest logits, ties by id. topk alone leaves ties open, so float32 logits and their ids are
+    packed into integers without ties; wider ones, and whole vocabularies, are sorted."""
+    vocab = logits.shape[1]
+    if logits.dtype != torch.float32 or num == vocab:
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0: one zero, not two
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    ids = torch.arange(vocab, device=logits.device)
+    keys = (ordered.to(torch.int64) << 32) | (vocab - 1 - ids)
+    return vocab - 1 - (keys.topk(num, dim=1).values & 0xFFFFFFFF)
+
+
+def to_host(rows: LogprobRows, start: int, stop: int, num: int) -> list[TokenLogprobs]:
+    """Logit rows start to stop for a request that asked for `num`: the chosen token, then the `num` likeliest in
+    order of rank, so that the chosen one may come twice. `rows` must be on the CPU."""
+    assert rows.chosen.device.type == "cpu", "copy the log-probabilities to the host first"
+    width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
+    ids = torch.cat([rows.chosen_ids[start:stop, None], rows.top_ids[start:stop, :width]], dim=1).tolist()
+    values = torch.cat([rows.chosen[start:stop, None], rows.top[start:stop, :width]], dim=1).tolist()
+    ranks = rows.rank[start:stop].tolist()
+    return [TokenLogprobs(*fields) for fields in zip(ids, values, ranks, strict=True)]

@@ -1,0 +1,121 @@
+"""SamplingRows: what the device keeps of every running request's sampling parameters, and its check at the edge.
+
+Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. It does
+not know batches: a stage picks its rows itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.core import Admission, Axis, Limits
+from outrider.kernels.buffers import buffer
+from outrider.params import SamplingParams
+
+FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids")
+
+
+def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
+    """The token ids that end a request, each once."""
+    ids = [*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]
+    return list(dict.fromkeys(ids))
+
+
+def check_params(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
+    """Raises ValueError for what the device cannot hold. To be called before a request is admitted."""
+    stop_ids = stop_ids_of(params, eos_ids)
+    if len(stop_ids) > limits.max_stop_ids:
+        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
+    bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
+    named = {
+        "stop_token_ids": stop_ids,
+        "logit_bias": list(params.logit_bias or ()),
+        "allowed_token_ids": list(params.allowed_token_ids or ()),
+        "bad_words": bad_word_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < limits.vocab_size:
+                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+    if any(not word for word in params.bad_words_token_ids):
+        raise ValueError("bad_words: a word has no tokens")
+
+
+def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A list as a device tensor, without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class SamplingRows:
+    """One element per row of every field. The null row is greedy and has no stop ids."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.limits = limits
+        self.device = device
+
+        def floats(fill: float) -> torch.Tensor:
+            return buffer(limits, Axis.ROWS, dtype=torch.float32, device=device, fill=fill)
+
+        def ints() -> torch.Tensor:
+            return buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+
+        self.temperature = floats(0)  # 0: greedy
+        self.top_p = floats(1)
+        self.min_p = floats(0)
+        self.presence = floats(0)
+        self.frequency = floats(0)
+        self.repetition = floats(1)
+        self.top_k = ints()  # 0: all
+        self.seed = ints()
+        self.sample_index = ints()
+        self.min_tokens = ints()
+        self.prompt_len = ints()
+        self.end_len = ints()  # known tokens at which the device ends the request
+        self.num_stop_ids = ints()
+        self.stop_ids = buffer(limits, Axis.ROWS, Axis.STOP_IDS, dtype=torch.int64, device=device)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Writes the rows of `admissions`: two copies to the device, then one indexed copy per field."""
+        if not admissions:
+            return
+        stops = [stop_ids_of(a.params, a.eos_ids) for a in admissions]
+        width = self.stop_ids.shape[1]
+        assert all(len(ids) <= width for ids in stops), f"more than {width} stop ids passed the request check"
+        ints = [
+            [a.row, *_int_fields(a, len(ids)), *ids, *[0] * (width - len(ids))]
+            for a, ids in zip(admissions, stops, strict=True)
+        ]
+        packed_ints = to_device(ints, torch.int64, self.device)  # [n, 1 + fields + stop ids]
+        packed_floats = to_device([_float_fields(a.params) for a in admissions], torch.float32, self.device)
+        row = packed_ints[:, 0]
+        for column, name in enumerate(FLOAT_FIELDS):
+            getattr(self, name).index_copy_(0, row, packed_floats[:, column])
+        for column, name in enumerate(INT_FIELDS, start=1):
+            getattr(self, name).index_copy_(0, row, packed_ints[:, column])
+        self.stop_ids.index_copy_(0, row, packed_ints[:, 1 + len(INT_FIELDS) :])
+
+    def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
+        """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""
+        return torch.arange(self.stop_ids.shape[1], device=self.device) < self.num_stop_ids[row][:, None]
+
+
+def _float_fields(params: SamplingParams) -> list[float]:
+    """In the order of FLOAT_FIELDS. A greedy row has no filters: they cannot change its token, and a batch of
+    greedy requests must not pay for them."""
+    top_p, min_p = (1.0, 0.0) if params.is_greedy else (params.top_p, params.min_p)
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return [params.temperature, top_p, min_p, *penalties]
+
+
+def _int_fields(admission: Admission, num_stop_ids: int) -> list[int]:
+    """In the order of INT_FIELDS."""
+    params = admission.params
+    top_k = 0 if params.is_greedy else max(params.top_k, 0)
+    counts = (params.min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
+    return [top_k, admission.seed, admission.sample_index, *counts]

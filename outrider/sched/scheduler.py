@@ -1,0 +1,350 @@
+"""Scheduler: running and waiting requests in, one ragged batch of tokens out, results back in.
+
+There are no prefill and decode phases: a request has known tokens, of which some are computed, and a step computes
+some more, with drafts behind them. A batch is scheduled before the last step's result is back, so nothing here may
+use a token or an exact length of a step in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from outrider.cache.manager import CacheManager
+from outrider.core import (
+    NULL_ROW,
+    Admission,
+    Bound,
+    Finish,
+    Limits,
+    PageWrite,
+    RequestResult,
+    ScheduledBatch,
+    Settled,
+    StepResult,
+)
+from outrider.sched.request import Request, State
+
+
+class DraftCounts(Protocol):
+    """How many drafts each running request should have in the next step."""
+
+    def choose(self, requests: list[Request]) -> None:
+        """Sets `drafts_wanted` of each."""
+        ...
+
+    def observe(self, request: Request, result: RequestResult) -> None: ...
+
+    def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
+
+    def forget(self, request: Request) -> None: ...
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_dropped_results: int = 0
+    max_steps_in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One request's part of a settled step, as everything after the scheduler sees it."""
+
+    request: Request
+    result: RequestResult
+
+
+class Scheduler:
+    def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None) -> None:
+        if limits.max_batched_tokens < limits.max_requests:
+            raise ValueError(
+                f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
+                f"max_num_seqs ({limits.max_requests})"
+            )
+        self.cache = cache
+        self.limits = limits
+        self.stats = SchedulerStats()
+        self._drafts = drafts
+        self._arrivals = count()
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
+        self._arrival_of: dict[int, int] = {}
+        self._running: list[Request] = []
+        self._requests: dict[int, Request] = {}
+        self._free_rows = list(range(limits.max_requests, 0, -1))
+        self._in_flight: OrderedDict[int, ScheduledBatch] = OrderedDict()
+        self._admissions: list[Admission] = []
+        self._ended_early: list[Request] = []  # ended by the host since the last update
+
+    # What the engine asks
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._in_flight)
+
+    def add(self, request: Request) -> None:
+        needed = self.cache.pages_to_start(request.end_len)
+        if needed > self.cache.pool.num_usable:
+            raise ValueError(
+                f"the request may need {needed} pages ({request.end_len} tokens) and the pool has "
+                f"{self.cache.pool.num_usable}: lower max_tokens, or give the cache more memory"
+            )
+        request.hashes = self.cache.new_hashes(request.cache_keys)
+        self._requests[request.id] = request
+        self._arrival_of[request.id] = next(self._arrivals)
+        self._wait(request)
+
+    def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
+        """End a request from the host: an abort, a stop string, an error. Results in flight for it are dropped."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.error = error
+            self._end(request, finish)
+
+    # One step
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch, or None if there is nothing to compute before a result comes back."""
+        batch = _BatchBuilder(self.stats.num_steps)
+        budget = self.limits.max_batched_tokens
+        if self._drafts is not None:
+            self._drafts.choose(self._running)
+        num_preemptions = self.stats.num_preemptions
+        # Requests that yield tokens come first, so that a long prompt never holds them up.
+        prefills: list[Request] = []
+        short = False  # pages are missing: admit nobody before those who run have theirs
+        for request in list(self._running):
+            if request.state is not State.RUNNING:
+                continue  # preempted by an earlier one in this loop
+            if request.known > request.bound.at_most:
+                prefills.append(request)
+                continue
+            known_at_least = len(request.token_ids) + request.in_flight_samples
+            left = request.end_len - known_at_least
+            if left <= 0:
+                continue  # the steps in flight end it
+            num_drafts = min(request.drafts_wanted, left - 1, budget - 1)
+            if budget < 1:
+                break
+            bound = min(request.bound.at_most + 1 + num_drafts, request.end_len)
+            if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+                short = True
+                continue
+            budget -= 1 + num_drafts
+            batch.add(request, 1, num_drafts, True, bound)
+        for request in prefills:
+            if request.state is State.RUNNING and budget > 0:
+                chunk = self._schedule_known(request, budget, batch)
+                short |= chunk == 0
+                budget -= chunk
+        if not short and self.stats.num_preemptions == num_preemptions:
+            self._admit(budget, batch)
+        return self._finish_batch(batch)
+
+    def update(self, result: StepResult) -> list[Update]:
+        """Apply a step's result; returns the parts that still belong to someone."""
+        batch = self._in_flight.pop(result.step)
+        updates: list[Update] = []
+        requests = self._requests
+        for i, part in enumerate(result.requests):
+            request = requests.get(part.request_id)
+            if request is None or request.epoch != part.epoch:
+                self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
+                continue
+            self._settle(request, part, batch.num_known[i] + batch.num_drafts[i], batch.samples[i])
+            updates.append(Update(request, part))
+        if self._drafts is not None:
+            self._drafts.observe_step(batch, result)
+        return updates
+
+    def take_ended_early(self) -> list[Request]:
+        """Requests that the host ended since the last call."""
+        ended, self._ended_early = self._ended_early, []
+        return ended
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity()
+        rows = [r.row for r in self._running]
+        assert len(set(rows)) == len(rows) and 0 not in rows, "a row has two owners"
+        assert sorted(rows + self._free_rows) == list(range(1, self.limits.max_requests + 1)), "a row is lost"
+        for request in self._running:
+            assert request.settled.at_least <= request.bound.at_most, "settled beyond the bound"
+
+    # Inside: making a batch
+
+    def _schedule_known(self, request: Request, budget: int, batch: _BatchBuilder) -> int:
+        left = request.known - request.bound.at_most
+        chunk = min(left, budget)
+        bound = request.bound.at_most + chunk
+        if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+            return 0
+        batch.add(request, chunk, 0, chunk == left, bound)
+        return chunk
+
+    def _admit(self, budget: int, batch: _BatchBuilder) -> None:
+        while self._waiting and self._free_rows and budget > 0:
+            request = self._waiting[0][2]
+            assert request.hashes is not None
+            use_prefix = request.params.prompt_logprobs is None and not request.params.skip_reading_prefix_cache
+            if not self.cache.can_start(request.token_ids, request.hashes, use_prefix=use_prefix):
+                return
+            heapq.heappop(self._waiting)
+            self._start(request, use_prefix)
+            chunk = self._schedule_known(request, budget, batch)
+            if chunk == 0:
+                return
+            budget -= chunk
+
+    def _start(self, request: Request, use_prefix: bool) -> None:
+        assert request.hashes is not None
+        request.row = self._free_rows.pop()
+        hit = self.cache.admit(request.id, request.row, request.token_ids, request.hashes, use_prefix=use_prefix)
+        request.state = State.RUNNING
+        request.known = len(request.token_ids)
+        request.num_hit_tokens = hit
+        request.settled.at_least = request.bound.at_most = request.covered = hit
+        request.next_event = self.cache.next_event(request.settled)
+        request.in_flight_samples = request.unsettled = request.drafts_wanted = 0
+        self._running.append(request)
+        self._admissions.append(
+            Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, request.eos_ids,
+                      request.params, request.sample_index, request.seed)
+        )
+
+    def _make_room(self, request: Request, bound: int, batch: _BatchBuilder) -> bool:
+        """Pages up to `bound`. It waits for outstanding results before it preempts whoever matters least, even itself."""
+        target = Bound(bound)
+        while not self.cache.reserve(request.id, target):
+            if self._in_flight:
+                return False
+            victim = max((r for r in self._running if r.id not in batch.members), key=self._rank)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.covered = self.cache.covered(request.id)
+        return True
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority, self._arrival_of[request.id])
+
+    def _preempt(self, request: Request) -> None:
+        """Give its row and pages back; it is computed again from its settled tokens."""
+        self.stats.num_preemptions += 1
+        request.num_preemptions += 1
+        self._release(request)
+        self._wait(request)
+
+    def _finish_batch(self, batch: _BatchBuilder) -> ScheduledBatch | None:
+        if not batch.members:
+            return None
+        granted = self.cache.take_granted()
+        scheduled = batch.build(self._admissions, granted.page_writes, granted.clear_pages)
+        self._admissions = []
+        self._in_flight[scheduled.step] = scheduled
+        self.stats.num_steps += 1
+        self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
+        return scheduled
+
+    # Inside: after a result
+
+    def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
+        settled = request.settled
+        settled.at_least += part.num_computed
+        request.unsettled -= scheduled
+        request.in_flight_samples -= sampled
+        request.bound.at_most = min(settled.at_least + request.unsettled, request.end_len)
+        if part.run:
+            request.token_ids += part.run
+            request.num_steps += 1
+            request.num_drafted += part.num_drafted
+            request.num_accepted += part.num_accepted
+            if self._drafts is not None:
+                self._drafts.observe(request, part)
+        if settled.at_least >= request.next_event:
+            request.next_event = self.cache.settle(request.id, settled, request.token_ids)
+        if part.finish:
+            request.error = part.error
+            self._end(request, part.finish, early=False)
+
+    def _end(self, request: Request, finish: Finish, early: bool = True) -> None:
+        request.finish = finish
+        if request.state is State.RUNNING:
+            self._release(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            heapq.heapify(self._waiting)
+        request.state = State.FINISHED
+        del self._requests[request.id], self._arrival_of[request.id]
+        if self._drafts is not None:
+            self._drafts.forget(request)
+        if early:
+            self._ended_early.append(request)
+
+    def _release(self, request: Request) -> None:
+        self.cache.free(request.id)
+        self._running.remove(request)
+        self._free_rows.append(request.row)
+        # The row may be taken again in this very batch: its former owner's admission must not reach the device later.
+        self._admissions = [a for a in self._admissions if a.row != request.row]
+        request.row = NULL_ROW
+        request.epoch += 1
+        request.settled = Settled()
+
+    def _wait(self, request: Request) -> None:
+        request.state = State.WAITING
+        heapq.heappush(self._waiting, (request.priority, self._arrival_of[request.id], request))
+
+
+class _BatchBuilder:
+    """Collects the requests of one batch and advances their bounds."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.members: dict[int, Request] = {}
+        self._num_known: list[int] = []
+        self._num_drafts: list[int] = []
+        self._samples: list[bool] = []
+
+    def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
+        self.members[request.id] = request
+        self._num_known.append(num_known)
+        self._num_drafts.append(num_drafts)
+        self._samples.append(samples)
+        request.bound.at_most = bound
+        request.unsettled += num_known + num_drafts
+        request.in_flight_samples += samples
+
+    def build(self, admissions: Iterable[Admission], page_writes: list[PageWrite],
+              clear_pages: list[int]) -> ScheduledBatch:
+        requests = self.members.values()
+        return ScheduledBatch(
+            step=self._step,
+            request_ids=[r.id for r in requests],
+            epochs=[r.epoch for r in requests],
+            rows=[r.row for r in requests],
+            num_known=self._num_known,
+            num_drafts=self._num_drafts,
+            samples=self._samples,
+            bounds=[r.bound.at_most for r in requests],
+            params=[r.params for r in requests],
+            admissions=list(admissions),
+            page_writes=page_writes,
+            clear_pages=clear_pages,
+        )

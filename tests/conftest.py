@@ -1,0 +1,45 @@
+"""Settings of every test run: one thread per process, reproducible hypothesis, and the mutant to apply, if any."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+# Before torch is imported: tests run in several processes, and more threads than cores make them slower.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE)
+# Under a mutant only the failure matters, not its smallest example.
+settings.register_profile("mutant", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
+
+
+def _apply_mutant(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"mutant_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"not a Python file: {path}"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.apply()
+
+
+if _mutant := os.environ.get("OUTRIDER_MUTANT"):
+    # Before collection, so that the test modules import what the mutant has put in place.
+    _apply_mutant(Path(_mutant))
+    settings.load_profile("mutant")
+else:
+    settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    # Only if some test imported torch: the tests of scheduler and cache run without it.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

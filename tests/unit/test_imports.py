@@ -1,0 +1,177 @@
+"""Reads every import of the package and holds the layering: a layer imports only from its left.
+
+Imports are read from the source, also those inside functions; what runs at import time is followed through
+the package to see which parts would pull in torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "outrider"
+
+# Left to right. Neighbours in one column may use each other, but only in one direction.
+COLUMNS = [
+    {"core", "params", "config"},
+    {"kernels", "parallel"},
+    {"cache"},
+    {"attention"},
+    {"layers"},
+    {"models", "sample"},
+    {"spec"},
+    {"runner"},
+    {"engine", "sched"},
+    {"llm", "server", "cli", "__main__"},
+]
+COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
+TORCH_FREE = ("core", "params", "config", "cache", "sched", "server")
+MAY_USE_TORCH = ("outrider.cache.pool",)
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def import_nodes(body: list[ast.stmt], at_import_time: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All imports, or only those that run when the module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        elif at_import_time and isinstance(node, ast.If) and is_type_checking(node.test):
+            yield from import_nodes(node.orelse, at_import_time)
+        else:
+            for name in ("body", "orelse", "finalbody"):
+                yield from import_nodes(getattr(node, name, []), at_import_time)
+            for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+                yield from import_nodes(part.body, at_import_time)
+
+
+@cache
+def imports(module: str, at_import_time: bool) -> frozenset[str]:
+    """Full names of what a module imports; `from outrider.cache import pool` counts as both names."""
+    path = modules()[module]
+    names: set[str] = set()
+    for node in import_nodes(ast.parse(path.read_text()).body, at_import_time):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+            continue
+        base = node.module or ""
+        if node.level:
+            package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+        names.add(base)
+        names.update(f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in modules())
+    return frozenset(names)
+
+
+def part_of(module: str) -> str | None:
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "outrider" and len(pieces) > 1 else None
+
+
+def pulled_in(module: str) -> set[str]:
+    """Everything that importing a module imports, through the package: top-level names for foreign modules."""
+    seen: set[str] = set()
+    queue = [module]
+    while queue:
+        name = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in modules():
+            queue += imports(name, at_import_time=True)
+        pieces = name.split(".")
+        queue += [".".join(pieces[:i]) for i in range(1, len(pieces))]  # parent packages are imported too
+    return seen
+
+
+def test_every_part_has_a_column() -> None:
+    unknown = {part for m in modules() if (part := part_of(m)) is not None} - COLUMN_OF.keys()
+    assert not unknown, f"give {sorted(unknown)} a place in COLUMNS"
+
+
+def test_a_layer_imports_only_from_its_left() -> None:
+    wrong = []
+    for module in modules():
+        source = part_of(module)
+        for name in imports(module, at_import_time=False):
+            target = part_of(name)
+            if source is None or target is None or target == source:
+                continue
+            if COLUMN_OF.get(target, 99) > COLUMN_OF[source]:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_neighbours_use_each_other_in_one_direction_only() -> None:
+    edges = {
+        (part_of(module), part_of(name))
+        for module in modules()
+        for name in imports(module, at_import_time=False)
+        if part_of(module) is not None and part_of(name) is not None
+    }
+    both = {edge for edge in edges if edge[0] != edge[1] and edge[::-1] in edges}
+    assert not both
+    assert ("sched", "engine") not in edges
+
+
+@pytest.mark.parametrize("part", TORCH_FREE)
+def test_torch_free_parts_do_not_import_torch(part: str) -> None:
+    for module in modules():
+        if part_of(module) != part or module in MAY_USE_TORCH:
+            continue
+        named = {name.split(".")[0] for name in imports(module, at_import_time=False)}
+        assert "torch" not in named, f"{module} imports torch"
+        assert "torch" not in pulled_in(module), f"importing {module} pulls in torch"
+
+
+def test_the_server_does_not_import_the_runner() -> None:
+    for module in modules():
+        if part_of(module) == "server":
+            assert not any(part_of(name) == "runner" for name in pulled_in(module) | imports(module, False)), module
+
+
+def test_importing_the_package_is_quick_and_leaves_torch_alone() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); import outrider; spent = time.perf_counter() - start; "
+        "print(spent, 'torch' in sys.modules)"
+    )
+    # The best of three: other test processes share the machine.
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    assert all(has_torch == "False" for _, has_torch in runs)
+    assert min(float(spent) for spent, _ in runs) < 1.0
+
+
+def test_the_reader_sees_imports_of_every_form() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\nimport a.b\nif TYPE_CHECKING:\n    import c\nelse:\n    import d\n"
+        "try:\n    import e\nexcept ImportError:\n    import f\ndef g():\n    import h\nclass I:\n    import j\n"
+    )
+    body = ast.parse(source).body
+
+    def names(at_import_time: bool) -> set[str]:
+        nodes = import_nodes(body, at_import_time)
+        return {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+    assert names(at_import_time=True) == {"a.b", "d", "e", "f", "j"}
+    assert names(at_import_time=False) == {"a.b", "c", "d", "e", "f", "h", "j"}
