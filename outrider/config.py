@@ -5,6 +5,7 @@ What a caller leaves as None is decided here from what is known of the model and
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    overlap: bool = True  # schedule the next step before the last one's result is read
+    overlap: bool | None = None  # schedule the next step before the last one's result is read
     seed: int = 0
     load_format: str = "auto"
     attention_backend: str = "auto"
@@ -59,8 +60,16 @@ class EngineConfig:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
 
     @property
-    def steps_in_flight(self) -> int:
-        return 2 if self.overlap else 1
+    def speculative(self) -> SpeculativeConfig | None:
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    def steps_in_flight(self, on_cuda: bool) -> int:
+        """Two by default. With drafts on the CPU one: there a result costs nothing to wait for, and tells how many
+        drafts there are to check."""
+        overlap = self.overlap
+        if overlap is None:
+            overlap = on_cuda or self.speculative_config is None
+        return 2 if overlap else 1
 
     def limits(self, *, on_cuda: bool, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
         """Sizes for this model and device; max_len may still be lowered to what the pool can hold."""
@@ -69,9 +78,72 @@ class EngineConfig:
             raise ValueError(f"max_model_len ({max_len}) exceeds the {max_positions} positions the model was made for")
         max_requests = self.max_num_seqs or (256 if on_cuda else 32)
         tokens = self.max_num_batched_tokens or max(8192 if on_cuda else 512, max_requests * (1 + max_drafts))
-        return Limits(max_requests, tokens, max_len, max_drafts, vocab_size, steps_in_flight=self.steps_in_flight)
+        return Limits(max_requests, tokens, max_len, max_drafts, vocab_size,
+                      steps_in_flight=self.steps_in_flight(on_cuda))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3")
+SYNTHETIC_RATE = 0.6914  # the same at every position: 3 drafts give a mean run of 2.5
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
+
+    methods: tuple[str, ...]
+    num_speculative_tokens: int
+    model: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    auto: bool = True
+    synthetic_rates: tuple[float, ...] | None = None
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
+        fields = dict(given)
+        known = ["method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "auto",
+                 "rejection_sample_method", "synthetic_acceptance_length", "synthetic_rates"]
+        for key in fields:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"speculative_config: unknown key {key!r}{hint} Known are {', '.join(known)}")
+        methods = _methods(fields)
+        k = fields.get("num_speculative_tokens")
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= 16:
+            raise ValueError(f"speculative_config: num_speculative_tokens must be an integer from 1 to 16, got {k!r}")
+        model = fields.get("model")
+        if model is None and any(method in NEEDS_MODEL for method in methods):
+            raise ValueError(f"speculative_config: method {methods} needs 'model', the folder or id of the drafter")
+        low, high = fields.get("prompt_lookup_min", 2), fields.get("prompt_lookup_max", 4)
+        if not 1 <= low <= high:
+            raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be in [1, prompt_lookup_max ({high})]")
+        return cls(methods, k, model, low, high, bool(fields.get("auto", True)), _synthetic_rates(fields))
+
+
+def _methods(fields: dict[str, Any]) -> tuple[str, ...]:
+    method = fields.get("method")
+    methods = tuple(method) if isinstance(method, (list, tuple)) else (method,)
+    for name in methods:
+        if not isinstance(name, str) or (name not in METHODS and ":" not in name):
+            raise ValueError(
+                f"speculative_config: unknown method {name!r}; known are {', '.join(METHODS)}, or 'package.module:Class' "
+                "for a drafter of your own"
+            )
+    return methods
+
+
+def _synthetic_rates(fields: dict[str, Any]) -> tuple[float, ...] | None:
+    method = fields.get("rejection_sample_method")
+    if method not in (None, "synthetic"):
+        raise ValueError(f"speculative_config: rejection_sample_method must be 'synthetic' or left out, got {method!r}")
+    rates = fields.get("synthetic_rates")
+    if rates is not None:
+        return tuple(float(rate) for rate in rates)
+    return (SYNTHETIC_RATE,) if method == "synthetic" else None

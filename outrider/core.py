@@ -123,6 +123,17 @@ class PageWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDraft:
+    """Drafts made on the host from the last result it saw: they follow the row's first `after` known tokens.
+
+    The device drops those that have been accepted since, if they agree; else the draft is dead."""
+
+    row: int
+    after: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """What the scheduler asks of one step. Lists run over requests, in batch order."""
 
@@ -138,6 +149,7 @@ class ScheduledBatch:
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)  # pages that change group: zero before use
+    host_drafts: list[HostDraft] = field(default_factory=list)
     propose: int = 0  # most drafts to guess for the next step; 0 leaves the drafter out
 
     @property
@@ -168,6 +180,7 @@ class RequestResult:
     num_computed: int  # known tokens computed plus drafts accepted, in this step
     num_drafted: int  # drafts that were alive
     num_accepted: int
+    num_proposed: int = 0  # drafts that wait for the next step
     finish: Finish = Finish.NO
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -60,6 +60,7 @@ class BatchView:
     request_of: torch.Tensor  # [tokens] index of the token's request in this batch
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
+    key_starts: torch.Tensor | None = None  # [requests] first key that may be seen; None: the first of all
 
     @property
     def max_query(self) -> int:

@@ -25,6 +25,7 @@ class Part:
     positions: torch.Tensor  # [requests, query]
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
+    key_starts: torch.Tensor | None  # [requests]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
         positions=view.positions[token_rows],
         is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
         lengths=view.lengths[index],
+        key_starts=None if view.key_starts is None else view.key_starts[index],
     )
 
 
@@ -92,6 +94,8 @@ def _attend(layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, part:
     requests, query = part.token_rows.shape
     key_positions = torch.arange(part.pages.shape[1] * cache.k.shape[1], device=q.device)
     exists = key_positions < part.lengths[:, None]  # [requests, keys]
+    if part.key_starts is not None:
+        exists = exists & (key_positions >= part.key_starts[:, None])
     keys = _gather(cache.k, part, exists)  # [requests, kv heads, keys, dim]
     values = _gather(cache.v, part, exists)
     seen = (key_positions <= part.positions[..., None]) & exists[:, None, :]  # [requests, query, keys]

@@ -75,12 +75,13 @@ def _best_split(buckets: dict[CacheSpec, list[int]], sizes: list[int]) -> CacheL
     if len(buckets) == 1:
         (layers,) = buckets.values()
         return _split(buckets, len(layers), (sizes[0],))
-    best: tuple[float, CacheLayout] | None = None
+    best: tuple[tuple[bool, float], CacheLayout] | None = None
     for count in range(1, max(map(len, buckets.values())) + 1):
         for tokens in itertools.product(sizes, repeat=len(buckets)):
             layout = _split(buckets, count, tokens)
-            cost = layout.padding + GROUP_COST * len(layout.groups)
-            if best is None or cost < best[0] - 1e-9:
+            # Rounded, so that equal costs stay equal and the first, with the fewest groups, wins.
+            cost = (layout.padding > MAX_PADDING, round(layout.padding + GROUP_COST * len(layout.groups), 9))
+            if best is None or cost < best[0]:
                 best = (cost, layout)
     assert best is not None
     return best[1]

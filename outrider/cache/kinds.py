@@ -83,9 +83,9 @@ class SlidingKind:
 
     def capacity(self, limits: Limits) -> Capacity:
         width = pages_for(limits.max_len, self.page_tokens)
-        # The window of the next settled query plus everything unsettled; the window may begin anywhere in a page.
+        # The window of the next settled query plus everything unsettled; the first may be a page's last token.
         held = self.spec.window - 1 + limits.max_unsettled_tokens + limits.max_drafts
-        return Capacity(table_width=width, max_pages=min(width, pages_for(held, self.page_tokens) + 1))
+        return Capacity(table_width=width, max_pages=min(width, pages_for(held - 1, self.page_tokens) + 1))
 
     def pages_to_start(self, tokens: int, limits: Limits) -> int:
         return min(pages_for(tokens, self.page_tokens), self.capacity(limits).max_pages)

@@ -7,11 +7,12 @@ import logging
 import torch
 
 from outrider.attention.base import Backend
+from outrider.attention.cached import CachedLayers
 from outrider.attention.torch_backend import TorchBackend
 from outrider.cache.groups import plan_groups
 from outrider.cache.manager import CacheManager
 from outrider.cache.pool import DevicePool
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.models.base import Model
@@ -23,7 +24,12 @@ from outrider.runner.memory import fit_max_len, plan_memory
 from outrider.runner.runner import LocalRunner, Padding
 from outrider.runner.state import RowState
 from outrider.runner.step import DeviceStep
-from outrider.sched.scheduler import Scheduler
+from outrider.sched.drafts import FixedDrafts
+from outrider.sched.scheduler import DraftCounts, Scheduler
+from outrider.spec.base import Drafter
+from outrider.spec.registry import DraftBuild, make_drafter
+from outrider.spec.scripted import SyntheticAcceptance
+from outrider.spec.suffix import SuffixDrafter
 
 log = logging.getLogger("outrider")
 
@@ -41,24 +47,48 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokenizer: Tokenizer | None = None,
-             eos_ids: tuple[int, ...] = ()) -> Engine:
-    """An engine around a model that is already loaded."""
-    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions, vocab_size=model.vocab_size,
-                           max_drafts=0)
-    layout = plan_groups(model.cache_layers(), config.page_size)
+             eos_ids: tuple[int, ...] = (), drafter: Drafter | None = None) -> Engine:
+    """An engine around a model that is already loaded, and around a drafter where the config does not make one."""
+    speculative = config.speculative
+    max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    on_cuda = device.type == "cuda"
+    limits = config.limits(on_cuda=on_cuda, max_positions=model.max_positions, vocab_size=model.vocab_size,
+                           max_drafts=max_drafts)
+    if speculative is not None and drafter is None:
+        build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed)
+        drafter = make_drafter(speculative, build)
+    own_layers = [] if drafter is None else drafter.cache_layers()
+    layout = plan_groups(model.cache_layers() + own_layers, config.page_size)
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
+    weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
     limits = fit_max_len(config, layout, limits, plan)
     log.info("%s", plan.report())
-    cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching)
     pool = DevicePool(layout, plan.num_pages, model.dtype, device)
-    state = RowState(limits, layout.groups, device)
-    logprobs_mode = "processed" if config.logprobs_mode == "processed" else "raw"
-    step = DeviceStep(model, pool, state, pick_backend(config, model), limits.max_len, logprobs_mode=logprobs_mode)
+    backend = pick_backend(config, model)
+    if drafter is not None:
+        drafter.bind(CachedLayers(drafter.attention_layers, pool, backend), limits, plan.num_pages, device)
+    rates = None if speculative is None else speculative.synthetic_rates
+    step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len, drafter=drafter,
+                      synthetic=None if rates is None else SyntheticAcceptance(rates),
+                      logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
     runner = LocalRunner(step, Padding(config.pad_requests, config.pad_tokens))
-    scheduler = Scheduler(cache, limits)
+    cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching,
+                         lookahead=0 if drafter is None else drafter.lookahead)
+    scheduler = Scheduler(cache, limits, drafts=_draft_counts(speculative, drafter, max_drafts),
+                          host_drafter=_host_drafter(speculative))
     return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs)
+
+
+def _draft_counts(speculative: SpeculativeConfig | None, drafter: Drafter | None, k: int) -> DraftCounts | None:
+    if speculative is None and drafter is None:
+        return None
+    return FixedDrafts(k if drafter is None else max(k, drafter.max_drafts))
+
+
+def _host_drafter(speculative: SpeculativeConfig | None) -> SuffixDrafter | None:
+    return SuffixDrafter() if speculative is not None and "suffix" in speculative.methods else None
 
 
 def pick_device(name: str) -> torch.device:

@@ -4,14 +4,18 @@
  *
  * The result of a token row never depends on the other rows: a product sums over the inputs in one order for
  * every number of rows, and attention works in tiles of KEYS keys anchored at position 0, merged in order.
- * Do not compile with -ffast-math: the masks rely on infinities.
+ * Compile with -ffp-contract=off: left to itself the compiler fuses a multiplication with an addition in one copy of
+ * an inlined function and not in another, and rows then differ in the last bit. And never with -ffast-math: the masks
+ * rely on infinities.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -65,6 +69,18 @@ INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+/* a b + c, rounded once where the machine can. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
 
 /* A partial vector: lanes n and up are zero. */
@@ -106,17 +122,17 @@ INLINE vf vexp(vf x) {
     vi gone = x < low;
     vf y = pick(x > high, high, x);
     y = pick(gone, low, y);
-    vf shifted = y * 1.44269504f + magic; /* the integer nearest to y/ln 2, in the low bits */
+    vf shifted = fused(y, splat(1.44269504f), magic); /* the integer nearest to y/ln 2, in the low bits */
     vf n = shifted - magic;
-    vf r = y - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
+    vf r = fused(n, splat(-0.693145752f), y);
+    r = fused(n, splat(-1.42860677e-6f), r);
     vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p, r * r, r) + 1.0f;
     vi whole = (vi)shifted - (vi)magic;
     vi half = whole >> 1; /* 2^n in two factors: n may be 128 */
     vf scaled = p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
@@ -135,7 +151,7 @@ static void norm_row(const float *x, float *residual, const float *weight, float
         for (; i + VL <= width; i += VL) store(residual + i, load(residual + i) + load(x + i));
         for (; i < width; i++) residual[i] += x[i];
     }
-    for (i = 0; i + VL <= width; i += VL) total += load(from + i) * load(from + i);
+    for (i = 0; i + VL <= width; i += VL) total = fused(load(from + i), load(from + i), total);
     for (; i < width; i++) rest += from[i] * from[i];
     float scale = 1.0f / sqrtf((sum_lanes(total) + rest) / (float)width + eps);
     for (i = 0; i + VL <= width; i += VL) store(out + i, load(from + i) * scale * (load(weight + i) + offset));
@@ -274,15 +290,16 @@ INLINE void product_tile(const Product *p, int64_t t, int64_t o, const int rows,
         }
         UNROLL for (int r = 0; r < rows; r++) {
             vf a = load(x + r * p->x_stride + i);
-            UNROLL for (int c = 0; c < cols; c++) sums[r * cols + c] += a * w[c];
+            UNROLL for (int c = 0; c < cols; c++) sums[r * cols + c] = fused(a, w[c], sums[r * cols + c]);
         }
     }
     if (i < p->inputs) {
         int n = (int)(p->inputs - i);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < cols; c++)
-                sums[r * cols + c] += load_tail(x + r * p->x_stride + i, n) *
-                                      load_weight_tail(p->w, at + c * p->w_stride + i, n, halves);
+                sums[r * cols + c] = fused(load_tail(x + r * p->x_stride + i, n),
+                                           load_weight_tail(p->w, at + c * p->w_stride + i, n, halves),
+                                           sums[r * cols + c]);
     }
     UNROLL for (int s = rows * cols; s < (rows * cols + VL - 1) / VL * VL; s++) sums[s] = (vf){0};
     float totals[8 * VL];
@@ -300,10 +317,15 @@ INLINE void product_tile(const Product *p, int64_t t, int64_t o, const int rows,
 #define COLS(rows) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
 #endif
 
+INLINE void product_rest(const Product *p, int64_t from, int64_t to, const int halves) {
+    for (int64_t o = from; o < to; o++)
+        for (int64_t t = 0; t < p->tokens; t++) product_tile(p, t, o, 1, 1, halves);
+}
+
 INLINE void product_few(const Product *p, int64_t from, int64_t to, const int rows, const int halves) {
     int64_t o = from;
     for (; o + COLS(rows) <= to; o += COLS(rows)) product_tile(p, 0, o, rows, COLS(rows), halves);
-    for (; o < to; o++) product_tile(p, 0, o, rows, 1, halves);
+    product_rest(p, o, to, halves);
 }
 
 /* More than eight token rows: a few weight rows stay in the nearest cache while all token rows pass by in fours. */
@@ -314,8 +336,7 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int h
         for (; t + 4 <= p->tokens; t += 4) product_tile(p, t, o, 4, COLS(4), halves);
         for (; t < p->tokens; t++) product_tile(p, t, o, 1, COLS(4), halves);
     }
-    for (; o < to; o++)
-        for (int64_t t = 0; t < p->tokens; t++) product_tile(p, t, o, 1, 1, halves);
+    product_rest(p, o, to, halves);
 }
 
 INLINE void product_piece(const Product *p, int64_t from, int64_t to, const int halves) {
@@ -388,7 +409,7 @@ INLINE void outer(const float *a, int64_t a_stride, const float *const *b, int64
         UNROLL for (int v = 0; v < nv; v++) bv[v] = load(b[j] + shift + v * VL);
         UNROLL for (int r = 0; r < rows; r++) {
             vf av = splat(a[r * a_stride + j]);
-            UNROLL for (int v = 0; v < nv; v++) sums[r * nv + v] += av * bv[v];
+            UNROLL for (int v = 0; v < nv; v++) sums[r * nv + v] = fused(av, bv[v], sums[r * nv + v]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {
@@ -527,8 +548,8 @@ static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scrat
     return 1;
 }
 
-/* Both hold max, sum, weighted values. Not inlined: every caller must round alike. */
-static __attribute__((noinline)) void merge(float *into, const float *part, int64_t dim) {
+/* Both hold max, sum, weighted values. */
+static void merge(float *into, const float *part, int64_t dim) {
     float top = into[0] > part[0] ? into[0] : part[0];
     if (top == -INFINITY) return;
     vf factors = {into[0] - top, part[0] - top};
@@ -536,7 +557,7 @@ static __attribute__((noinline)) void merge(float *into, const float *part, int6
     vf old = splat(factors[0]), new = splat(factors[1]);
     into[0] = top;
     into[1] = into[1] * factors[0] + part[1] * factors[1];
-    for (int64_t d = 2; d < dim + 2; d += VL) store(into + d, load(into + d) * old + load(part + d) * new);
+    for (int64_t d = 2; d < dim + 2; d += VL) store(into + d, fused(load(into + d), old, load(part + d) * new));
 }
 
 static void clear(float *merged, int64_t rows, int64_t dim) {

@@ -32,7 +32,8 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     view = inputs.batch.unpadded
     counts = [n if p.prompt_logprobs is not None else 0
               for n, p in zip(scheduled.num_known, scheduled.params, strict=True)]
-    starts, start = [], 0
+    starts: list[int] = []
+    start = 0
     for length, count in zip(view.query_lens, counts, strict=True):
         starts += range(start, start + count)
         start += length

@@ -19,7 +19,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
     logit_row = prompt_row = 0
     for i in range(scheduled.num_requests):
         params = scheduled.params[i]
-        run_len, finish, computed, drafted, accepted = counts[i]
+        run_len, finish, computed, drafted, accepted, proposed = counts[i]
         num_logit_rows = 1 + scheduled.num_drafts[i] if scheduled.samples[i] else 0
         own_logprobs: list[TokenLogprobs] | None = None
         if logprobs is not None and params.logprobs is not None:
@@ -33,7 +33,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
         requests.append(
             RequestResult(
                 scheduled.request_ids[i], scheduled.epochs[i], runs[i][:run_len], computed, drafted, accepted,
-                Finish(finish), own_logprobs, own_prompt, NAN_LOGITS if finish == Finish.ERROR else None,
+                proposed, Finish(finish), own_logprobs, own_prompt, NAN_LOGITS if finish == Finish.ERROR else None,
             )  # fmt: skip
         )
     return StepResult(scheduled.step, requests, seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import Admission, Axis, Limits, PageWrite
+from outrider.core import Admission, Axis, HostDraft, Limits, PageWrite
 from outrider.kernels.buffers import buffer
 from outrider.sample.rows import SamplingRows
 
@@ -60,3 +60,25 @@ class RowState:
                 flat = torch.tensor([(row, column, page) for (row, column), page in group.items()], dtype=torch.int64)
                 row, column, page = flat.to(self.device, non_blocking=True).unbind(1)
                 table.index_put_((row, column), page.to(torch.int32))
+
+    def take_host_drafts(self, drafts: list[HostDraft]) -> None:
+        """Host drafts become the rows' drafts, less what has been accepted since they were made."""
+        if not drafts:
+            return
+        width = self.drafts.shape[1]
+        most = max(len(draft.token_ids) for draft in drafts)
+        packed = torch.tensor(
+            [[d.row, d.after, len(d.token_ids), *d.token_ids, *[0] * (most - len(d.token_ids))] for d in drafts],
+            dtype=torch.int64,
+        ).to(self.device, non_blocking=True)
+        rows, after, count, guessed = packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3:]
+        since = self.known[rows] - after  # tokens that became known meanwhile
+        index = torch.arange(most, device=self.device)
+        columns = (after[:, None] + index).clamp_max(self.tokens.shape[1] - 1)
+        agrees = (guessed == self.tokens[rows[:, None], columns]) | (index >= since[:, None])
+        is_alive = agrees.all(dim=1) & (since >= 0)
+        shifted = guessed.gather(1, (since[:, None] + torch.arange(width, device=self.device)).clamp(0, most - 1))
+        left = torch.where(is_alive, count - since, 0).clamp(0, width)
+        # Where nothing is left of it, a device drafter's guess stays.
+        self.drafts.index_copy_(0, rows, torch.where((left > 0)[:, None], shifted, self.drafts[rows]))
+        self.num_drafts.index_copy_(0, rows, torch.where(left > 0, left, self.num_drafts[rows]))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, Backend, BatchView, LayerCacheView
-from outrider.cache.groups import Group
+from outrider.attention.base import Backend, BatchView
+from outrider.attention.cached import CachedLayers
 from outrider.cache.pool import DevicePool
 from outrider.core import ScheduledBatch
 from outrider.models.base import Hidden, Model
@@ -24,47 +24,35 @@ from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample
 from outrider.spec.base import Drafter, Step
+from outrider.spec.scripted import SyntheticAcceptance
 
 
 @dataclass(frozen=True)
 class DeviceResult:
     """A step's outcome as device tensors, over the padded requests."""
 
-    counts: torch.Tensor  # [requests, 5] run length, finish, computed, drafted, accepted
+    counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed
     run: torch.Tensor  # [requests, most drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
-
-
-class CachedAttention:
-    """What a model's layers call: finds the layer's part of the pool and its group's plan of this step."""
-
-    def __init__(self, layers: dict[int, AttentionLayer], caches: dict[int, LayerCacheView], group_of: dict[int, int],
-                 backend: Backend, view: BatchView, groups: tuple[Group, ...]) -> None:
-        self._layers, self._caches, self._group_of, self._backend = layers, caches, group_of, backend
-        self._plans = [backend.plan(view, group) for group in groups]
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        plan = self._plans[self._group_of[layer]]
-        return self._backend.run(self._layers[layer], self._caches[layer], q, k, v, plan)
 
 
 class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 drafter: Drafter | None = None, logprobs_mode: LogprobsMode = "raw") -> None:
+                 drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
+                 logprobs_mode: LogprobsMode = "raw") -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.backend = backend
         self.drafter = drafter
+        self.synthetic = synthetic
         self.groups = pool.layout.groups
         self._max_len = max_len
         self._logprobs_mode = logprobs_mode
-        self._layers = {layer.index: layer for layer in model.attention_layers}
-        self._caches = {index: LayerCacheView(*pool.layer(index)) for index in self._layers}
-        self._group_of = {index: pool.layout.places[index][0] for index in self._layers}
+        self._cached = CachedLayers(model.attention_layers, pool, backend)
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
@@ -73,24 +61,29 @@ class DeviceStep:
             self.pool.clear(pages.to(self.state.device, non_blocking=True))
         self.state.admit(scheduled.admissions)
         self.state.write_pages(scheduled.page_writes)
+        self.state.take_host_drafts(scheduled.host_drafts)
+        if self.drafter is not None:
+            self.drafter.admit(scheduled.admissions)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         inputs = build_inputs(scheduled, self.state, self.groups, self._max_len, padded)
         hidden = self.forward(inputs.batch.padded)
         logprobs, accepted = self.finish(scheduled, inputs, hidden)
         prompts = prompt_logprobs(self.model, scheduled, inputs, hidden, self.state)
+        rows = inputs.batch.padded.rows
+        before = self.state.computed[rows]
         computed = self.commit(inputs, accepted)
         if self.drafter is not None:
-            self.draft(self.drafter, scheduled, inputs, hidden, accepted)
-        counts = torch.stack(
-            [accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted], dim=1
-        )
+            self.draft(self.drafter, scheduled, inputs, hidden, accepted, before, computed)
+        counts = torch.stack([
+            accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted,
+            self.state.num_drafts[rows],
+        ], dim=1)  # fmt: skip
         return DeviceResult(counts, accepted.run, logprobs, prompts)
 
     def forward(self, view: BatchView) -> Hidden:
-        attend = CachedAttention(self._layers, self._caches, self._group_of, self.backend, view, self.groups)
         taps = () if self.drafter is None else self.drafter.taps
-        return self.model.forward(view.token_ids, view.positions, attend, taps)
+        return self.model.forward(view.token_ids, view.positions, self._cached.on(view), taps)
 
     def finish(self, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden) -> tuple[LogprobRows | None, Accepted]:
         state, rows = self.state, inputs.batch.padded.rows
@@ -100,7 +93,11 @@ class DeviceStep:
         needs = StepNeeds.of(scheduled.params, counts)
         extras = StepExtras.of(scheduled.params, counts, logits.shape[1], state.device)
         sampled = sample(logits, inputs.logit_rows, state.sampling, history, needs, extras, logprobs=self._logprobs_mode)
-        accepted = accept(sampled.tokens, inputs.logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples,
+        tokens = sampled.tokens
+        if self.synthetic is not None:
+            seed = state.sampling.seed[inputs.logit_rows.row]
+            tokens = self.synthetic.apply(tokens, inputs.logit_rows, inputs.drafts, seed, logits.shape[1])
+        accepted = accept(tokens, inputs.logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples,
                           state.known[rows], state.sampling, rows, bad=sampled.bad)
         return sampled.logprobs, accepted
 
@@ -121,14 +118,17 @@ class DeviceStep:
         state.num_drafts.index_fill_(0, rows, 0)  # consumed, or stale
         return computed
 
-    def draft(self, drafter: Drafter, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden,
-              accepted: Accepted) -> None:
-        if scheduled.propose == 0:
-            return
+    def draft(self, drafter: Drafter, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, accepted: Accepted,
+              before: torch.Tensor, computed: torch.Tensor) -> None:
         state, rows = self.state, inputs.batch.padded.rows
-        step = Step(inputs.batch, hidden, accepted, inputs.num_known, state.tokens, state.known, scheduled.propose)
+        guesses = (accepted.run_len > 0) & state.alive[rows]
+        any_sampled = any(not params.is_greedy for params in scheduled.params)
+        step = Step(inputs.batch, hidden, accepted, before, computed, guesses, state.tokens, state.known, state.sampling,
+                    any_sampled, scheduled.propose)
+        if scheduled.propose == 0:
+            drafter.skip(step)
+            return
         drafts = drafter.propose(step)
         columns = torch.arange(drafts.tokens.shape[1], device=rows.device)
         state.drafts.index_put_((rows[:, None], columns), drafts.tokens)
-        guesses = (accepted.run_len > 0) & state.alive[rows]
         state.num_drafts.index_copy_(0, rows, torch.where(guesses, drafts.counts, 0))

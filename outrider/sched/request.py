@@ -23,7 +23,7 @@ class Request:
         "id", "token_ids", "prompt_len", "params", "eos_ids", "end_len", "seed", "sample_index", "priority", "cache_keys",
         "state", "epoch", "row", "settled", "bound", "known", "in_flight_samples", "unsettled", "covered", "next_event",
         "hashes", "finish", "error", "num_preemptions", "num_hit_tokens", "drafts_wanted", "max_drafts",
-        "num_steps", "num_drafted", "num_accepted",
+        "num_steps", "num_drafted", "num_accepted", "num_proposed",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], params: SamplingParams, *, end_len: int, seed: int,
@@ -57,6 +57,7 @@ class Request:
         self.num_hit_tokens = 0
         self.drafts_wanted = 0  # what the draft-count chooser last said
         self.max_drafts = params.max_drafts  # the caller's ceiling, None for the engine's
+        self.num_proposed = 0  # drafts that wait on the device, as the last result said
         self.num_steps = 0  # steps that yielded a run
         self.num_drafted = 0
         self.num_accepted = 0

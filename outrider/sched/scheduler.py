@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -20,6 +20,7 @@ from outrider.core import (
     Admission,
     Bound,
     Finish,
+    HostDraft,
     Limits,
     PageWrite,
     RequestResult,
@@ -33,8 +34,9 @@ from outrider.sched.request import Request, State
 class DraftCounts(Protocol):
     """How many drafts each running request should have in the next step."""
 
-    def choose(self, requests: list[Request]) -> None:
-        """Sets `drafts_wanted` of each."""
+    def choose(self, requests: list[Request], exact: bool) -> int:
+        """Sets `drafts_wanted` of each; returns how many to propose for the step after. `exact`: the drafts that
+        wait on the device are known (nothing is in flight)."""
         ...
 
     def observe(self, request: Request, result: RequestResult) -> None: ...
@@ -42,6 +44,14 @@ class DraftCounts(Protocol):
     def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
 
     def forget(self, request: Request) -> None: ...
+
+
+class HostDrafter(Protocol):
+    """Guesses on the host, from settled tokens."""
+
+    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]: ...
+
+    def finish(self, request_id: int, token_ids: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -61,7 +71,8 @@ class Update:
 
 
 class Scheduler:
-    def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None) -> None:
+    def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
+                 host_drafter: HostDrafter | None = None) -> None:
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
@@ -71,6 +82,8 @@ class Scheduler:
         self.limits = limits
         self.stats = SchedulerStats()
         self._drafts = drafts
+        self._host_drafter = host_drafter
+        self._host_drafts: list[HostDraft] = []
         self._arrivals = count()
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
         self._arrival_of: dict[int, int] = {}
@@ -124,8 +137,10 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute before a result comes back."""
         batch = _BatchBuilder(self.stats.num_steps)
         budget = self.limits.max_batched_tokens
+        propose = 0
         if self._drafts is not None:
-            self._drafts.choose(self._running)
+            is_exact = not self._in_flight and self._host_drafter is None
+            propose = self._drafts.choose(self._running, is_exact)
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills: list[Request] = []
@@ -140,9 +155,11 @@ class Scheduler:
             left = request.end_len - known_at_least
             if left <= 0:
                 continue  # the steps in flight end it
-            num_drafts = min(request.drafts_wanted, left - 1, budget - 1)
             if budget < 1:
                 break
+            num_drafts = min(request.drafts_wanted, left - 1, budget - 1)
+            if self._host_drafter is not None and num_drafts > 0:
+                num_drafts = self._host_draft(self._host_drafter, request, num_drafts)
             bound = min(request.bound.at_most + 1 + num_drafts, request.end_len)
             if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
                 short = True
@@ -156,7 +173,7 @@ class Scheduler:
                 budget -= chunk
         if not short and self.stats.num_preemptions == num_preemptions:
             self._admit(budget, batch)
-        return self._finish_batch(batch)
+        return self._finish_batch(batch, propose)
 
     def update(self, result: StepResult) -> list[Update]:
         """Apply a step's result; returns the parts that still belong to someone."""
@@ -188,6 +205,16 @@ class Scheduler:
             assert request.settled.at_least <= request.bound.at_most, "settled beyond the bound"
 
     # Inside: making a batch
+
+    def _host_draft(self, drafter: HostDrafter, request: Request, most: int) -> int:
+        """Ask for drafts that follow the settled tokens, with room for what steps in flight may accept of them."""
+        known = len(request.token_ids)
+        in_flight = request.bound.at_most + 1 - known
+        guess = drafter.propose(request.id, request.token_ids, most + in_flight)
+        if len(guess) <= (0 if in_flight == 0 else request.in_flight_samples):
+            return 0 if request.num_proposed == 0 else most  # a device drafter may have one
+        self._host_drafts.append(HostDraft(request.row, known, guess))
+        return min(most, len(guess))
 
     def _schedule_known(self, request: Request, budget: int, batch: _BatchBuilder) -> int:
         left = request.known - request.bound.at_most
@@ -221,7 +248,7 @@ class Scheduler:
         request.num_hit_tokens = hit
         request.settled.at_least = request.bound.at_most = request.covered = hit
         request.next_event = self.cache.next_event(request.settled)
-        request.in_flight_samples = request.unsettled = request.drafts_wanted = 0
+        request.in_flight_samples = request.unsettled = request.drafts_wanted = request.num_proposed = 0
         self._running.append(request)
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, request.eos_ids,
@@ -229,7 +256,7 @@ class Scheduler:
         )
 
     def _make_room(self, request: Request, bound: int, batch: _BatchBuilder) -> bool:
-        """Pages up to `bound`. It waits for outstanding results before it preempts whoever matters least, even itself."""
+        """Pages up to `bound`. Waits for outstanding results before it preempts whoever matters least, even itself."""
         target = Bound(bound)
         while not self.cache.reserve(request.id, target):
             if self._in_flight:
@@ -251,12 +278,12 @@ class Scheduler:
         self._release(request)
         self._wait(request)
 
-    def _finish_batch(self, batch: _BatchBuilder) -> ScheduledBatch | None:
+    def _finish_batch(self, batch: _BatchBuilder, propose: int) -> ScheduledBatch | None:
         if not batch.members:
             return None
         granted = self.cache.take_granted()
-        scheduled = batch.build(self._admissions, granted.page_writes, granted.clear_pages)
-        self._admissions = []
+        scheduled = batch.build(self._admissions, granted.page_writes, granted.clear_pages, self._host_drafts, propose)
+        self._admissions, self._host_drafts = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
         self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
@@ -267,6 +294,7 @@ class Scheduler:
     def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
         settled = request.settled
         settled.at_least += part.num_computed
+        request.num_proposed = part.num_proposed
         request.unsettled -= scheduled
         request.in_flight_samples -= sampled
         request.bound.at_most = min(settled.at_least + request.unsettled, request.end_len)
@@ -291,6 +319,8 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
         request.state = State.FINISHED
+        if self._host_drafter is not None:
+            self._host_drafter.finish(request.id, request.token_ids)
         del self._requests[request.id], self._arrival_of[request.id]
         if self._drafts is not None:
             self._drafts.forget(request)
@@ -332,7 +362,7 @@ class _BatchBuilder:
         request.in_flight_samples += samples
 
     def build(self, admissions: Iterable[Admission], page_writes: list[PageWrite],
-              clear_pages: list[int]) -> ScheduledBatch:
+              clear_pages: list[int], host_drafts: list[HostDraft], propose: int) -> ScheduledBatch:
         requests = self.members.values()
         return ScheduledBatch(
             step=self._step,
@@ -347,4 +377,6 @@ class _BatchBuilder:
             admissions=list(admissions),
             page_writes=page_writes,
             clear_pages=clear_pages,
+            host_drafts=host_drafts,
+            propose=propose,
         )

@@ -7,40 +7,65 @@ one pass. A wrong guess costs time, never text: acceptance compares drafts with 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from outrider.attention.base import ForwardBatch
+from outrider.attention.base import AttentionLayer, ForwardBatch
+from outrider.attention.cached import CachedLayers
 from outrider.cache.spec import LayerCache
+from outrider.core import Admission, Limits
 from outrider.models.base import Hidden
 from outrider.sample.accept import Accepted
+from outrider.sample.rows import SamplingRows
 
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, as drafters see it. Request tensors have the padded count; rows index persistent state."""
+    """A committed step, as drafters see it. Request tensors have the padded count; ROWS tensors are row state."""
 
     batch: ForwardBatch
     hidden: Hidden  # of the step's token rows
     accepted: Accepted
-    num_known: torch.Tensor  # [requests] live known tokens of the step
+    computed_before: torch.Tensor  # [requests] computed tokens when the step began
+    num_computed: torch.Tensor  # [requests] tokens it computed: known ones and accepted drafts
+    guesses: torch.Tensor  # [requests] got a run and goes on
     tokens: torch.Tensor  # [ROWS, LENGTH] known tokens, this step's run included
     known: torch.Tensor  # [ROWS]
+    sampling: SamplingRows
+    any_sampled: bool  # some request of the batch has a temperature
     most: int  # drafts wanted, at most
 
 
 @dataclass(frozen=True)
 class Drafts:
-    tokens: torch.Tensor  # [requests, most]
+    tokens: torch.Tensor  # [requests, most] int64
     counts: torch.Tensor  # [requests] how many of them are meant
 
 
-class Drafter(Protocol):
-    name: str
-    max_drafts: int
-    taps: tuple[int, ...]  # hidden states of the target it declares in advance
+class Drafter:
+    """Override `propose`; the rest is for drafters with layers, hidden states or rows of their own."""
 
-    def cache_layers(self) -> list[LayerCache]: ...
+    name = "custom"
+    max_drafts = 0  # drafts it can make; the engine's num_speculative_tokens
+    taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    attention_layers: tuple[AttentionLayer, ...] = ()  # its own, numbered after the target's
+    lookahead = 0  # slots past the computed tokens that it writes
 
-    def propose(self, step: Step) -> Drafts: ...
+    def cache_layers(self) -> list[LayerCache]:
+        return []
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        """Once, before the first step: its layers' cache, and the sizes for its own row state."""
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Requests take rows; before the step that first schedules them."""
+
+    def propose(self, step: Step) -> Drafts:
+        """Guess up to `step.most` tokens for every request. No host reads; rows that do not guess may hold anything."""
+        raise NotImplementedError
+
+    def skip(self, step: Step) -> None:
+        """The step passes without a proposal: whatever is kept of the rows must not pretend to have seen it."""
+
+    def weight_bytes(self) -> int:
+        return 0

@@ -78,14 +78,20 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
 
     torch.manual_seed(zlib.crc32(family.encode()))
     model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(hf_config(family, **changes))
-    is_gemma = FAMILIES[family][0] == "Gemma3"
     for name, parameter in model.named_parameters():
-        center = 0.0 if is_gemma or "norm" not in name else 1.0
-        if is_gemma and ".post_" in name:
-            center = 2.0  # layers must outweigh the scaled embedding, or every token predicts itself
-        torch.nn.init.normal_(parameter, mean=center, std=0.05 if name.endswith("bias") else 0.2)
+        mean = _mean(name, is_gemma=FAMILIES[family][0] == "Gemma3")
+        torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
     model.save_pretrained(path)
     return Path(path)
+
+
+def _mean(name: str, is_gemma: bool) -> float:
+    """Of a parameter's values. In Gemma layers must outweigh the scaled embedding, or every token predicts itself."""
+    if "norm" not in name:
+        return 0.0
+    if not is_gemma or ".self_attn." in name:
+        return 1.0
+    return 5.0 if ".post_" in name else 0.0
 
 
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

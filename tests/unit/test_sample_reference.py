@@ -44,9 +44,6 @@ class Case:
         return replace(self, known=self.known + self.drafts[:j], drafts=(), logits=self.logits[j : j + 1])
 
 
-# ---- the naive sampler
-
-
 def naive_philox(counter: list[int], key: list[int]) -> list[int]:
     c, k = list(counter), list(key)
     for _ in range(10):
@@ -88,7 +85,8 @@ def naive_edits(case: Case, j: int) -> np.ndarray:
 
 def naive_filters(params: SamplingParams, edited: np.ndarray) -> np.ndarray:
     """Scaled logits with what may not be drawn at -inf."""
-    scaled = (edited - edited.max()) / edited.dtype.type(np.float32(params.temperature or 1))
+    with np.errstate(over="ignore"):
+        scaled = (edited - edited.max()) / edited.dtype.type(np.float32(params.temperature or 1))
     if params.is_greedy:
         return scaled
     if params.min_p > 0:
@@ -115,9 +113,6 @@ def naive_token(case: Case, j: int) -> tuple[int, bool]:
         noise = [naive_gumbel(case.seed, case.sample_index, position, t) for t in range(len(scores))]
         scores = scores + np.array(noise)
     return int(np.argmax(scores)), False
-
-
-# ---- batches
 
 
 @dataclass(frozen=True)
@@ -171,8 +166,6 @@ def _admission(case: Case, row: int) -> Admission:
         eos_ids=case.eos_ids, params=case.params, sample_index=case.sample_index, seed=case.seed,
     )
 
-
-# ---- what hypothesis draws
 
 TOKEN = st.integers(0, VOCAB - 1)
 
@@ -233,9 +226,6 @@ def cases(dtype: type = np.float64, max_size: int = 5) -> st.SearchStrategy[list
     return st.lists(case(dtype), min_size=1, max_size=max_size)
 
 
-# ---- the tests
-
-
 def _check_against_naive(drawn: list[Case]) -> None:
     found = make_batch(drawn).sample()
     expected = [naive_token(one, j) for one in drawn for j in range(len(one.logits))]
@@ -244,19 +234,19 @@ def _check_against_naive(drawn: list[Case]) -> None:
 
 
 @given(cases(np.float64))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_every_parameter_agrees_with_the_naive_sampler_in_float64(drawn: list[Case]) -> None:
     _check_against_naive(drawn)
 
 
 @given(cases(np.float32))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_parameter_agrees_with_the_naive_sampler_in_float32(drawn: list[Case]) -> None:
     _check_against_naive(drawn)
 
 
 @given(cases())
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_the_callers_logits_are_left_alone(drawn: list[Case]) -> None:
     batch = make_batch(drawn)
     before = batch.logits.clone()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from outrider.engine.text import ChatTemplateError, Tokenizer, TokenizerError
 
-CORPUS = ["the cat sat on the mat 1234 times", "def f(x): return x + 1", "naïve café 日本語 😀 don't won't I'LL", "  a\n\n\tb  "] * 3
+CORPUS = ["the cat sat on the mat 1234", "def f(x): return x + 1", "naïve 日本 😀 don't won't I'LL", " a\n\n\tb  "]
 TEXTS = ["the cat", "I'LL won't 12345 x", "naïve 日本 😀🎉", "a  b   \n\n c\t", "", "x<|end|>the", "½ Ⅷ ٣٤ _-+"]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -23,8 +23,10 @@ def trained(pre: pre_tokenizers.PreTokenizer) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
-    backend.train_from_iterator(CORPUS, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS * 3, trainer)
     return backend
 
 

@@ -6,9 +6,9 @@ Knows nothing of where the projection came from; token rows may be strided, colu
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import (
     FLOATS,
     gated,

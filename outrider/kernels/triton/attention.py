@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.attention_core import (
     add_sink,
     attend_keys,
@@ -107,8 +107,9 @@ def _decode_kernel(
     )
 
     if SPLIT:
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
+        divisor = tl.where(total > 0, total, 1.0)
+        result = acc / divisor[:, None]
+        lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
         part = (token * HEADS + head) * num_splits + split
         tl.store(part_out + part[:, None] * D_PAD + dim[None, :], result, mask=is_query[:, None])
         tl.store(part_lse + part, lse, mask=is_query)
@@ -189,12 +190,13 @@ class DecodeConfig:
     block_n: int
     max_rows: int  # rows of the largest tile, where one query's heads fit
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 5
 
 
 def decode_config(padded_dim: int) -> DecodeConfig:
+    # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
     if padded_dim <= 128:
-        return DecodeConfig(block_n=64, max_rows=64)
+        return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
         return DecodeConfig(block_n=32, max_rows=32)
     return DecodeConfig(block_n=16, max_rows=16, num_warps=8, num_stages=2)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
 
 MAX_HEAD_DIM = 1024
@@ -88,11 +88,12 @@ def zero_padding(
     """Zeroes HEADS heads of the token rows first, first + step, ...: what no request owns must not read as NaN."""
     head = tl.arange(0, HEADS_PAD)
     dim = tl.arange(0, D_PAD)
-    at = out + (head_offset + head)[:, None] * out_head_stride + dim[None, :]
+    at = out + first.to(tl.int64) * out_token_stride + (head_offset + head)[:, None] * out_head_stride + dim[None, :]
     valid = (head < HEADS)[:, None] & (dim < D)[None, :]
     zero = tl.zeros([HEADS_PAD, D_PAD], dtype=out.dtype.element_ty)
-    for token in range(first, num_tokens, step):
-        tl.store(at + token.to(tl.int64) * out_token_stride, zero, mask=valid)
+    for _ in range(first, num_tokens, step):
+        tl.store(at, zero, mask=valid)
+        at += step * out_token_stride
 
 
 @dataclass(frozen=True)

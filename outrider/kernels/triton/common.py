@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 import triton
 import triton.language as tl
 

@@ -6,9 +6,9 @@ Statistics are float32 and are taken from the residual as it is stored, so that 
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,

@@ -7,9 +7,9 @@ must not overlap: programs run in no order.
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import require, require_tensor
 
 _WORDS = 2048

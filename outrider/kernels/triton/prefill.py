@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.attention_core import add_sink, attend_keys, check_attention, zero_padding
 from outrider.kernels.triton.common import (
     next_power_of_two,

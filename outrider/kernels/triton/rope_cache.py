@@ -7,9 +7,9 @@ values, written to the token's slot. A slot of -1 writes nothing. Knows slots, n
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,

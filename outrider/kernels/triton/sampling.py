@@ -7,9 +7,9 @@ Knows nothing of penalties or truncation: those change the logits before they co
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,

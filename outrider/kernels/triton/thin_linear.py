@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 import triton
 import triton.language as tl
-
 from outrider.kernels.triton.common import (
     FLOATS,
     gated,

@@ -1,0 +1,38 @@
+"""CachedLayers: a model's attention layers with their parts of the pool. `on(view)` is what a forward calls.
+
+Target and drafters each have one. It finds a layer's cache and its group's plan; which pages and lengths are meant
+comes from the view alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, LayerCacheView
+from outrider.cache.pool import DevicePool
+
+
+class CachedLayers:
+    def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
+        self.layers = {layer.index: layer for layer in layers}
+        self.caches = {index: LayerCacheView(*pool.layer(index)) for index in self.layers}
+        self.group_of = {index: pool.layout.groups[pool.layout.places[index][0]] for index in self.layers}
+        self.groups = tuple({group.index: group for group in self.group_of.values()}.values())
+        self.backend = backend
+
+    def on(self, view: BatchView) -> Attend:
+        """Attention over one view: plans every group once, now."""
+        return _Attention(self, {group.index: self.backend.plan(view, group) for group in self.groups})
+
+
+class _Attention:
+    def __init__(self, cached: CachedLayers, plans: dict[int, Any]) -> None:
+        self._cached, self._plans = cached, plans
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        cached = self._cached
+        plan = self._plans[cached.group_of[layer].index]
+        return cached.backend.run(cached.layers[layer], cached.caches[layer], q, k, v, plan)

@@ -1,0 +1,195 @@
+"""Plain torch twins of the kernels: the specification of each operation, and what runs where no kernel does.
+
+Any device and floating type; 16-bit inputs are computed in float32. Fixed-shape tensor operations only: nothing
+here reads a device value on the host. Knows nothing of layers, models or batches.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Most gathered key elements at a time; bounds the memory of attention over long page tables.
+MAX_GATHERED = 1 << 24
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _deliver(result: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+    return result.to(like.dtype) if out is None else out.copy_(result)
+
+
+# Norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, plus_one: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; plus_one multiplies by 1 + weight."""
+    wide = _widened(x)
+    factor = _widened(weight) + 1 if plus_one else _widened(weight)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor
+    return _deliver(normed, x, out)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """residual += x in place; returns (rms_norm(residual), residual)."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps, out, plus_one), residual
+
+
+# Gated activations
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """gate_up [tokens, 2 x width], gate first: silu(gate) * up."""
+    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    return _deliver(F.silu(gate) * up, gate_up, out)
+
+
+def gelu_tanh_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As silu_mul, with the tanh form of gelu."""
+    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    return _deliver(F.gelu(gate, approximate="tanh") * up, gate_up, out)
+
+
+# Rope and cache write
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    """x [tokens, heads, dim]; the first rotary_dim elements are rotated, element i with i + rotary_dim / 2.
+
+    cos and sin [tokens, rotary_dim / 2], or [tokens, rotary_dim] with a value for each half.
+    """
+    half = rotary_dim // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = x[..., :half], x[..., half:rotary_dim]
+    first = a * cos[..., :half] - b * sin[..., :half]
+    second = b * cos[..., -half:] + a * sin[..., -half:]
+    return torch.cat((first, second, x[..., rotary_dim:]), dim=-1)
+
+
+def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
+    """cache [pages, page_size, heads, dim]; values [tokens, heads, dim]; a slot of -1 writes nothing.
+
+    Shapes stay fixed: a token without a slot repeats the write of some token that has one, and where none has,
+    slot 0 is written with what it holds.
+    """
+    if values.shape[0] == 0:
+        return
+    has_slot = slots >= 0
+    donor = has_slot.to(torch.uint8).argmax()
+    target = torch.where(has_slot, slots, slots[donor].clamp(min=0))
+    page, offset = target // cache.shape[1], target % cache.shape[1]
+    values = torch.where(has_slot[:, None, None], values, values[donor])
+    values = torch.where(has_slot.any(), values.to(cache.dtype), cache[page, offset])
+    cache.index_put_((page, offset), values)
+
+
+def rope_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    rotary_dim: int | None = None,
+) -> None:
+    """qkv [tokens, (heads + 2 kv heads) x dim]: norms and rotates q and k in place, writes k and v to their slots.
+
+    positions and slots [tokens] int64, slot = page x page_size + offset; cos and sin [max_len, rotary_dim / 2 or
+    rotary_dim]; caches [pages, page_size, kv heads, dim] with any page stride. q_norm and k_norm [dim] are RMS norms
+    of each head, before the rotation.
+    """
+    kv_heads, dim = k_cache.shape[2:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q, k, v = qkv.view(qkv.shape[0], -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    angles = cos[positions], sin[positions]
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        normed = part if weight is None else rms_norm(part, weight, eps, plus_one=plus_one)
+        part.copy_(rotate(_widened(normed), *angles, rotary_dim or dim))
+    write_slots(k_cache, k, slots)
+    write_slots(v_cache, v, slots)
+
+
+# Paged attention
+
+
+def token_places(query_starts: Tensor, lengths: Tensor, live: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token row: its request (clamped), its position, and whether it is live."""
+    token = torch.arange(num_tokens, device=query_starts.device)
+    request = torch.searchsorted(query_starts[1:].contiguous(), token, right=True)
+    owned = request < lengths.shape[0]
+    request = request.clamp(max=lengths.shape[0] - 1)
+    index = token - query_starts[request]
+    return request, lengths[request] - live[request] + index, owned & (index < live[request])
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    live: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
+
+    Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]; its position is
+    lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position.
+    page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
+    """
+    if lengths.shape[0] == 0:
+        return _deliver(torch.zeros_like(q), q, out)
+    request, position, is_live = token_places(query_starts, lengths, live, q.shape[0])
+    key = torch.arange(page_table.shape[1] * k_cache.shape[1], device=q.device)
+    visible = is_live[:, None] & (key <= position[:, None])
+    if window > 0:
+        visible &= key > position[:, None] - window
+    table = page_table.clamp(0, k_cache.shape[0] - 1)
+    chunk = max(1, MAX_GATHERED // max(1, len(key) * k_cache.shape[2] * k_cache.shape[3]))
+    parts = [
+        _attend(q_rows, k_cache, v_cache, table[rows], seen, scale, softcap)
+        for q_rows, rows, seen in zip(q.split(chunk), request.split(chunk), visible.split(chunk), strict=True)
+    ]
+    return _deliver(torch.cat(parts) if parts else torch.zeros_like(q), q, out)
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """q [tokens, heads, dim]; table [tokens, columns]; visible [tokens, keys]."""
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    shape = (tokens, visible.shape[1], kv_heads, dim)
+    seen = visible[:, :, None, None]
+    k = torch.where(seen, _widened(k_cache[table].reshape(shape)), 0.0)
+    v = torch.where(seen, _widened(v_cache[table].reshape(shape)), 0.0)
+    grouped = _widened(q).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("thgd,tshd->thgs", grouped, k) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).masked_fill(~visible[:, None, None, :], 0.0)
+    return torch.einsum("thgs,tshd->thgd", weights, v).reshape(tokens, heads, dim)
+
+
+# Products
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]."""
+    return F.linear(x, weight, bias)

@@ -1,0 +1,245 @@
+"""Drafters that run a model of their own, token by token: draft models and heads that consume hidden states.
+
+The drafter's slot p is a function of tokens up to p: a draft model computes token p there, a head token p with the
+target's hidden state of p - 1 (slot 0 stays unwritten). So its pages depend on what their hash says and are shared
+with the target's.
+
+    target computed in this step     c   c+1  ...  c+m-1
+    the drafter then fills slot         c+1  ...  c+m-1   c+m      (c+m is the last known token)
+    and proposes from slot c+m, then drafts at c+m+1, c+m+2, ...
+
+After admission slot c itself is missing; it is filled first, with the hidden state that was stored with the hit's
+last page. Slots before `valid_from[row]` were never filled (a step passed cold) and are not attended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer, BatchView
+from outrider.attention.cached import CachedLayers
+from outrider.cache.spec import LayerCache
+from outrider.core import Admission, Axis, Limits
+from outrider.kernels.buffers import buffer
+from outrider.sample.philox import gumbel
+from outrider.spec.base import Drafter, Drafts, Step
+
+
+class DraftNetwork(Protocol):
+    """What drafts: a whole model, or a head. Token rows in, hidden states out, logits over its own vocabulary."""
+
+    hidden_size: int  # of the hidden states it consumes; 0 for a whole model
+    num_outputs: int  # of its vocabulary
+    target_ids: torch.Tensor | None  # its tokens as the target's ids; None where they are the same
+    attention_layers: list[AttentionLayer]
+
+    def cache_layers(self) -> list[LayerCache]: ...
+
+    def consume(self, step: Step) -> torch.Tensor | None:
+        """The target's hidden states of the step's token rows in the form `forward` takes."""
+        ...
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token rows at slot positions. Returns (what `logits` takes, what the next draft consumes as hidden)."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def weight_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _PageEnds:
+    """Pages whose last token the step computed: [ends] each."""
+
+    page: torch.Tensor  # the null page where there is none
+    token_row: torch.Tensor
+    first_slot: torch.Tensor
+    row: torch.Tensor
+
+
+class AutoregressiveDrafter(Drafter):
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
+        self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
+        self.attention_layers = tuple(network.attention_layers)
+        self.lookahead = max_drafts
+
+    def cache_layers(self) -> list[LayerCache]:
+        return self.network.cache_layers()
+
+    def weight_bytes(self) -> int:
+        return self.network.weight_bytes()
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        self._cached, self._max_len, self._device = cached, limits.max_len, device
+        self._valid_from = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        self._filled = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)  # slots before this are filled
+        self._page_valid = torch.zeros(num_pages, dtype=torch.bool, device=device)
+        self._tails: torch.Tensor | None = None  # [pages, hidden] of each page's last token
+        self._num_pages = num_pages
+        self._admitted: list[Admission] = []
+
+    def admit(self, admissions: list[Admission]) -> None:
+        self._admitted += admissions
+
+    def skip(self, step: Step) -> None:
+        """Cold: what the target computes now is missing here, and pages completed now are not valid for a hit."""
+        self._settle_admissions(step, is_cold=True)
+        ends = self._page_ends(step)
+        self._page_valid.index_fill_(0, ends.page, False)
+
+    def propose(self, step: Step) -> Drafts:
+        hidden = self.network.consume(step)
+        if hidden is not None and self._tails is None:
+            self._tails = torch.zeros(self._num_pages, hidden.shape[1], dtype=hidden.dtype, device=self._device)
+        self._settle_admissions(step, is_cold=False)
+        view = self._first_view(step)
+        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
+        self._remember_pages(step, hidden)
+        last = (view.query_starts[:-1] + view.live - 1).clamp_min(0)
+        output, feedback = output[last], feedback[last]
+        chosen = [self._choose(step, output, 0)]
+        for index in range(1, step.most):
+            view = self._next_view(step, index, chosen[-1])
+            # Rows that have no room left run on a clamped slot and are cut by their count.
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.on(view))
+            chosen.append(self._choose(step, output, index))
+        rows = step.batch.padded.rows
+        room = (self._max_len - step.known[rows]).clamp_min(0)
+        return Drafts(torch.stack(chosen, dim=1), room.clamp_max(step.most))
+
+    # Views: the target's batch, moved to the drafter's slots
+
+    def _first_view(self, step: Step) -> BatchView:
+        view, rows = step.batch.padded, step.batch.padded.rows
+        count = step.num_computed
+        begin = step.computed_before + 1
+        # A gap since the last fill (cold steps) leaves only what is filled from here on.
+        gap = self._filled[rows] < begin
+        valid = torch.where(gap, begin, self._valid_from[rows])
+        self._valid_from.index_copy_(0, rows, torch.where(count > 0, valid, self._valid_from[rows]))
+        self._filled.index_copy_(0, rows, torch.where(count > 0, begin + count, self._filled[rows]))
+        offset = torch.arange(view.num_tokens, device=rows.device) - view.query_starts[view.request_of]
+        is_live = offset < count[view.request_of]
+        slots = (begin[view.request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[view.request_of]))
+        slots = slots.clamp_max(self._max_len - 1)
+        tokens = torch.where(is_live, step.tokens[rows[view.request_of], slots], 0)
+        lengths = torch.where(count > 0, begin + count, 0)
+        return self._moved(view, step, 1, tokens, slots, is_live, lengths, count)
+
+    def _next_view(self, step: Step, index: int, tokens: torch.Tensor) -> BatchView:
+        """One token per request: draft `index` at the slot after the last."""
+        batch, rows = step.batch.padded, step.batch.padded.rows
+        slot = step.known[rows] - 1 + index
+        is_live = step.guesses & (slot < self._max_len)
+        slot = slot.clamp(0, self._max_len - 1)
+        requests = torch.arange(batch.num_requests + 1, device=rows.device)
+        single = replace(
+            batch, num_tokens=batch.num_requests, query_lens=(1,) * batch.num_requests, query_starts=requests,
+            request_of=requests[:-1],
+        )  # fmt: skip
+        live = is_live.long()
+        lengths = torch.where(is_live, slot + 1, 0)
+        return self._moved(single, step, 1 + index, torch.where(is_live, tokens, 0), slot, is_live, lengths, live)
+
+    def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, slots: torch.Tensor,
+               is_live: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor) -> BatchView:
+        """The view with other token rows; page tables stay the batch's own."""
+        cells = list(view.token_slots)
+        for group in self._cached.groups:
+            page = view.page_tables[group.index][view.request_of, slots // group.page_tokens].long()
+            cells[group.index] = torch.where(is_live, page * group.page_tokens + slots % group.page_tokens, -1)
+        return replace(
+            view, token_ids=tokens, positions=slots, lengths=lengths, live=live, token_slots=tuple(cells),
+            key_starts=self._valid_from[view.rows], max_length=step.batch.padded.max_length.after(ahead, self._max_len),
+        )  # fmt: skip
+
+    # Choosing
+
+    def _choose(self, step: Step, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        """The likeliest token, or at a temperature the one that the target's own noise favours."""
+        logits = self.network.logits(hidden)
+        target_ids = self.network.target_ids
+        if step.any_sampled:
+            rows, sampling = step.batch.padded.rows, step.sampling
+            temperature = sampling.temperature[rows][:, None].to(logits.dtype)
+            noise = gumbel(sampling.seed[rows], sampling.sample_index[rows], step.known[rows] + index, target_ids,
+                           logits.shape[1], logits.dtype)
+            logits = torch.where(temperature > 0, logits / temperature.clamp_min(1e-6) + noise, logits)
+        best = logits.argmax(dim=1)
+        return best if target_ids is None else target_ids[best]
+
+    # Pages: what a later hit finds
+
+    def _page_ends(self, step: Step) -> _PageEnds:
+        group = self._cached.groups[0]
+        view, size = step.batch.padded, group.page_tokens
+        most = [length // size + 1 for length in view.query_lens]
+        pairs = [(request, i) for request, n in enumerate(most) if view.query_lens[request] for i in range(n)]
+        request, i = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(self._device, non_blocking=True).unbind(1)
+        before = step.computed_before[request]
+        column = before // size + i
+        end = (column + 1) * size - 1  # position of the page's last token
+        happens = end < before + step.num_computed[request]
+        table = view.page_tables[group.index]
+        page = table[request, column.clamp_max(table.shape[1] - 1)].long()
+        token_row = torch.where(happens, view.query_starts[request] + end - before, 0)
+        return _PageEnds(torch.where(happens, page, 0), token_row, column * size, view.rows[request])
+
+    def _remember_pages(self, step: Step, hidden: torch.Tensor | None) -> None:
+        ends = self._page_ends(step)
+        first = ends.first_slot.clamp_min(1) if self.network.hidden_size else ends.first_slot
+        self._page_valid.index_put_((ends.page,), self._valid_from[ends.row] <= first)
+        if hidden is not None and self._tails is not None:
+            self._tails.index_put_((ends.page,), hidden[ends.token_row])
+
+    # Admission: the slot before the first one that a step fills
+
+    def _settle_admissions(self, step: Step, *, is_cold: bool) -> None:
+        admitted, self._admitted = self._admitted, []
+        if not admitted:
+            return
+        group = self._cached.groups[0]
+        data = torch.tensor([(a.row, a.computed) for a in admitted], dtype=torch.int64)
+        rows, begin = data.to(self._device, non_blocking=True).unbind(1)
+        request_of_row = torch.zeros(self._valid_from.shape[0], dtype=torch.int64, device=self._device)
+        view = step.batch.padded
+        request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
+        requests = request_of_row[rows]
+        # Walk back from the hit's end over pages that are valid for this drafter.
+        table = view.page_tables[group.index][requests].long()
+        columns = torch.arange(table.shape[1], device=self._device)
+        in_hit = columns < (begin // group.page_tokens)[:, None]
+        broken = in_hit & ~self._page_valid[table]
+        last_broken = torch.where(broken, columns + 1, 0).amax(dim=1)
+        least = 1 if self.network.hidden_size else 0
+        self._valid_from.index_copy_(0, rows, (last_broken * group.page_tokens).clamp_min(least))
+        self._filled.index_copy_(0, rows, begin)
+        if not is_cold:
+            self._fill_first_slot(step, requests, rows, begin, table)
+
+    def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
+                         table: torch.Tensor) -> None:
+        """Slot `begin` of rows just admitted. A head has nothing to put into slot 0."""
+        batch, group, count = step.batch.padded, self._cached.groups[0], rows.shape[0]
+        needs_hidden = self.network.hidden_size > 0
+        is_live = (begin > 0) if needs_hidden else torch.ones_like(begin, dtype=torch.bool)
+        hidden = None
+        if needs_hidden:
+            assert self._tails is not None
+            tail_column = (begin // group.page_tokens - 1).clamp_min(0)
+            hidden = self._tails[table.gather(1, tail_column[:, None]).squeeze(1)]
+        starts = torch.arange(count + 1, device=self._device)
+        single = replace(
+            batch, num_requests=count, num_tokens=count, query_lens=(1,) * count, rows=rows, query_starts=starts,
+            request_of=starts[:-1], page_tables=tuple(t[requests] for t in batch.page_tables),
+        )  # fmt: skip
+        tokens = torch.where(is_live, step.tokens[rows, begin], 0)
+        lengths = torch.where(is_live, begin + 1, 0)
+        view = self._moved(single, step, 1, tokens, begin, is_live, lengths, is_live.long())
+        self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
+        self._filled.index_copy_(0, rows, begin + 1)

@@ -1,0 +1,51 @@
+"""A whole, smaller model as drafter, with its own layers in the common pool. It must share the target's vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.attention.base import Attend
+from outrider.cache.spec import LayerCache
+from outrider.models.base import Model
+from outrider.spec.base import Step
+
+
+class DraftModelNetwork:
+    """A DraftNetwork around a Model; its layers are numbered after the target's."""
+
+    hidden_size = 0
+    target_ids = None
+
+    def __init__(self, model: Model, first_layer: int, target_vocab: int) -> None:
+        if model.vocab_size != target_vocab:
+            raise ValueError(
+                f"the draft model has a vocabulary of {model.vocab_size} tokens and the target of {target_vocab}: "
+                "use a draft model of the same family"
+            )
+        self._model, self._first = model, first_layer
+        self.num_outputs = model.vocab_size
+        self.attention_layers = [replace(layer, index=layer.index + first_layer) for layer in model.attention_layers]
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [replace(layer, layer=layer.layer + self._first,
+                        reads=None if layer.reads is None else layer.reads + self._first)
+                for layer in self._model.cache_layers()]  # fmt: skip
+
+    def consume(self, step: Step) -> torch.Tensor | None:
+        return None
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        def shifted(layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+            return attend(layer + self._first, q, k, v)
+
+        final = self._model.forward(tokens, slots, shifted).final
+        return final, final
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def weight_bytes(self) -> int:
+        return sum(slot.target.numel() * slot.target.element_size() for slot in self._model.weights().values())

@@ -1,0 +1,81 @@
+"""From a speculative config to a drafter. The only place that knows methods by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.models.base import Model
+from outrider.models.loader import load_dummy, load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources import resolve
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.base import Drafter
+from outrider.spec.combined import CombinedDrafter
+from outrider.spec.draft_model import DraftModelNetwork
+from outrider.spec.ngram import NgramDrafter
+
+
+@dataclass(frozen=True)
+class DraftBuild:
+    """What making a drafter needs to know of the engine it joins."""
+
+    target: Model
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    load_format: str = "auto"
+    seed: int = 0
+
+
+def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
+    """None where all drafting happens on the host."""
+    drafters = [drafter for method in config.methods if (drafter := _make(method, config, build)) is not None]
+    if not drafters:
+        return None
+    return drafters[0] if len(drafters) == 1 else CombinedDrafter(drafters)
+
+
+def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
+    k = config.num_speculative_tokens
+    match method:
+        case "ngram":
+            return NgramDrafter(k, min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
+        case "suffix":
+            return None
+        case "draft_model":
+            network = DraftModelNetwork(_load_model(config, build), build.target.num_layers, build.target.vocab_size)
+            return AutoregressiveDrafter(method, network, k)
+        case _:
+            return _custom(method, config, build)
+
+
+def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
+    assert config.model is not None
+    source = resolve(config.model, weights=build.load_format != "dummy")
+    model = build_model(source.config, dtype=build.dtype, device=build.device, max_len=None, source=source.name)
+    if model.max_positions < build.max_len:
+        raise ValueError(
+            f"the draft model {config.model} has {model.max_positions} positions and max_model_len is {build.max_len}: "
+            "lower max_model_len or choose another draft model"
+        )
+    if build.load_format == "dummy":
+        load_dummy(model, build.seed)
+    else:
+        load_weights(model, source.tensors())
+    return model
+
+
+def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
+    """`package.module:Class`, made as Class(num_speculative_tokens, target model)."""
+    module, _, name = path.partition(":")
+    try:
+        made = getattr(import_module(module), name)(config.num_speculative_tokens, build.target)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {error}") from error
+    if not isinstance(made, Drafter):
+        raise ValueError(f"speculative_config: {path} is not a subclass of outrider.spec.base.Drafter")
+    return made

@@ -1,0 +1,78 @@
+"""Drafters for tests and benchmarks: a script with chosen errors, and acceptance at a chosen rate.
+
+`scripted` replays a continuation that is known to be right, with errors where it is told, so that every pattern of
+acceptance can be reached. `SyntheticAcceptance` lets the real drafter and the real check run and replaces only the
+verdict, so the text is not the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outrider.attention.cached import CachedLayers
+from outrider.core import Admission, Axis, Limits
+from outrider.kernels.buffers import buffer
+from outrider.sample.batch import LogitRows
+from outrider.sample.philox import gumbel
+from outrider.spec.base import Drafter, Drafts, Step
+
+Script = Callable[[tuple[int, ...], int], Sequence[int]]
+
+
+class ScriptedDrafter(Drafter):
+    """`script(prompt, sample_index)` gives what to draft from the prompt's end on, wrong where errors are wanted."""
+
+    name = "scripted"
+
+    def __init__(self, max_drafts: int, script: Script, count: Callable[[int], int] | None = None) -> None:
+        self.max_drafts = max_drafts
+        self._script = script
+        self._count = count or (lambda position: max_drafts)  # drafts to offer at a known length
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        self._lines = buffer(limits, Axis.ROWS, Axis.LENGTH, dtype=torch.int64, device=device)
+        self._ends = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        counts = [self._count(position) for position in range(limits.max_len)]
+        self._counts = torch.tensor(counts, dtype=torch.int64, device=device).clamp(0, self.max_drafts)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        for admission in admissions:
+            prompt = tuple(admission.token_ids[: admission.prompt_len])
+            line = [*prompt, *self._script(prompt, admission.sample_index)][: self._lines.shape[1]]
+            self._lines[admission.row, : len(line)] = torch.tensor(line, device=self._lines.device)
+            self._ends[admission.row] = len(line)
+
+    def propose(self, step: Step) -> Drafts:
+        rows = step.batch.padded.rows
+        known = step.known[rows]
+        columns = known[:, None] + torch.arange(step.most, device=rows.device)
+        tokens = self._lines[rows[:, None], columns.clamp_max(self._lines.shape[1] - 1)]
+        wanted = self._counts[known.clamp_max(self._counts.shape[0] - 1)]
+        return Drafts(tokens, torch.minimum(wanted, self._ends[rows] - known).clamp(0, step.most))
+
+
+class SyntheticAcceptance:
+    """Draft j is accepted, if those before it were, with probability rates[j] (the last rate goes on)."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        if not rates or not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"synthetic rates must be in [0, 1], got {list(rates)}")
+        self.rates = tuple(rates)
+
+    def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
+              vocab: int) -> torch.Tensor:
+        """Replaces sampled tokens [L]: by the draft where it is to be accepted, by another where it is not."""
+        if drafts.shape[1] == 0:
+            return sampled
+        index = logit_rows.draft_index.clamp_max(drafts.shape[1] - 1)
+        draft = drafts[logit_rows.request, index]
+        rates = torch.tensor([self.rates[min(j, len(self.rates) - 1)] for j in range(drafts.shape[1])],
+                             dtype=torch.float32, device=sampled.device)
+        # Uniform in (0, 1), keyed by position, so that a run repeats.
+        noise = gumbel(seed, torch.zeros_like(seed), logit_rows.position, None, 1, torch.float32).squeeze(1)
+        accepted = torch.exp(-torch.exp(-noise)) < rates[index]
+        other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
+        chosen = torch.where(accepted, draft, other)
+        return torch.where(logit_rows.draft_index < drafts.shape[1], chosen, sampled)

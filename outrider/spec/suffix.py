@@ -1,0 +1,69 @@
+"""Suffix lookup on the host: what followed the longest matching suffix, in the request's own tokens or in outputs that
+finished recently. No torch here.
+
+The host sees only settled tokens, so its drafts continue the last result; the device drops what was accepted since.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+ANCHOR = 3  # tokens that find candidates; shorter suffixes say too little
+LONGEST = 64  # a longer match is not looked for
+MAX_CANDIDATES = 32  # latest occurrences compared
+
+
+class _Indexed:
+    """One token sequence with the places of its n-grams, extended as it grows."""
+
+    __slots__ = ("tokens", "places", "_done")
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[int] = []
+        self.places: dict[tuple[int, ...], list[int]] = {}
+        self._done = 0  # n-grams that end before here are indexed
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        for end in range(max(self._done, ANCHOR), len(tokens) + 1):
+            self.places.setdefault(tuple(tokens[end - ANCHOR : end]), []).append(end)
+        self._done = max(self._done, len(tokens) + 1)
+
+
+class SuffixDrafter:
+    """`propose` for running requests; `finish` keeps a request's tokens for others to match."""
+
+    def __init__(self, num_kept: int = 64) -> None:
+        self._own: dict[int, _Indexed] = {}
+        self._kept: OrderedDict[int, _Indexed] = OrderedDict()
+        self._num_kept = num_kept
+
+    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]:
+        own = self._own.setdefault(request_id, _Indexed())
+        own.extend(token_ids)
+        if len(token_ids) < ANCHOR or most < 1:
+            return []
+        anchor = tuple(token_ids[-ANCHOR:])
+        best_length, best = 0, None
+        for source in (own, *reversed(self._kept.values())):
+            for end in reversed(source.places.get(anchor, ())[-MAX_CANDIDATES:]):
+                if source is own and end == len(token_ids):
+                    continue
+                length = _common_suffix(token_ids, source.tokens, end)
+                if length > best_length and end < len(source.tokens):
+                    best_length, best = length, (source.tokens, end)
+        return [] if best is None else list(best[0][best[1] : best[1] + most])
+
+    def finish(self, request_id: int, token_ids: Sequence[int]) -> None:
+        indexed = self._own.pop(request_id, None) or _Indexed()
+        indexed.extend(list(token_ids))
+        self._kept[request_id] = indexed
+        if len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+
+
+def _common_suffix(tokens: Sequence[int], others: Sequence[int], end: int) -> int:
+    """How many tokens before others[end] equal the last of `tokens`."""
+    most = min(LONGEST, end, len(tokens))
+    return next((n for n in range(most) if others[end - 1 - n] != tokens[-1 - n]), most)

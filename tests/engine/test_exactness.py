@@ -1,0 +1,102 @@
+"""The exactness matrix without drafters: the same tokens whatever the chunks, hits, overlap, padding, preemptions
+and batch mates. In float64, where the order of arithmetic cannot flip a choice: any difference is a bug.
+
+Every cell asserts from counters that its condition occurred.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+
+from outrider.params import SamplingParams
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.models import oracle
+
+SHARED = prompt_of(0, 32)
+LENGTH = 10
+LOUD = SamplingParams(
+    temperature=0.9, top_p=0.95, top_k=80, min_p=0.001, repetition_penalty=1.2, presence_penalty=0.4,
+    frequency_penalty=0.3, seed=20, max_tokens=LENGTH, min_tokens=4, stop_token_ids=list(range(3, 60)), ignore_eos=True,
+    logit_bias={61: 2.0, 70: -5.0}, bad_words_token_ids=((77,), (61, 62)),
+)  # fmt: skip
+CHOOSY = SamplingParams(temperature=1.4, top_k=30, seed=6, max_tokens=LENGTH, allowed_token_ids=list(range(3, 256, 2)))
+ASKS = [
+    Ask([*SHARED, *prompt_of(1, 9)], greedy(LENGTH)),
+    Ask([*SHARED, *prompt_of(2, 3)], SamplingParams(temperature=1.0, seed=7, max_tokens=LENGTH)),
+    Ask([*SHARED[:16], *prompt_of(3, 19)], LOUD),
+    Ask(prompt_of(4, 5), CHOOSY),
+    Ask([*SHARED, *prompt_of(5, 6)], greedy(LENGTH, repetition_penalty=1.3, frequency_penalty=0.5)),
+]
+CHUNKS = (5, 17, 64)
+# A pool in which all of these cannot run at once, but each alone can.
+TIGHT = {"llama": 8, "sliding": 8, "gemma3": 14}
+
+
+class Cell(NamedTuple):
+    chunk: int
+    prefix: bool
+    overlap: bool
+    padded: bool
+    preempted: bool
+    alone: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        padding = {"pad_requests": (4, 8), "pad_tokens": (6, 24, 72)} if self.padded else {}
+        return {"max_num_batched_tokens": self.chunk, "enable_prefix_caching": self.prefix, "overlap": self.overlap,
+                "max_num_seqs": 3, "max_model_len": 64, **padding}
+
+    def __str__(self) -> str:
+        names = [name for name in self._fields[1:] if getattr(self, name)]
+        return "-".join([f"chunk{self.chunk}", *names])
+
+
+CELLS = [Cell(*values) for values in itertools.product(CHUNKS, *[(False, True)] * 5)]
+
+
+@functools.cache
+def expected(family: str) -> list[list[list[int]]]:
+    """Each request alone, in one chunk, with everything switched off."""
+    with Rig(tiny_model(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
+        return tokens_of(rig.run_one_by_one(ASKS))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_reference_is_the_models_own_choice(family: str) -> None:
+    """Without pages, batches or engine; and the sampled requests differ from the greedy one, so they do sample."""
+    assert expected(family)[0][0] == oracle.greedy(tiny_model(family), ASKS[0].prompt, LENGTH)
+    assert len({tuple(tokens) for (tokens,) in expected(family)}) == len(ASKS)
+    assert 4 <= len(expected(family)[2][0]) < LENGTH, "the loud request should stop early, but not before min_tokens"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_are_a_function_of_the_request(family: str, cell: Cell) -> None:
+    num_pages = TIGHT[family] if cell.preempted and not cell.alone else 64
+    with Rig(tiny_model(family), num_pages=num_pages, **cell.settings) as rig:
+        if cell.alone:
+            steps = itertools.count(1)
+            # Alone in the pool nobody is preempted, so it is done to them: twice each, with steps in flight.
+            preempt = (lambda: next(steps) % 6 or rig.preempt()) if cell.preempted else None
+            outputs = rig.run_one_by_one(ASKS, after_step=preempt)
+        else:
+            outputs = rig.run(ASKS)
+        assert_occurred(rig, cell)
+        assert tokens_of(outputs) == expected(family)
+
+
+def assert_occurred(rig: Rig, cell: Cell) -> None:
+    stats, cache = rig.scheduler.stats, rig.scheduler.cache.stats
+    assert max(batch.num_tokens for batch in rig.batches) <= cell.chunk
+    cut = any(not samples for batch in rig.batches for samples in batch.samples)
+    assert cut if cell.chunk < 41 else not (cell.alone and cut), "prompts cut into chunks"
+    assert (cache.hit_tokens > 0) == cell.prefix, "prefix hits"
+    assert stats.max_steps_in_flight == (2 if cell.overlap else 1), "steps in flight"
+    assert (rig.runner.num_padded_steps > 0) == cell.padded, "padded beyond scheduled"
+    assert (stats.num_preemptions > 0) == cell.preempted, "preemptions"
+    assert (max(batch.num_requests for batch in rig.batches) == 1) == cell.alone, "batch mates"
+    assert rig.num_poisoned > 0, "poisoned pages"

@@ -1,0 +1,371 @@
+"""The native CPU kernels against their plain torch twins, with unused pages and slots poisoned."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import native, reference
+
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["native", "switched off"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every test that uses this runs with the C code and without it."""
+    if request.param == "switched off":
+        monkeypatch.setenv("OUTRIDER_NATIVE", "0")
+    native._load.cache_clear()
+    if request.param == "native" and not native.available():
+        pytest.skip(f"no native kernels here: {native.reason()}")
+    yield request.param
+    monkeypatch.undo()
+    native._load.cache_clear()
+
+
+def refuse_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a silent hand-over to torch fails the test."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("handed over to the reference")
+
+    for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rope_write", "paged_attention", "linear"):
+        monkeypatch.setattr(native.reference, name, refuse)
+
+
+# Norms and activations
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 577])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_norms(kernels: str, width: int, plus_one: bool) -> None:
+    x = torch.randn(5, width + 3)[:, :width]  # rows at a distance
+    weight, residual = torch.randn(width), torch.randn(5, width)
+    want = reference.rms_norm(x, weight, 1e-5, plus_one=plus_one)
+    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5, plus_one=plus_one), want)
+    want, want_residual = reference.add_rms_norm(x, residual.clone(), weight, 1e-5, plus_one=plus_one)
+    out = torch.full((5, width), NAN)
+    got, got_residual = native.add_rms_norm(x, residual, weight, 1e-5, out, plus_one)
+    assert got is out and got_residual is residual
+    torch.testing.assert_close((got, residual), (want, want_residual))
+
+
+def test_norm_into_a_strided_output(kernels: str) -> None:
+    x, weight, wide = torch.randn(3, 8), torch.randn(8), torch.zeros(3, 16)
+    native.rms_norm(x, weight, 1e-5, out=wide[:, ::2])
+    torch.testing.assert_close(wide[:, ::2], reference.rms_norm(x, weight, 1e-5))
+    assert not wide[:, 1::2].any()
+
+
+@pytest.mark.parametrize("width", [1, 31, 64, 1536])
+def test_activations(kernels: str, width: int) -> None:
+    gate_up = torch.randn(4, 2 * width + 1)[:, : 2 * width] * 4
+    gate_up[0, 0], gate_up[1, 0], gate_up[2, 0], gate_up[3, 0] = 100.0, -100.0, -1e30, 0.0
+    torch.testing.assert_close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
+    torch.testing.assert_close(native.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), rtol=1e-5, atol=1e-6)
+
+
+def test_activations_keep_nan(kernels: str) -> None:
+    gate_up = torch.tensor([[NAN, 1.0, 1.0, 2.0]])
+    assert native.silu_mul(gate_up).isnan().tolist() == [[True, False]]
+
+
+# Rope and cache write
+
+
+@dataclass
+class RopeCase:
+    heads: int = 9
+    kv_heads: int = 3
+    dim: int = 64
+    full_table: bool = False
+    normed: bool = False
+    rotary_dim: int | None = None
+
+
+def page_views(num_pages: int, page_size: int, kv_heads: int, dim: int, fill: float) -> tuple[Tensor, Tensor]:
+    """Two layers' keys and values in one page, as the pool keeps them: the views have a wide page stride."""
+    pool = torch.full((num_pages, 2, 2, page_size, kv_heads, dim), fill)
+    return pool[:, 1, 0], pool[:, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RopeCase(),
+        RopeCase(full_table=True),
+        RopeCase(4, 4, 16, normed=True),
+        RopeCase(8, 1, 128, rotary_dim=32),
+        RopeCase(2, 1, 6, full_table=True, normed=True),
+    ],
+)
+def test_rope_write(kernels: str, case: RopeCase) -> None:
+    tokens, page_size = 7, 16
+    rotary = case.rotary_dim or case.dim
+    width = rotary if case.full_table else rotary // 2
+    cos, sin = torch.randn(40, width), torch.randn(40, width)
+    qkv = torch.randn(tokens, (case.heads + 2 * case.kv_heads) * case.dim + 5)[:, :-5]
+    positions = torch.tensor([3, 39, 0, 7, 7, 20, 39])
+    slots = torch.tensor([5, 16, -1, 79, -1, 33, 0])
+    norms = [torch.randn(case.dim), torch.randn(case.dim)] if case.normed else [None, None]
+    caches = page_views(5, page_size, case.kv_heads, case.dim, NAN)
+    want, want_caches = qkv.clone(), page_views(5, page_size, case.kv_heads, case.dim, NAN)
+    reference.rope_write(want, positions, cos, sin, slots, *want_caches, *norms, 1e-5, True, case.rotary_dim)
+    native.rope_write(qkv, positions, cos, sin, slots, *caches, *norms, 1e-5, True, case.rotary_dim)
+    torch.testing.assert_close(qkv, want)
+    torch.testing.assert_close(caches, want_caches, equal_nan=True)
+    written = [slot for slot in slots.tolist() if slot >= 0]
+    assert (~caches[0].flatten(0, 1).isnan().flatten(1).all(1)).nonzero().flatten().tolist() == sorted(written)
+    value_columns = qkv.view(tokens, -1, case.dim)[:, -case.kv_heads :]
+    torch.testing.assert_close(caches[1].flatten(0, 1)[slots[slots >= 0]], value_columns[slots >= 0])
+
+
+def test_rope_writes_nothing_without_slots(kernels: str) -> None:
+    caches = page_views(2, 4, 1, 16, NAN)
+    table, none = torch.ones(4, 8), torch.full((3,), -1)
+    native.rope_write(torch.randn(3, 48), torch.arange(3), table, table, none, *caches)
+    assert caches[0].isnan().all() and caches[1].isnan().all()
+
+
+@pytest.mark.parametrize(("position", "slot"), [(4, 0), (-1, 0), (0, 8)])
+def test_rope_refuses_what_is_out_of_range(kernels: str, position: int, slot: int) -> None:
+    if kernels != "native":
+        pytest.skip("torch has its own range checks, and wraps negative positions")
+    caches, table = page_views(2, 4, 1, 16, 0.0), torch.ones(4, 8)
+    with pytest.raises(IndexError, match="1 token rows"):
+        native.rope_write(
+            torch.randn(1, 48), torch.tensor([position]), table, table, torch.tensor([slot]), *caches
+        )  # fmt: skip
+
+
+# Paged attention
+
+
+@dataclass
+class Batch:
+    """Requests with shuffled pages; every cell that no live token may see holds NaN."""
+
+    scheduled: list[int]
+    live: list[int]
+    lengths: list[int]
+    heads: int = 9
+    kv_heads: int = 3
+    dim: int = 64
+    page_size: int = 16
+    window: int = 0
+    padding: int = 0  # token rows beyond the last request's
+    integer: torch.dtype = torch.int32
+    dtype: torch.dtype = torch.float32
+
+    def build(self) -> tuple[Tensor, ...]:
+        columns = max(max(self.lengths) // self.page_size + 2, 1)
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        num_pages = sum(counts) + 3
+        pages = (torch.randperm(num_pages - 1) + 1).tolist()
+        pool = torch.full((num_pages, 3, 2, self.page_size, self.kv_heads, self.dim), NAN, dtype=self.dtype)
+        k_cache, v_cache = pool[:, 1, 0], pool[:, 1, 1]
+        table = torch.zeros(len(self.lengths), columns + 4, dtype=self.integer)[:, :columns]
+        for request, length in enumerate(self.lengths):
+            owned = [pages.pop() for _ in range(counts[request])]
+            oldest = length - self.live[request] - self.window + 1 if self.window else 0
+            for key in range(max(oldest, 0), length):
+                table[request, key // self.page_size] = owned[key // self.page_size]
+                for cache in (k_cache, v_cache):
+                    cell = torch.randn(self.kv_heads, self.dim, dtype=self.dtype)
+                    cache[owned[key // self.page_size], key % self.page_size] = cell
+        starts = torch.tensor([0, *torch.tensor(self.scheduled).cumsum(0).tolist()], dtype=self.integer)
+        tokens = int(starts[-1]) + self.padding
+        fused = torch.randn(tokens, (self.heads + 2) * self.dim, dtype=self.dtype) * 2
+        q = fused[:, : self.heads * self.dim].view(tokens, self.heads, self.dim)
+        counts_of = [torch.tensor(values, dtype=self.integer) for values in (self.lengths, self.live)]
+        return q, k_cache, v_cache, table, starts, *counts_of
+
+
+BATCHES = {
+    "decode": Batch([1], [1], [1]),
+    "decode, long, split among threads": Batch([1], [1], [777]),
+    "verify with dead drafts": Batch([5, 3, 8], [2, 3, 8], [130, 3, 256]),
+    "padded requests and tokens": Batch([2, 0, 1, 0, 0], [2, 0, 1, 0, 0], [40, 0, 17, 0, 0], padding=3),
+    "a request that ended": Batch([2, 2], [0, 2], [0, 19]),
+    "prefill": Batch([75], [75], [75], page_size=32),
+    "prefill chunk beside decode": Batch([1, 67, 1], [1, 67, 1], [300, 200, 129]),
+    "window within a page": Batch([1, 4], [1, 4], [100, 23], window=5),
+    "window across tiles": Batch([3, 150], [3, 150], [400, 290], window=133),
+    "one kv head, group of 8": Batch([3], [3], [150], heads=8, kv_heads=1, dim=128),
+    "no groups, odd page": Batch([2], [1], [50], heads=3, kv_heads=3, dim=16, page_size=7),
+    "head of 80": Batch([2, 1], [2, 1], [33, 140], heads=4, kv_heads=2, dim=80, integer=torch.int64),
+    "head the C code does not take": Batch([2, 1], [2, 1], [33, 14], heads=4, kv_heads=2, dim=24),
+    "float64": Batch([2, 1], [2, 1], [33, 14], heads=4, kv_heads=2, dim=16, dtype=torch.float64),
+}
+
+
+def dense_attention(batch: Batch, arguments: tuple[Tensor, ...], scale: float, softcap: float) -> Tensor:
+    """One token at a time over a plain list of keys: the naive twin of the reference itself."""
+    q, k_cache, v_cache, table, starts = arguments[:5]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for request, (length, live) in enumerate(zip(batch.lengths, batch.live, strict=True)):
+        for i in range(live):
+            token, position = int(starts[request]) + i, length - live + i
+            keys = range(max(0, position - batch.window + 1) if batch.window else 0, position + 1)
+            cells = [(int(table[request, key // batch.page_size]), key % batch.page_size) for key in keys]
+            k, v = (torch.stack([cache[cell] for cell in cells]).double() for cache in (k_cache, v_cache))
+            for head in range(batch.heads):
+                kv_head = head // (batch.heads // batch.kv_heads)
+                scores = k[:, kv_head] @ q[token, head].double() * scale
+                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+                out[token, head] = torch.softmax(scores, 0) @ v[:, kv_head]
+    return out.to(q.dtype)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("name", BATCHES)
+def test_paged_attention(kernels: str, name: str, softcap: float) -> None:
+    batch = BATCHES[name]
+    arguments = batch.build()
+    scale = batch.dim**-0.5
+    got = native.paged_attention(*arguments, scale, batch.window, softcap)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, dense_attention(batch, arguments, scale, softcap), rtol=2e-5, atol=2e-6)
+    assert not got[int(arguments[4][-1]) :].any()
+    for start, live, end in zip(arguments[4], arguments[6], arguments[4][1:], strict=False):
+        assert not got[int(start + live) : int(end)].any()
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_does_not_depend_on_its_batch(threads: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding one token at a time, verifying some and prefilling all: the same bits."""
+    if not native.available():
+        pytest.skip(native.reason())
+    batch = Batch([300], [300], [300], window=window)
+    q, k_cache, v_cache, table, starts, lengths, live = batch.build()
+    refuse_reference(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = native.paged_attention(q, k_cache, v_cache, table, starts, lengths, live, 0.125, window)
+        for first, count in ((0, 1), (127, 1), (128, 1), (130, 5), (255, 8), (299, 1)):
+            part = native.paged_attention(
+                q[first : first + count], k_cache, v_cache, table, torch.tensor([0, count]),
+                torch.tensor([first + count]), torch.tensor([count]), 0.125, window,
+            )  # fmt: skip
+            assert torch.equal(part, whole[first : first + count]), (first, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_refuses_a_table_that_is_too_short() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    q, k_cache, v_cache, table, starts, lengths, live = Batch([1], [1], [100]).build()
+    with pytest.raises(IndexError, match="page table is too short"):
+        native.paged_attention(q, k_cache, v_cache, table[:, :2], starts, lengths, live, 1.0)
+    with pytest.raises(IndexError, match="do not fit"):
+        native.paged_attention(q, k_cache, v_cache, table, starts, lengths, live + 1, 1.0)
+    with pytest.raises(AssertionError, match="differ"):
+        native.paged_attention(q, k_cache, v_cache, table, starts, lengths, torch.ones(2, dtype=torch.int32), 1.0)
+
+
+# Hand-over and building
+
+
+def test_gradients_go_to_the_reference() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    native.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
+    assert x.grad is not None
+
+
+def test_common_shapes_stay_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    refuse_reference(monkeypatch)
+    x, weight = torch.randn(3, 32), torch.randn(32)
+    native.rms_norm(x, weight, 1e-5)
+    native.add_rms_norm(x, x.clone(), weight, 1e-5)
+    native.silu_mul(x)
+    native.gelu_tanh_mul(x)
+    native.linear(x, torch.randn(5, 32))
+    table = torch.ones(4, 8)
+    native.rope_write(torch.randn(1, 48), torch.zeros(1).long(), table, table, torch.zeros(1).long(),
+                      *page_views(2, 4, 1, 16, 0.0))  # fmt: skip
+    native.paged_attention(*Batch([1], [1], [9]).build(), 1.0)
+
+
+TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done;'
+
+
+def compiling(script: str) -> str:
+    """A compiler that knows its version and runs the script to compile."""
+    return f'case "$*" in *--version*) echo one;; *) {script};; esac'
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler here notes each compilation, so a needless second one shows."""
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, compiling(f'echo x >> {notes}; {TO_OUTPUT} : > "$2"')))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    first, second = native.build(), native.build()
+    assert first == second and first.parent == tmp_path / "cache"
+    assert notes.read_text() == "x\n"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    assert native.build() != first
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 1", "exit status 1"),
+        (compiling("echo broken header >&2; exit 1"), "broken header"),
+        (compiling(f'{TO_OUTPUT} echo no > "$2"'), "ELF|file too short|invalid"),
+    ],
+)
+def test_broken_compiler_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    native._load.cache_clear()
+    try:
+        assert not native.available()
+        assert re.search(message, native.reason()), native.reason()
+        x, weight = torch.randn(2, 8), torch.randn(8)
+        assert torch.equal(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    finally:
+        monkeypatch.undo()
+        native._load.cache_clear()
+
+
+def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    with pytest.raises(native.BuildError, match="none"):
+        native.build()
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, "echo one"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(native.BuildError):
+        native.build()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", os.devnull)
+    with pytest.raises(native.BuildError, match="no C compiler"):
+        native.build()

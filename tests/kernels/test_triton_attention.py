@@ -1,0 +1,234 @@
+"""Triton attention, decode and prefill, against the plain reference, with everything unused poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import reference  # noqa: E402
+from outrider.kernels.triton.attention import DecodeConfig, decode_attention  # noqa: E402
+from outrider.kernels.triton.prefill import PrefillConfig, prefill_attention, query_tiles  # noqa: E402
+
+NAN = float("nan")
+SMALL = DecodeConfig(block_n=16, max_rows=16)
+SMALL_TILES = PrefillConfig(block_m=16, block_n=16, num_warps=4)
+
+
+@dataclass(frozen=True)
+class Batch:
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    lengths: torch.Tensor
+    live: torch.Tensor
+
+    @property
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return (self.q, self.k_cache, self.v_cache, self.page_table, self.query_starts, self.lengths, self.live)
+
+
+def make_batch(
+    device: torch.device, dtype: torch.dtype, requests: list[tuple[int, int, int]], *, heads: int = 4,
+    kv_heads: int = 2, dim: int = 16, page_size: int = 16, window: int | None = None, poison: float = NAN,
+) -> Batch:
+    """Requests are (length, scheduled, live). Whatever no live query may see holds `poison`, the table's tail too."""
+    generator = torch.Generator().manual_seed(7)
+    columns = max(1, max(-(-length // page_size) for length, _, _ in requests)) + 2
+    num_pages = 1 + columns * len(requests)
+    order = torch.randperm(num_pages - 1, generator=generator) + 1
+    values = torch.randn(2, num_pages, page_size, kv_heads, dim, generator=generator)
+    # Pages carry other layers too, so the page stride is not that of one layer.
+    pool = torch.full((num_pages, 3, page_size, kv_heads, dim), poison)
+    table = torch.full((len(requests), columns + 3), 1 << 30 if poison != poison else -7, dtype=torch.int32)
+    for r, (length, _, live) in enumerate(requests):
+        first = 0 if window is None else max(0, length - live - window + 1)
+        for position in range(first, length if live else 0):
+            page = int(order[r * columns + position // page_size])
+            table[r, position // page_size] = page
+            pool[page, :2, position % page_size] = values[:, page, position % page_size]
+    starts = torch.tensor([0] + [n for _, n, _ in requests]).cumsum(0).to(torch.int32)
+    q = torch.randn(int(starts[-1]), heads + 1, dim, generator=generator)
+    for r, (_, scheduled, live) in enumerate(requests):
+        q[int(starts[r]) + live : int(starts[r]) + scheduled] = poison
+    pool = pool.to(device, dtype)
+    return Batch(
+        q.to(device, dtype)[:, :heads], pool[:, 0], pool[:, 1], table.to(device)[:, : columns + 1], starts.to(device),
+        torch.tensor([n for n, _, _ in requests], dtype=torch.int32, device=device),
+        torch.tensor([n for _, _, n in requests], dtype=torch.int32, device=device),
+    )
+
+
+def decode(batch: Batch, **options: Any) -> torch.Tensor:
+    scheduled = batch.query_starts.diff().max()
+    bound = (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]
+    defaults = {"scale": 0.3, "max_query": int(scheduled), "max_length": bound, "config": SMALL}
+    return decode_attention(*batch.args, **(defaults | options))
+
+
+def prefill(batch: Batch, config: PrefillConfig = SMALL_TILES, **options: Any) -> torch.Tensor:
+    tiles = query_tiles(batch.query_starts.diff().tolist(), batch.q.shape[1], batch.k_cache.shape[2],
+                        batch.q.shape[2], batch.q.device, config=config)
+    return prefill_attention(*batch.args, tiles, **({"scale": 0.3} | options))
+
+
+def expected(batch: Batch, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+    wide = replace(batch, q=batch.q.double(), k_cache=batch.k_cache.double(), v_cache=batch.v_cache.double())
+    return reference.paged_attention(*wide.args, 0.3, window or 0, softcap or 0.0)
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+DECODING = [(37, 1, 1), (0, 0, 0), (66, 3, 2), (40, 2, 0)]
+SHAPES = [
+    {"heads": 4, "kv_heads": 2, "dim": 16, "page_size": 16},
+    {"heads": 3, "kv_heads": 1, "dim": 20, "page_size": 64},
+    {"heads": 2, "kv_heads": 2, "dim": 64, "page_size": 16},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['kv_heads']}x{s['dim']}p{s['page_size']}")
+@pytest.mark.parametrize("split", [{"num_splits": 1}, {"split_size": 32}], ids=["whole", "split"])
+def test_decode_equals_the_reference(device, dtype, shape: dict[str, int], split: dict[str, int]) -> None:
+    batch = make_batch(device, dtype, DECODING, **shape)
+    assert_close(decode(batch, **split), expected(batch))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, 3.0), (37, None), (None, 2.0)])
+@pytest.mark.parametrize("split", [{"num_splits": 1}, {"split_size": 16}], ids=["whole", "split"])
+def test_decode_with_window_and_softcap(device, dtype, window, softcap, split: dict[str, int]) -> None:
+    batch = make_batch(device, dtype, [(70, 3, 2), (9, 1, 1)], heads=2, kv_heads=1, window=window)
+    actual = decode(batch, window=window, softcap=softcap, **split)
+    assert_close(actual, expected(batch, window, softcap))
+
+
+def test_decode_tiles_many_queries_and_default_config(device, dtype) -> None:
+    batch = make_batch(device, dtype, [(40, 9, 9), (64, 16, 13)], heads=6, kv_heads=1)
+    assert_close(decode(batch, num_splits=1), expected(batch))
+    assert_close(decode(batch, config=None), expected(batch))
+
+
+def test_any_number_of_splits_agrees(device, dtype) -> None:
+    batch = make_batch(device, dtype, [(270, 2, 2)], heads=2, kv_heads=1)
+    wanted = expected(batch)
+    for options in ({"num_splits": 1}, {"num_splits": 2}, {"num_splits": 7}, {"split_size": 32}, {}):
+        assert_close(decode(batch, **{"config": None} | options), wanted)
+    # A bound of the host that is too small cannot lose keys: the last split takes what is left.
+    assert_close(decode(batch, split_size=64, max_length=100, config=None), wanted)
+
+
+@pytest.mark.parametrize("run", [decode, prefill])
+def test_sinks_only_take_weight_away(device, dtype, run) -> None:
+    batch = make_batch(device, dtype, [(40, 2, 2), (3, 1, 0)])
+    sinks = torch.tensor([-30.0, 0.0, 1.5, 30.0], device=device)
+    k = torch.cat([batch.k_cache[p] for p in batch.page_table[0, :3].tolist()])[:40].double()
+    v = torch.cat([batch.v_cache[p] for p in batch.page_table[0, :3].tolist()])[:40].double()
+    scores = torch.einsum("thd,shd->ths", batch.q[:2].double(), k.repeat_interleave(2, 1)) * 0.3
+    scores[0, :, 39] = float("-inf")
+    weights = torch.cat((scores, sinks.double()[None, :, None].expand(2, 4, 1)), -1).softmax(-1)[..., :40]
+    wanted = torch.cat((torch.einsum("ths,shd->thd", weights, v.repeat_interleave(2, 1)), wanted_zero(batch)))
+    for options in ({"num_splits": 1}, {"num_splits": 2}) if run is decode else ({},):
+        assert_close(run(batch, sinks=sinks, **options), wanted)
+
+
+def wanted_zero(batch: Batch) -> torch.Tensor:
+    return torch.zeros(1, *batch.q.shape[1:], dtype=torch.float64, device=batch.q.device)
+
+
+@pytest.mark.parametrize("run", [decode, prefill])
+def test_padding_changes_no_bit(device, dtype, run) -> None:
+    requests = [(37, 1, 1), (50, 3, 2)]
+    batch = make_batch(device, dtype, requests, heads=2, kv_heads=1)
+    padded = make_batch(device, dtype, requests, heads=2, kv_heads=1)
+    padding = torch.full((3, *batch.q.shape[1:]), NAN, device=device, dtype=dtype)
+    tail = padded.query_starts[-1:]
+    padded = replace(
+        padded, q=torch.cat((padded.q, padding)), query_starts=torch.cat((padded.query_starts, tail, tail)),
+        lengths=torch.nn.functional.pad(padded.lengths, (0, 2)), live=torch.nn.functional.pad(padded.live, (0, 2)),
+        page_table=torch.cat((padded.page_table, torch.full_like(padded.page_table, -5)[:2])),
+    )
+    for options in ({"num_splits": 1}, {"split_size": 32}) if run is decode else ({},):
+        plain, result = run(batch, **options), run(padded, **options)
+        assert torch.equal(result[:4], plain)
+        assert torch.equal(result[4:], torch.zeros_like(result[4:])), "padding rows are written, with zeros"
+
+
+@pytest.mark.parametrize("run", [decode, prefill])
+def test_garbage_and_batch_mates_change_no_bit(device, dtype, run) -> None:
+    requests = [(50, 3, 2), (37, 1, 1)]
+    options = {"split_size": 32} if run is decode else {}
+    batch = make_batch(device, dtype, requests, heads=2, kv_heads=1)
+    poisoned = run(batch, **options)
+    other = make_batch(device, dtype, requests, heads=2, kv_heads=1, poison=1e4)
+    assert torch.equal(poisoned, run(other, **options))
+    alone = replace(batch, q=batch.q[:3], page_table=batch.page_table[:1], query_starts=batch.query_starts[:2],
+                    lengths=batch.lengths[:1], live=batch.live[:1])
+    assert torch.equal(poisoned[:3], run(alone, **options))
+    assert torch.equal(poisoned[2], torch.zeros_like(poisoned[2])), "dead tokens get zeros"
+
+
+def test_a_checked_draft_equals_plain_decoding_bit_for_bit(device, dtype) -> None:
+    # The last query of two live ones against the same token alone; fixed splits make the arithmetic equal.
+    both = make_batch(device, dtype, [(90, 2, 2)], heads=2, kv_heads=1)
+    last = replace(both, q=both.q[1:], query_starts=both.query_starts.clamp(max=1), live=both.live - 1)
+    assert torch.equal(decode(both, split_size=32)[1:], decode(last, split_size=32))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (7, 2.0), (1, None)])
+def test_prefill_equals_the_reference(device, dtype, window, softcap) -> None:
+    requests = [(60, 11, 11), (14, 14, 11), (0, 0, 0), (33, 6, 0), (19, 1, 1)]
+    batch = make_batch(device, dtype, requests, heads=2, kv_heads=1, window=window)
+    assert_close(prefill(batch, window=window, softcap=softcap), expected(batch, window, softcap))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=["group3", "group1"])
+def test_prefill_shapes(device, dtype, shape: dict[str, int]) -> None:
+    batch = make_batch(device, dtype, [(70, 21, 21), (5, 5, 5)], **shape)
+    assert_close(prefill(batch), expected(batch))
+    assert_close(prefill(batch, config=PrefillConfig(64, 32, 4)), expected(batch))
+
+
+def test_two_calls_share_an_output(device, dtype) -> None:
+    batch = make_batch(device, dtype, [(40, 20, 20), (50, 2, 2)])
+    out = torch.full((22, 4, 16), NAN, device=device, dtype=dtype)
+    head = Batch(batch.q, batch.k_cache, batch.v_cache, batch.page_table[:1], batch.query_starts[:2],
+                 batch.lengths[:1], batch.live[:1])
+    tail = replace(head, page_table=batch.page_table[1:], query_starts=batch.query_starts[1:],
+                   lengths=batch.lengths[1:], live=batch.live[1:])
+    prefill(head, out=out, fill_padding=False)
+    decode(tail, out=out, fill_padding=False)
+    assert_close(out, expected(batch))
+
+
+def test_wrappers_name_what_is_wrong(device, dtype) -> None:
+    batch = make_batch(device, dtype, [(37, 1, 1), (20, 1, 1)])
+    wrong = [
+        ("lengths", {"lengths": batch.lengths[:1]}),
+        ("live", {"live": batch.live[:1]}),
+        ("query_starts", {"query_starts": batch.query_starts[:2]}),
+        ("page_table", {"page_table": batch.page_table.long()}),
+        ("page_table", {"page_table": batch.page_table.t().contiguous().t()}),
+        ("v_cache", {"v_cache": batch.v_cache[:, :8]}),
+        ("k_cache", {"k_cache": batch.k_cache[:, :12], "v_cache": batch.v_cache[:, :12]}),
+        ("q", {"q": batch.q[:, :3]}),
+        ("q", {"q": batch.q.transpose(1, 2)}),
+    ]
+    for argument, change in wrong:
+        for run in (decode_attention, prefill_attention):
+            tiles = query_tiles([1, 1], 4, 2, 16, device)
+            extra = {"max_query": 1, "max_length": 37} if run is decode_attention else {"tiles": tiles}
+            with pytest.raises(ValueError, match=f"attention: {argument} "):
+                run(*replace(batch, **change).args, scale=1.0, **extra)
+    with pytest.raises(ValueError, match="max_length"):
+        decode(batch, max_length=10_000)
+    with pytest.raises(ValueError, match="split_size"):
+        decode(batch, split_size=24)

@@ -1,0 +1,308 @@
+"""HashMixerRunner: a device in plain Python whose cache holds a hash of each row's history.
+
+It plays a step as the real one does (rows, admissions, page writes, clears, dead tokens, acceptance, ends) and checks
+every cell that attention could see: a wrong, missing, stale or repeated token shows at once. It does not know the
+scheduler or the cache manager, only the batches they make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from outrider.cache.groups import CacheLayout, Group
+from outrider.cache.spec import FullSpec, SlidingSpec
+from outrider.core import (
+    NULL_PAGE,
+    NULL_ROW,
+    Admission,
+    Finish,
+    HostDraft,
+    Limits,
+    RequestResult,
+    ScheduledBatch,
+    StepResult,
+)
+
+VOCAB = 7
+STOP_ID = 0
+SALTS = ("", "other")
+POISON, CLEARED, GUESS = -1, -2, -3  # no history hashes to these
+
+
+def mix(*values: int) -> int:
+    return hash(values) & (2**60 - 1)
+
+
+def salt_of(seed: int) -> str:
+    """A request's salt goes with its seed, since the device is told only the latter."""
+    return SALTS[seed % len(SALTS)]
+
+
+def chain(seed: int, tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
+    """A hash per token of everything up to it, the salt included; `start` are the first ones."""
+    hashes = list(start)
+    last = hashes[-1] if hashes else mix(seed % len(SALTS))
+    for token in tokens[len(hashes) :]:
+        last = mix(last, token)
+        hashes.append(last)
+    return hashes
+
+
+def next_token(history: int, seed: int) -> int:
+    return mix(history, seed, 1) % VOCAB
+
+
+def reference(prompt: Sequence[int], seed: int, end_len: int, stop_ids: Sequence[int]) -> tuple[list[int], Finish]:
+    """What one request yields alone, by definition, and why it ends."""
+    tokens = list(prompt)
+    hashes = chain(seed, tokens)
+    while True:
+        tokens.append(next_token(hashes[-1], seed))
+        hashes = chain(seed, tokens, hashes)
+        if tokens[-1] in stop_ids:
+            return tokens[len(prompt) :], Finish.STOP
+        if len(tokens) >= end_len:
+            return tokens[len(prompt) :], Finish.LENGTH
+
+
+def guess_after(seed: int, tokens: Sequence[int], count: int, right: float, rng: Random) -> list[int]:
+    """What follows the tokens, each guess wrong with probability 1 - right."""
+    guess: list[int] = []
+    last = chain(seed, tokens)[-1]
+    for _ in range(count):
+        token = next_token(last, seed)
+        if rng.random() >= right:
+            token = (token + 1) % VOCAB
+        guess.append(token)
+        last = mix(last, token)
+    return guess
+
+
+def make_layout(*groups: tuple[int, int]) -> CacheLayout:
+    """Groups as (tokens per page, window); window 0 is a full group."""
+    made = []
+    for index, (page_tokens, window) in enumerate(groups):
+        spec = SlidingSpec(1, 1, 1, window) if window else FullSpec(1, 1, 1)
+        made.append(Group(index, spec, (index,), 1, page_tokens))
+    return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, 2 * max(g.page_tokens for g in made))
+
+
+def window_of(group: Group) -> int | None:
+    return group.spec.window if isinstance(group.spec, SlidingSpec) else None
+
+
+@dataclass(slots=True)
+class Row:
+    """What the device knows of one request."""
+
+    tokens: list[int]
+    hashes: list[int]  # of the known tokens
+    computed: int
+    end_len: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    alive: bool = True
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The live part of one request in a step."""
+
+    row: int
+    state: Row
+    num_known: int
+    drafts: list[int]
+    hashes: list[int]  # of known tokens and drafts
+    samples: bool
+
+    @property
+    def length(self) -> int:
+        return self.state.computed + self.num_known + len(self.drafts)
+
+
+@dataclass
+class Seen:
+    """What occurred on the device."""
+
+    acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (live drafts, accepted)
+    num_dead_tokens: int = 0
+    num_cleared_pages: int = 0
+    num_host_drafts: int = 0
+    num_steps_of_ended: int = 0  # requests scheduled after they ended on the device
+
+
+class HashMixerRunner:
+    def __init__(self, groups: Sequence[Group], num_pages: int, limits: Limits, rng: Random, *,
+                 lookahead: int = 0, right: float = 0.7) -> None:
+        self.groups, self.limits = groups, limits
+        self.rows: dict[int, Row] = {}
+        self.seen = Seen()
+        self._rng, self._lookahead, self._right = rng, lookahead, right
+        widest = max(group.page_tokens for group in groups)
+        self._cells = [[POISON] * widest for _ in range(num_pages)]
+        self._group_of = [-1] * num_pages
+        self._tables = [
+            [[NULL_PAGE] * group.kind.capacity(limits).table_width for _ in range(limits.max_requests + 1)]
+            for group in groups
+        ]
+
+    def step(self, batch: ScheduledBatch, blank_pages: Sequence[int]) -> StepResult:
+        """`blank_pages`: pages without content when the batch was made. Whoever reads one is wrong."""
+        self._check_batch(batch)
+        for page in blank_pages:
+            self._fill(page, POISON)
+        self._apply_host_writes(batch)
+        lives = [self._live(batch, i) for i in range(batch.num_requests)]
+        self._write([live for live in lives if live is not None])
+        for live in lives:
+            if live is not None:
+                self._read(live)
+        results = [self._finish(batch, i, live) for i, live in enumerate(lives)]
+        return StepResult(batch.step, results)
+
+    # Before the step
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        assert 0 < batch.num_tokens <= self.limits.max_batched_tokens, "batch over the token budget"
+        assert len(set(batch.rows)) == batch.num_requests <= self.limits.max_requests, "a row is in the batch twice"
+        assert NULL_ROW not in batch.rows
+        assert min(batch.num_known) >= 1 and 0 <= min(batch.num_drafts), "a request without a known token"
+        assert max(batch.num_drafts) <= self.limits.max_drafts
+        assert max(batch.bounds) <= self.limits.max_len, "a bound beyond the longest request"
+
+    def _apply_host_writes(self, batch: ScheduledBatch) -> None:
+        for page in batch.clear_pages:
+            self.seen.num_cleared_pages += 1
+            self._fill(page, CLEARED)
+            self._group_of[page] = -1
+        for admission in batch.admissions:
+            self._admit(admission)
+        for write in batch.page_writes:
+            table = self._tables[write.group][write.row]
+            assert write.start + len(write.pages) <= len(table), "a write beyond the page table"
+            table[write.start : write.start + len(write.pages)] = write.pages
+            for page in write.pages:
+                if page != NULL_PAGE:
+                    assert self._group_of[page] in (-1, write.group), f"page {page} shows another group's bytes"
+                    self._group_of[page] = write.group
+        for draft in batch.host_drafts:
+            self._take_host_draft(draft)
+
+    def _admit(self, admission: Admission) -> None:
+        tokens = list(admission.token_ids)
+        assert 0 <= admission.computed < len(tokens) < admission.max_len, "nothing to compute, or no room to sample"
+        hashes = chain(admission.seed, tokens)
+        self.rows[admission.row] = Row(
+            tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.seed
+        )
+
+    def _take_host_draft(self, draft: HostDraft) -> None:
+        """What was accepted since it was made is dropped from it, if it agrees."""
+        state = self.rows[draft.row]
+        since = state.tokens[draft.after :]
+        is_alive = draft.after <= len(state.tokens) and since == draft.token_ids[: len(since)]
+        state.drafts = draft.token_ids[len(since) :][: self.limits.max_drafts] if is_alive else []
+        self.seen.num_host_drafts += len(state.drafts)
+
+    def _fill(self, page: int, value: int) -> None:
+        cells = self._cells[page]
+        cells[:] = [value] * len(cells)
+
+    # Forward
+
+    def _live(self, batch: ScheduledBatch, i: int) -> Live | None:
+        """None for a request that has ended while the host ran ahead."""
+        state = self.rows[batch.rows[i]]
+        if not state.alive:
+            self.seen.num_dead_tokens += batch.num_known[i] + batch.num_drafts[i]
+            self.seen.num_steps_of_ended += 1
+            return None
+        known, reached = len(state.tokens), state.computed + batch.num_known[i]
+        assert reached <= known, "unknown tokens are scheduled as known"
+        assert (reached == known) == batch.samples[i], "the host is wrong about the last known token"
+        drafts: list[int] = []
+        if batch.samples[i]:
+            room = max(0, state.end_len - known - 1)
+            drafts = state.drafts[: min(batch.num_drafts[i], room)]
+        self.seen.num_dead_tokens += batch.num_drafts[i] - len(drafts)
+        hashes = chain(state.seed, [*state.tokens, *drafts], state.hashes)
+        return Live(batch.rows[i], state, batch.num_known[i], drafts, hashes, batch.samples[i])
+
+    def _write(self, lives: list[Live]) -> None:
+        written: set[tuple[int, int]] = set()
+        for live in lives:
+            for group, tables in zip(self.groups, self._tables, strict=True):
+                table = tables[live.row]
+                for position in range(live.state.computed, live.length):
+                    page, slot = table[position // group.page_tokens], position % group.page_tokens
+                    assert page != NULL_PAGE, f"group {group.index}: no page for position {position}"
+                    assert self._group_of[page] == group.index, f"page {page} is in two groups"
+                    assert (page, slot) not in written, f"slot {slot} of page {page} has two writers"
+                    written.add((page, slot))
+                    self._cells[page][slot] = live.hashes[position]
+
+    def _read(self, live: Live) -> None:
+        """Every cell that some live query of the request may see."""
+        for group, tables in zip(self.groups, self._tables, strict=True):
+            size, window = group.page_tokens, window_of(group)
+            begin = 0 if window is None else max(0, live.state.computed - window + 1)
+            for column in range(begin // size, -(-live.length // size)):
+                page = tables[live.row][column]
+                low, high = max(begin, column * size), min(live.length, (column + 1) * size)
+                found = self._cells[page][low - column * size : high - column * size]
+                assert page != NULL_PAGE, f"group {group.index}: no page for position {low}"
+                assert found == live.hashes[low:high], f"group {group.index}: position {low} and on hold {found}"
+
+    # Finish and draft
+
+    def _finish(self, batch: ScheduledBatch, i: int, live: Live | None) -> RequestResult:
+        request_id, epoch = batch.request_ids[i], batch.epochs[i]
+        if live is None:
+            return RequestResult(request_id, epoch, [], 0, 0, 0)
+        state = live.state
+        run, accepted, finish = self._accept(live)
+        computed = live.num_known + accepted
+        state.tokens += run
+        state.hashes = chain(state.seed, state.tokens, live.hashes[: len(state.tokens) - len(run) + accepted])
+        state.computed += computed
+        state.alive = finish is Finish.NO
+        assert state.computed <= batch.bounds[i], "more tokens computed than the bound"
+        # Drafts are all that can make a bound an estimate.
+        assert self.limits.max_drafts or state.computed == batch.bounds[i], "fewer tokens computed than the bound"
+        state.drafts = []
+        if run and state.alive:
+            count = self._rng.randint(0, batch.propose)
+            state.drafts = guess_after(state.seed, state.tokens, count, self._right, self._rng)
+        self._write_guesses(live.row, state)
+        if live.samples:
+            self.seen.acceptance[len(live.drafts), accepted] += 1
+        return RequestResult(
+            request_id, epoch, run, computed, len(live.drafts), accepted, len(state.drafts), finish=finish
+        )
+
+    def _accept(self, live: Live) -> tuple[list[int], int, Finish]:
+        if not live.samples:
+            return [], 0, Finish.NO
+        state, known = live.state, len(live.state.tokens)
+        run: list[int] = []
+        for index in range(len(live.drafts) + 1):
+            run.append(next_token(live.hashes[known - 1 + index], state.seed))
+            if run[-1] in state.stop_ids:
+                return run, len(run) - 1, Finish.STOP
+            if known + len(run) >= state.end_len:
+                return run, len(run) - 1, Finish.LENGTH
+            if index < len(live.drafts) and live.drafts[index] != run[-1]:
+                break
+        return run, len(run) - 1, Finish.NO
+
+    def _write_guesses(self, row: int, state: Row) -> None:
+        """A drafter with layers fills slots past the computed tokens; they must be the row's own."""
+        for group, tables in zip(self.groups, self._tables, strict=True):
+            for position in range(state.computed, min(state.computed + self._lookahead, self.limits.max_len)):
+                page = tables[row][position // group.page_tokens]
+                assert page != NULL_PAGE and self._group_of[page] == group.index, "no page for the drafter's slot"
+                self._cells[page][position % group.page_tokens] = GUESS
