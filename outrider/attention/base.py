@@ -7,7 +7,7 @@ from the batch it is given: nothing here is kept from one step to the next.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,20 +91,47 @@ class LayerCacheView:
     v: torch.Tensor
 
 
-class Attend(Protocol):
-    """What a model calls for attention: q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both
-    where the layer reads another's cache. Returns [tokens, heads * dim]."""
+class Rope(Protocol):
+    """The rope of a step's token rows, for kernels that apply it themselves."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor: ...
+    positions: torch.Tensor  # [tokens]
+    table: torch.Tensor  # [positions, cos | sin]
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of q and k heads: what multiplies, [dim] each."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+class Attend(Protocol):
+    """What a model calls for attention."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both where the layer reads another's
+        cache. Returns [tokens, heads * dim]."""
+        ...
+
+    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
+        step by step. May overwrite qkv if it does not return None."""
+        ...
 
 
 class Backend(Protocol):
     """Plans never outlive their step. `run` writes k and v at the view's slots, then attends over the cache."""
 
+    name: str
+
     def plan(self, view: BatchView, group: Group) -> Any: ...
 
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Any) -> torch.Tensor: ...
+
+    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
+                  norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
 
 
 def check_rows(view: BatchView, group: Group) -> None:

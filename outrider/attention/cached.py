@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, LayerCacheView
+from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, HeadNorms, LayerCacheView, Rope
 from outrider.cache.pool import DevicePool
 
 
@@ -36,3 +36,8 @@ class _Attention:
         cached = self._cached
         plan = self._plans[cached.group_of[layer].index]
         return cached.backend.run(cached.layers[layer], cached.caches[layer], q, k, v, plan)
+
+    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        cached = self._cached
+        plan = self._plans[cached.group_of[layer].index]
+        return cached.backend.run_fused(cached.layers[layer], cached.caches[layer], qkv, rope, norms, plan)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, LayerCacheView, check_rows
+from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows
 from outrider.cache.groups import Group
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
@@ -62,6 +62,10 @@ class TorchBackend:
             rows = part.token_rows.reshape(-1)
             out[rows[part.is_query]] = result[part.is_query]
         return out
+
+    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
+                  norms: HeadNorms | None, plan: Plan) -> None:
+        return None
 
 
 def write_cache(cache: LayerCacheView, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -79,7 +79,7 @@ def _best_split(buckets: dict[CacheSpec, list[int]], sizes: list[int]) -> CacheL
     for count in range(1, max(map(len, buckets.values())) + 1):
         for tokens in itertools.product(sizes, repeat=len(buckets)):
             layout = _split(buckets, count, tokens)
-            # Rounded, so that equal costs stay equal and the first, with the fewest groups, wins.
+            # Rounded: float noise must not choose between equal plans.
             cost = (layout.padding > MAX_PADDING, round(layout.padding + GROUP_COST * len(layout.groups), 9))
             if best is None or cost < best[0]:
                 best = (cost, layout)

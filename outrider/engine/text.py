@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template."""
-        template = ChatTemplate(self._template_text(chat_template, bool(tools)))
+        template = _compiled(self._template_text(chat_template, bool(tools)))
         values = {"tools": tools, "documents": None, **self.special_tokens, **variables}
         return template.render(list(messages), add_generation_prompt, values)
 
@@ -173,6 +173,11 @@ class ChatTemplate:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str) -> ChatTemplate:
+    return ChatTemplate(text)  # compiling costs milliseconds, and a server renders the same one for every chat
 
 
 class _GenerationTag(Extension):

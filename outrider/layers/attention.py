@@ -47,6 +47,9 @@ class SelfAttention:
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
         layer = self.layer
         qkv = self.qkv(x)
+        out = attend.fused(layer.index, qkv, angles, None if self.head_norm is None else self.head_norm.norms)
+        if out is not None:
+            return self.out(out)
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)
         if self.head_norm is not None:

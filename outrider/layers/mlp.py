@@ -5,19 +5,12 @@ Dense only: experts are layers of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
+from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 
-# By the names configs use.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # by the names configs use
 
 
 class GatedMLP:
@@ -32,7 +25,8 @@ class GatedMLP:
         device: torch.device,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.act = ACTIVATIONS[activation]
+        assert activation in ACTIVATIONS
+        self.activation = activation
         self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
@@ -44,5 +38,4 @@ class GatedMLP:
         self.down.finalize()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(ops.gated(self.gate_up(x), self.activation))

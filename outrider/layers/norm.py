@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from outrider.attention.base import HeadNorms
+from outrider.kernels import ops
 from outrider.layers.linear import WeightSlot
 
 
@@ -32,15 +34,15 @@ class RMSNorm:
             self.scale = 1 + widened(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.offset:
-            return F.rms_norm(widened(x), (self.size,), self.scale, self.eps).to(x.dtype)
-        return F.rms_norm(x, (self.size,), self.scale, self.eps)
+        return ops.rms_norm(x, self.scale, self.eps)
 
     def add_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds. None adds nothing."""
-        if x is not None:
-            residual = residual + x
-        return self(residual), residual
+        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds. None adds nothing.
+
+        The sum is made in place."""
+        if x is None:
+            return self(residual), residual
+        return ops.add_rms_norm(x, residual, self.scale, self.eps), residual
 
 
 class HeadNorm:
@@ -63,6 +65,7 @@ class HeadNorm:
         self.q = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.k = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.scale = torch.empty(0)
+        self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take them apart
 
     def weights(self, prefix: str) -> dict[str, WeightSlot]:
         return self.q.weights(f"{prefix}.q_norm") | self.k.weights(f"{prefix}.k_norm")
@@ -74,6 +77,7 @@ class HeadNorm:
         q = self.q.scale.expand(self.num_heads, -1)
         k = self.k.scale.expand(self.num_kv_heads, -1)
         self.scale = torch.cat((q, k))
+        self.norms = HeadNorms(self.q.scale, self.k.scale, self.eps)
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         x = widened(qk) if self.q.offset else qk

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
@@ -32,11 +32,17 @@ class RopeParams:
     truncate: bool = True
 
 
-class Angles(NamedTuple):
-    """What rotates the token rows of one step: [tokens, 1, rotary_dim]; sin is negated in the first half."""
+class Angles:
+    """What rotates the token rows of one step. Kernels take positions and table; `rotate` the gathered values."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
+        self.positions, self.table = positions, table
+
+    @cached_property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, 1, rotary_dim] each; sin is negated in the first half. Gathered once, the layers share it."""
+        cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class Rotary:
@@ -57,16 +63,16 @@ class Rotary:
 
     def at(self, positions: torch.Tensor) -> Angles:
         """positions: [tokens] int64. Once a step; the layers share the result."""
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
-        return Angles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return Angles(positions, self.table)
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """x: [tokens, heads, head_dim]. Rotates the leading rotary_dim dimensions and passes the rest through."""
-    rotary_dim = angles.cos.shape[-1]
+    cos, sin = angles.cos_sin
+    rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotary_dim], angles), x[..., rotary_dim:]), dim=-1)
-    return torch.addcmul(x * angles.cos, x.roll(rotary_dim // 2, dims=-1), angles.sin).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin).to(x.dtype)
 
 
 def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:

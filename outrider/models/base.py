@@ -145,7 +145,8 @@ class Decoder(Model):
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                seen[index] = residual if delta is None else residual + delta
+                # A copy: the stream goes on in place.
+                seen[index] = residual.clone() if delta is None else residual + delta
             delta, residual = layer(delta, residual, angles[layer.rotary], attend)
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm

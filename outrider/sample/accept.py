@@ -44,14 +44,14 @@ def accept(
     chosen = _by_request(sampled, logit_rows, num_requests, width)
     agrees = (drafts == chosen[:, :-1]) & (step[:-1] < num_drafts[:, None])
     accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    reached = step <= accepted[:, None]
 
+    # What lies beyond the accepted drafts never counts: the run is at most accepted + 1 long.
     room = (rows.end_len[row] - known).clamp(min=0)
-    first_stop = _first(reached & _is_stop(chosen, row, rows), step)
+    first_stop = _first(_is_stop(chosen, row, rows), step)
     run_len = torch.minimum(torch.minimum(accepted, first_stop) + 1, room)
     finish = torch.where(run_len >= room, int(Finish.LENGTH), int(Finish.NO))
     if bad is not None:
-        first_bad = _first(reached & _by_request(bad, logit_rows, num_requests, width), step)
+        first_bad = _first(_by_request(bad, logit_rows, num_requests, width), step)
         finish.masked_fill_(first_bad < run_len, int(Finish.ERROR))
         run_len = torch.minimum(run_len, first_bad)
     finish.masked_fill_(first_stop < run_len, int(Finish.STOP))

@@ -6,10 +6,23 @@ from dataclasses import replace
 
 import torch
 
-from outrider.attention.base import Attend
+from outrider.attention.base import Attend, HeadNorms, Rope
 from outrider.cache.spec import LayerCache
 from outrider.models.base import Model
 from outrider.spec.base import Step
+
+
+class _Shifted:
+    """Attention for a model that numbers its layers from 0."""
+
+    def __init__(self, attend: Attend, first: int) -> None:
+        self._attend, self._first = attend, first
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        return self._attend(layer + self._first, q, k, v)
+
+    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        return self._attend.fused(layer + self._first, qkv, rope, norms)
 
 
 class DraftModelNetwork:
@@ -38,10 +51,7 @@ class DraftModelNetwork:
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        def shifted(layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-            return attend(layer + self._first, q, k, v)
-
-        final = self._model.forward(tokens, slots, shifted).final
+        final = self._model.forward(tokens, slots, _Shifted(attend, self._first)).final
         return final, final
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

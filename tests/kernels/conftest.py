@@ -18,8 +18,8 @@ HAS_CARD = torch.cuda.is_available()
 def device() -> torch.device:
     if HAS_CARD:
         return torch.device("cuda", torch.cuda.current_device())
-    from triton.runtime.interpreter import InterpretedFunction
     from triton.language import standard
+    from triton.runtime.interpreter import InterpretedFunction
 
     if not isinstance(standard.sum, InterpretedFunction):
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA device")

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "outrider"
 
 # Left to right. Neighbours in one column may use each other, but only in one direction.
 COLUMNS = [
-    {"core", "params", "config"},
+    {"core", "params", "config", "outputs"},
     {"kernels", "parallel"},
     {"cache"},
     {"attention"},
@@ -31,7 +31,7 @@ COLUMNS = [
     {"llm", "server", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
-TORCH_FREE = ("core", "params", "config", "cache", "sched", "server")
+TORCH_FREE = ("core", "params", "config", "outputs", "cache", "sched", "server")
 MAY_USE_TORCH = ("outrider.cache.pool",)
 
 

@@ -37,9 +37,9 @@ def draws(params: SamplingParams, logits: np.ndarray, num: int = 300) -> set[int
     return found
 
 
-def kept(logits: np.ndarray, **fields: float) -> list[int]:
-    """The tokens that may be drawn."""
-    batch = make_batch([one(SamplingParams(**fields), logits)])
+def kept(logits: np.ndarray, beside: SamplingParams = GREEDY, **fields: Any) -> list[int]:
+    """The tokens that may be drawn, beside another request."""
+    batch = make_batch([one(SamplingParams(**fields), logits), one(beside, logits)])
     scaled = scale(batch.logits, batch.logit_rows.row, batch.rows)
     keep_likely(scaled, batch.logit_rows.row, batch.rows, batch.needs)
     return scaled[0].isfinite().nonzero().flatten().tolist()
@@ -95,6 +95,16 @@ class TestFilters:
             scaled = scale(batch.logits, batch.logit_rows.row, batch.rows)
             keep_likely(scaled, batch.logit_rows.row, batch.rows, needs)
             assert scaled[0].isfinite().nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+
+    def test_a_threshold_is_that_of_its_own_logit_row_however_deep_the_batch_looks(self) -> None:
+        logits = logits_of(2.0, 1.9, 1.8, 1.7, 1.6)
+        own = [({"top_k": 2}, [0, 1]), ({"top_k": 2, "top_p": 0.5}, [0]), ({"top_p": 0.5}, [0, 1, 2])]
+        for fields, expected in own:
+            for mate in ({"top_k": 1}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 4, "top_p": 0.3}):
+                assert kept(logits, beside=SamplingParams(**mate), **fields) == expected
+
+    def test_top_p_counts_the_ties_that_lie_deeper_than_the_batch_looks(self) -> None:
+        assert kept(logits_of(1, 0, 0, 0, fill=-9), top_k=2, top_p=0.7) == [0, 1, 2, 3]
 
     def test_min_p_is_relative_to_the_likeliest(self) -> None:
         assert kept(logits_of(0, np.log(0.5), np.log(0.2)), min_p=0.3) == [0, 1]

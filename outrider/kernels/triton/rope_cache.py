@@ -48,11 +48,13 @@ def _rotate(
             square += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / D + eps)[:, None]
         shift: tl.constexpr = 1.0 if PLUS_ONE else 0.0
-        low *= scale * (tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32) + shift)[None, :]
-        high *= scale * (tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32) + shift)[None, :]
+        gain = tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32) + shift
+        low *= scale * gain[None, :]
+        gain = tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32) + shift
+        high *= scale * gain[None, :]
         if D > ROT:
-            gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32) + shift
-            rest *= scale * gain[None, :]
+            rest_gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32) + shift
+            rest *= scale * rest_gain[None, :]
     cos = tl.load(cos_sin + row * ROT + half, mask=in_half, other=0.0)[None, :]
     sin = tl.load(cos_sin + row * ROT + ROT // 2 + half, mask=in_half, other=0.0)[None, :]
     to = target + (head * target_head_stride)[:, None]

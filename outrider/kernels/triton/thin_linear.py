@@ -157,15 +157,16 @@ CONFIGS: dict[tuple[bool, int, int], ThinConfig] = {}
 
 
 def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
-    """The measured choice for a shape, or one that gives every multiprocessor about two programs or more."""
+    """The measured choice for a shape, or the widest tile that gives every multiprocessor about two programs."""
     measured = CONFIGS.get((num_rows == 1, n, k))
     if measured is not None:
         return measured
-    sizes = (16, 8, 4, 2) if num_rows == 1 else (64, 32, 16)
+    sizes = (8, 4, 2) if num_rows == 1 else (64, 32, 16, 8)
     block_n = next((size for size in sizes if n >= 2 * sms * size * 15 // 16), sizes[-1])
     if num_rows == 1:
-        return ThinConfig(block_n, min(1024, triton.next_power_of_2(k)), 4, 1)
-    return ThinConfig(block_n, 256 if block_n <= 16 else 128, 4, 4)
+        # 8 columns for each of 128 threads: inputs then need no exchange between threads.
+        return ThinConfig(block_n, 1024, 4, 1)
+    return ThinConfig(block_n, {64: 128, 32: 256, 16: 256, 8: 512}[block_n], 4, 4)
 
 
 def thin_linear(

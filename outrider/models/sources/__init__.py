@@ -9,7 +9,6 @@ from outrider.models.loader import safetensors_tensors
 from outrider.models.registry import eos_token_ids, read_config
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf import gguf_source
-from outrider.models.sources.hub import hub_folder
 from outrider.models.sources.smollm2 import smollm2_file
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve"]
@@ -32,6 +31,8 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
         raise SourceError(f"there is no file or folder {name}")
     if not HUB_ID.fullmatch(name):
         raise SourceError(f"{name!r} is neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}")
+    from outrider.models.sources.hub import hub_folder  # importing the hub's library takes half a second
+
     return folder_source(hub_folder(name, revision, weights), name=name)
 
 

@@ -1,0 +1,133 @@
+"""Triton kernels that work token row by token row: norms, activations, rope with cache write; and whole pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import reference  # noqa: E402
+from outrider.kernels.triton import (  # noqa: E402
+    add_rms_norm,
+    clear_pages,
+    copy_pages,
+    gelu_tanh_mul,
+    rms_norm,
+    rope_cache_write,
+    silu_mul,
+)
+
+NAN = float("nan")
+
+
+def rows(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random, with a row stride that is not the width."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape[:-1], shape[-1] + 8, generator=generator).to(device, dtype)[..., : shape[-1]]
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("width", [1, 96, 1000])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_norms(device, dtype, width: int, plus_one: bool) -> None:
+    x, residual, weight = (rows(device, dtype, 3, width, seed=i) for i in range(3))
+    weight = weight[0]
+    wanted = reference.rms_norm(x.double(), weight.double(), 1e-5, None, plus_one)
+    assert_close(rms_norm(x, weight, 1e-5, plus_one), wanted)
+    summed = residual + x
+    normed = add_rms_norm(x, residual, weight, 1e-5, plus_one)
+    assert torch.equal(residual, summed), "the residual is updated in place, rounded once"
+    assert torch.equal(normed, rms_norm(summed, weight, 1e-5, plus_one)), "fused equals add, then norm"
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activations(device, dtype, name: str) -> None:
+    kernel = {"silu_mul": silu_mul, "gelu_tanh_mul": gelu_tanh_mul}[name]
+    x = rows(device, dtype, 3, 2 * 1030) * 4
+    x[0, :4] = torch.tensor([-100.0, 100.0, -1e4, 0.0], device=device, dtype=dtype)
+    assert_close(kernel(x), getattr(reference, name)(x.double()))
+
+
+def test_a_row_does_not_depend_on_other_rows(device, dtype) -> None:
+    x = rows(device, dtype, 3, 64)
+    poisoned = x.clone()
+    poisoned[1] = NAN
+    weight = rows(device, dtype, 1, 64)[0]
+    for run in (silu_mul, gelu_tanh_mul, lambda t: rms_norm(t, weight, 1e-5)):
+        assert torch.equal(run(x)[::2], run(poisoned)[::2])
+        assert torch.equal(run(x)[2:], run(x[2:]))
+
+
+def make_rope(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, page: int):
+    qkv = rows(device, dtype, 5, (heads + 2 * kv_heads) * dim)
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(40, rot, generator=generator).to(device)
+    positions = torch.tensor([3, 39, 0, 17, 1 << 40], device=device)  # the last row is padding
+    slots = torch.tensor([2 * page + 1, -1, 0, 4 * page + page - 1, -1], device=device)
+    pool = torch.full((6, 3, page, kv_heads, dim), NAN, device=device, dtype=dtype)
+    return qkv, positions, table, slots, pool
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot", "page"), [(9, 3, 16, 16, 16), (4, 1, 80, 32, 64), (2, 2, 24, 6, 16)]
+)
+@pytest.mark.parametrize("norm", [None, False, True], ids=["plain", "norm", "norm plus one"])
+def test_rope_and_cache_write(device, dtype, heads, kv_heads, dim, rot, page, norm: bool | None) -> None:
+    qkv, positions, table, slots, pool = make_rope(device, dtype, heads, kv_heads, dim, rot, page)
+    weights = [None, None] if norm is None else [rows(device, dtype, 1, dim, seed=i)[0] for i in (5, 6)]
+    before = qkv.clone()
+    q = rope_cache_write(qkv, positions, table, slots, pool[:, 0], pool[:, 1], *weights, 1e-6, bool(norm))
+    assert torch.equal(qkv, before)
+
+    wide = torch.full(pool.shape, NAN, dtype=torch.float64, device=device)
+    doubled = qkv.double().contiguous()
+    cos, sin = table.double().chunk(2, dim=-1)
+    wide_weights = [None if w is None else w.double() for w in weights]
+    reference.rope_write(doubled, positions.clamp(max=39), cos, sin, slots, wide[:, 0], wide[:, 1], *wide_weights,
+                         1e-6, bool(norm), rot)
+    assert_close(q, doubled[:, : heads * dim].view(5, heads, dim))
+    written = ~wide.isnan()
+    assert int(written.sum()) == 3 * 2 * kv_heads * dim
+    assert torch.equal(written, ~pool.isnan()), "only the tokens' slots are written"
+    assert_close(pool[written], wide[written])
+
+
+def test_pages_are_cleared_and_copied(device) -> None:
+    for page_bytes in (4096 * 3 + 8, 20, 7):
+        pool = torch.randint(0, 255, (6, page_bytes + 8), dtype=torch.uint8, device=device)[:, :page_bytes]
+        wanted = pool.clone()
+        ids = torch.tensor([9, 1, -1, 3], dtype=torch.int32, device=device)[1:]
+        clear_pages(pool, ids)
+        wanted[1] = 0
+        wanted[3] = 0
+        assert torch.equal(pool, wanted)
+        copy_pages(pool, torch.tensor([2, -1, 5], dtype=torch.int32, device=device),
+                   torch.tensor([0, 4, 1], dtype=torch.int32, device=device))
+        wanted[0], wanted[1] = wanted[2], wanted[5]
+        assert torch.equal(pool, wanted)
+
+
+def test_wrappers_name_what_is_wrong(device, dtype) -> None:
+    x = rows(device, dtype, 2, 32)
+    with pytest.raises(ValueError, match="silu_mul: x "):
+        silu_mul(x[:, :31])
+    with pytest.raises(ValueError, match="rms_norm: weight "):
+        rms_norm(x, x[0, :31], 1e-5)
+    with pytest.raises(ValueError, match="add_rms_norm: residual "):
+        add_rms_norm(x, x[:1], x[0], 1e-5)
+    with pytest.raises(ValueError, match="clear_pages: page_ids "):
+        ids = torch.zeros(2, dtype=torch.int64, device=device)
+        clear_pages(torch.zeros(2, 8, dtype=torch.uint8, device=device), ids)
+    qkv, positions, table, slots, pool = make_rope(device, dtype, 4, 2, 16, 16, 16)
+    good = {"qkv": qkv, "positions": positions, "cos_sin": table, "slots": slots}
+    good |= {"k_cache": pool[:, 0], "v_cache": pool[:, 1]}
+    wrong = {"qkv": qkv[:, :40], "positions": positions[:3], "cos_sin": table.double(), "slots": slots.int(),
+             "v_cache": pool[:, 1, :8]}
+    for argument, value in wrong.items():
+        with pytest.raises(ValueError, match=f"rope_cache_write: {argument} "):
+            rope_cache_write(**(good | {argument: value}))

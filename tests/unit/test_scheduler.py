@@ -1,0 +1,274 @@
+"""The scheduler's rules one by one: who goes first, how much, who waits, who is put off, and what a result may change."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from outrider.cache.manager import CacheManager
+from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.params import SamplingParams
+from outrider.sched.request import Request, State
+from outrider.sched.scheduler import Scheduler
+from tests.unit.hash_mixer import make_layout
+from tests.unit.schedule_driver import Driver, Scenario, Totals
+
+PARAMS = SamplingParams(max_tokens=None)
+
+
+def scheduler(num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2, prefix: bool = False) -> Scheduler:
+    limits = Limits(max_requests, budget, 32, 0, 99, steps_in_flight=steps)
+    return Scheduler(CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=prefix), limits)
+
+
+def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
+    tokens = [index * 7 + i for i in range(prompt)]
+    return Request(index, tokens, PARAMS, end_len=prompt + new, seed=0, priority=priority)
+
+
+def result_of(batch: ScheduledBatch, finish: dict[int, Finish] | None = None) -> StepResult:
+    """Every request that samples gets token 5."""
+    finish = finish or {}
+    return StepResult(batch.step, [
+        RequestResult(i, e, [5] if s else [], k, 0, 0, finish=finish.get(i, Finish.NO))
+        for i, e, s, k in zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)
+    ])  # fmt: skip
+
+
+def scheduled(sched: Scheduler) -> ScheduledBatch:
+    batch = sched.schedule()
+    assert batch is not None
+    sched.check_integrity()
+    return batch
+
+
+def tokens_of(batch: ScheduledBatch) -> dict[int, int]:
+    return dict(zip(batch.request_ids, batch.num_known, strict=True))
+
+
+# Who goes first, and how much
+
+
+def test_a_prompt_is_cut_by_the_budget_and_samples_with_its_last_chunk() -> None:
+    sched = scheduler(budget=8)
+    sched.add(request(0, 19))
+    batches = [scheduled(sched) for _ in range(3)]  # nothing of a result is needed
+    assert [b.num_known for b in batches] == [[8], [8], [3]]
+    assert [b.samples for b in batches] == [[False], [False], [True]]
+    assert [b.bounds for b in batches] == [[8], [16], [19]]
+    assert len(batches[0].admissions) == 1 and not batches[1].admissions
+
+
+def test_requests_that_yield_tokens_go_before_prompts() -> None:
+    sched = scheduler(budget=8)
+    sched.add(request(0, 20))
+    first = scheduled(sched)
+    sched.add(request(1, 2))
+    sched.update(result_of(first))
+    assert tokens_of(scheduled(sched)) == {0: 8}  # the long prompt goes on
+    assert tokens_of(scheduled(sched)) == {0: 4, 1: 2}
+    sched.add(request(2, 9))
+    assert tokens_of(scheduled(sched)) == {0: 1, 1: 1, 2: 6}
+
+
+def test_no_more_steps_are_scheduled_than_end_a_request() -> None:
+    sched = scheduler(steps=9)
+    sched.add(request(0, 3, new=2))
+    batches = [scheduled(sched), scheduled(sched)]
+    assert sched.schedule() is None
+    assert batches[1].bounds == [4]  # the last token is never computed
+    for batch, finish in zip(batches, (Finish.NO, Finish.LENGTH), strict=True):
+        sched.update(result_of(batch, {0: finish}))
+    assert not sched.has_work
+
+
+def test_rows_and_requests_are_limited() -> None:
+    sched = scheduler(max_requests=2, budget=8)
+    for index in range(3):
+        sched.add(request(index, 2))
+    batch = scheduled(sched)
+    assert tokens_of(batch) == {0: 2, 1: 2} and sched.num_waiting == 1
+    sched.update(result_of(batch, {0: Finish.STOP}))
+    batch = scheduled(sched)
+    assert tokens_of(batch) == {1: 1, 2: 2}
+    assert batch.admissions[0].row == 1, "the row that became free"
+
+
+def test_what_matters_more_starts_first_then_what_came_first() -> None:
+    sched = scheduler(max_requests=4, budget=20)
+    for index, priority in enumerate((1, 0, 1, 0)):
+        sched.add(request(index, 2, priority=priority))
+    assert scheduled(sched).request_ids == [1, 3, 0, 2]
+
+
+def test_a_batch_must_have_room_for_a_token_of_every_request() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens .3. must be at least max_num_seqs .4."):
+        scheduler(max_requests=4, budget=3)
+
+
+def test_a_request_larger_than_the_pool_is_refused() -> None:
+    sched = scheduler(num_pages=5)
+    sched.add(request(0, 12, new=4))
+    with pytest.raises(ValueError, match="may need 5 pages .17 tokens. and the pool has 4"):
+        sched.add(request(1, 13, new=4))
+    assert sched.num_waiting == 1
+
+
+# When pages are short
+
+
+def short_of_pages() -> tuple[Scheduler, ScheduledBatch]:
+    """Two requests that fill the pool, with the step in flight after which both need another page."""
+    sched = scheduler(num_pages=5, budget=16)
+    sched.add(request(0, 8))
+    sched.add(request(1, 7, new=5))
+    batch = scheduled(sched)
+    assert tokens_of(batch) == {0: 8, 1: 7} and sched.cache.pool.num_free == 0
+    return sched, batch
+
+
+def test_it_waits_for_results_before_it_preempts() -> None:
+    sched, first = short_of_pages()
+    second = scheduled(sched)
+    assert tokens_of(second) == {1: 1}, "request 0 needs a page and waits for one"
+    assert sched.schedule() is None and sched.stats.num_preemptions == 0
+    sched.update(result_of(first))
+    assert sched.schedule() is None and sched.stats.num_preemptions == 0
+    sched.update(result_of(second))
+    assert tokens_of(scheduled(sched)) == {0: 1}, "the later arrival gives way"
+    assert sched.stats.num_preemptions == 1 and sched.num_waiting == 1
+
+
+def test_pages_that_a_result_frees_make_a_preemption_needless() -> None:
+    sched, first = short_of_pages()
+    second = scheduled(sched)
+    sched.update(result_of(first))
+    sched.update(result_of(second, {1: Finish.STOP}))
+    assert tokens_of(scheduled(sched)) == {0: 1} and sched.stats.num_preemptions == 0
+
+
+def test_what_matters_least_gives_way_even_if_it_asks() -> None:
+    sched = scheduler(num_pages=5, budget=16)
+    sched.add(request(0, 8, priority=1))
+    sched.update(result_of(scheduled(sched)))
+    sched.add(request(1, 7, new=5, priority=0))
+    batch = scheduled(sched)
+    assert tokens_of(batch) == {0: 1}, "no room for another beside it yet"
+    sched.update(result_of(batch, {0: Finish.STOP}))
+    assert tokens_of(scheduled(sched)) == {1: 7}
+
+
+def test_a_preempted_request_goes_on_from_its_settled_tokens() -> None:
+    sched, first = short_of_pages()
+    second = scheduled(sched)
+    sched.update(result_of(first))
+    sched.update(result_of(second))
+    late = scheduled(sched)
+    sched.update(result_of(late, {0: Finish.STOP}))
+    batch = scheduled(sched)
+    (admission,) = batch.admissions
+    assert admission.token_ids[-2:] == [5, 5] and len(admission.token_ids) == 9 and admission.prompt_len == 7
+    assert tokens_of(batch) == {1: 9} and batch.samples == [True] and batch.epochs == [1]
+
+
+# What a result may change
+
+
+def test_a_result_of_a_former_epoch_is_dropped() -> None:
+    sched = scheduler()
+    victim = request(0, 3)
+    sched.add(victim)
+    stale = scheduled(sched)
+    sched._preempt(victim)
+    fresh = scheduled(sched)
+    assert fresh.epochs == [1] and len(fresh.admissions) == 1
+    assert sched.update(result_of(stale)) == [] and victim.output_token_ids == []
+    assert victim.settled.at_least == 0 and victim.bound.at_most == 3
+    assert len(sched.update(result_of(fresh))) == 1 and victim.output_token_ids == [5]
+    assert sched.stats.num_dropped_results == 1
+
+
+def test_a_result_for_an_aborted_request_is_dropped() -> None:
+    sched = scheduler()
+    gone = request(0, 3)
+    sched.add(gone)
+    batch = scheduled(sched)
+    sched.end(0, Finish.ABORT)
+    assert gone.finish is Finish.ABORT and gone.state is State.FINISHED
+    assert sched.cache.pool.num_free == sched.cache.pool.num_usable
+    assert sched.take_ended_early() == [gone] and sched.take_ended_early() == []
+    assert sched.has_work, "a result is still to come"
+    assert sched.update(result_of(batch)) == [] and not sched.has_work
+
+
+def test_ending_one_that_waits_or_is_unknown() -> None:
+    sched = scheduler()
+    for index in range(3):
+        sched.add(request(index, 3))
+    sched.end(1, Finish.ERROR, "no reason")
+    sched.end(77, Finish.ABORT)
+    (ended,) = sched.take_ended_early()
+    assert (ended.id, ended.error) == (1, "no reason")
+    assert scheduled(sched).request_ids == [0, 2]
+
+
+def test_a_row_taken_again_before_its_batch_has_one_admission() -> None:
+    sched = scheduler(max_requests=1)
+    first, second = request(0, 3), request(1, 3)
+    sched.add(first)
+    sched.add(second)
+    batch = scheduled(sched)
+    sched.end(0, Finish.ABORT)
+    again = scheduled(sched)
+    assert [a.row for a in batch.admissions] == [a.row for a in again.admissions] == [1]
+    assert again.admissions[0].token_ids == second.token_ids
+
+
+def test_bounds_are_exact_without_drafts_and_never_the_longest_length() -> None:
+    sched = scheduler(steps=3)
+    sched.add(request(0, 5, new=6))
+    assert [scheduled(sched).bounds for _ in range(3)] == [[5], [6], [7]]
+
+
+def test_a_batch_is_plain_data_that_later_steps_leave_alone() -> None:
+    driver = Driver(Scenario(3, ((4, 0), (2, 5)), depth=2, max_drafts=2, num_requests=7))
+    batches: list[tuple[ScheduledBatch, bytes]] = []
+    schedule = driver.scheduler.schedule
+
+    def recorded() -> ScheduledBatch | None:
+        batch = schedule()
+        if batch is not None:
+            batches.append((batch, pickle.dumps(batch)))
+        return batch
+
+    driver.scheduler.schedule = recorded  # type: ignore[method-assign]
+    driver.run()
+    assert len(batches) > 10
+    assert all(pickle.loads(before) == batch for batch, before in batches)
+
+
+# The same on the hash mixer: a few schedules per rule, quick enough for every mutant
+
+
+def few(count: int = 30, **fields: object) -> Totals:
+    totals = Totals()
+    for seed in range(count):
+        Driver(Scenario(seed, **fields)).run().add_to(totals)  # type: ignore[arg-type]
+    return totals
+
+
+def test_pages_stay_until_no_step_in_flight_can_read_them() -> None:
+    totals = few(groups=((2, 3), (4, 0)), depth=2, max_drafts=3, lookahead=3, budget=20)
+    totals.needs_acceptance(3)
+    totals.needs("overlapped steps", "evictions")
+
+
+def test_a_preemption_among_results_in_flight_changes_no_token() -> None:
+    totals = few(groups=((4, 0),), depth=1, preempt_rate=0.2)
+    totals.needs("preemptions in flight", "dropped results")
+
+
+def test_bounds_hold_with_and_without_drafts() -> None:
+    few(depth=2).needs("overlapped steps")
+    few(depth=2, max_drafts=4, budget=20).needs("overlapped steps", "dead tokens")

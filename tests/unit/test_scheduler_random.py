@@ -1,0 +1,83 @@
+"""Thousands of random schedules on the hash mixer: every request yields what it yields alone.
+
+Each family of schedules asserts that what it is for has occurred. The checks themselves are in the driver and the
+mixer; a failing example is a `Scenario`, which reproduces it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.schedule_driver import Driver, Scenario, Totals
+
+SEEDS = st.integers(0, 2**40)
+PAGES = st.sampled_from([2, 4, 8])
+WINDOWS = st.sampled_from([0, 0, 1, 3, 5, 9])
+GROUPS = st.lists(st.tuples(PAGES, WINDOWS), min_size=1, max_size=3).map(tuple)
+
+ANY = st.builds(
+    Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), lookahead=st.sampled_from([0, 3]),
+    prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
+    num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]), abort_rate=st.sampled_from([0, 0.05]),
+    preempt_rate=st.sampled_from([0, 0.05]), num_priorities=st.integers(1, 3), host_drafts=st.booleans(),
+    is_lazy=st.booleans(),
+)  # fmt: skip
+FULL_AND_SLIDING = st.tuples(st.tuples(PAGES, st.just(0)), st.tuples(PAGES, st.sampled_from([1, 3, 5])))
+
+
+def run(scenarios: st.SearchStrategy[Scenario], num_examples: int) -> Totals:
+    totals = Totals()
+
+    @settings(max_examples=num_examples)
+    @given(scenarios)
+    def every(scenario: Scenario) -> None:
+        Driver(scenario).run().add_to(totals)
+
+    every()
+    assert totals.counts["schedules"] >= num_examples
+    return totals
+
+
+def test_any_schedule() -> None:
+    totals = run(ANY, 800)
+    totals.needs("preemptions", "evictions", "hits", "dropped results", "dead tokens", "cleared pages", "chunked prompts",
+                 "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used")  # fmt: skip
+
+
+@pytest.mark.parametrize("max_drafts", [1, 2, 3, 4])
+def test_every_number_of_accepted_drafts(max_drafts: int) -> None:
+    scenarios = st.builds(
+        Scenario, SEEDS, FULL_AND_SLIDING, depth=st.integers(0, 2), max_drafts=st.just(max_drafts),
+        lookahead=st.sampled_from([0, max_drafts]), budget=st.just(24), preempt_rate=st.just(0.02), is_lazy=st.booleans(),
+    )  # fmt: skip
+    totals = run(scenarios, 125)
+    totals.needs_acceptance(max_drafts)
+    totals.needs("dead tokens", "overlapped steps", "hits", "preemptions in flight")
+
+
+def test_a_pool_that_is_always_short() -> None:
+    scenarios = st.builds(
+        Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 2), prefix_caching=st.booleans(),
+        max_requests=st.just(4), budget=st.integers(4, 20), spare_pages=st.integers(0, 2), num_priorities=st.integers(1, 3),
+    )  # fmt: skip
+    totals = run(scenarios, 400)
+    totals.needs("preemptions", "evictions", "hits", "cleared pages")
+    assert totals.counts["preemptions"] > 100
+
+
+def test_results_that_come_after_their_request_is_gone() -> None:
+    scenarios = st.builds(
+        Scenario, SEEDS, GROUPS, depth=st.integers(1, 2), max_drafts=st.integers(0, 3), budget=st.integers(3, 16),
+        spare_pages=st.integers(0, 20), abort_rate=st.just(0.1), preempt_rate=st.just(0.2), is_lazy=st.booleans(),
+    )  # fmt: skip
+    totals = run(scenarios, 300)
+    totals.needs("preemptions in flight", "aborts in flight", "steps of ended requests")
+    assert totals.counts["dropped results"] > 1000
+
+
+@pytest.mark.long
+def test_many_more_of_any_schedule() -> None:
+    totals = run(ANY, 20_000)
+    totals.needs_acceptance(4)
