@@ -1,4 +1,4 @@
-"""Checks and times every Triton kernel on the card, in bf16 at real shapes: `python bench/kernels.py [--seconds 80]`.
+"""Checks and times every Triton kernel on the card, in bf16 at real shapes: `python bench/kernels.py [--only linear]`.
 
 Each kernel is compared with plain torch, then timed in a captured graph over inputs larger than the cache, against
 the time its bytes need at the card's read bandwidth. Prints one JSON line per case and a table. Sweeps the tile
@@ -8,13 +8,10 @@ configurations that the tables in the kernels are filled from. Knows nothing of 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +20,26 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kernel_chain import bench_chains  # noqa: E402
+from kernel_harness import (  # noqa: E402
+    COLD_BYTES,
+    MODELS,
+    Bench,
+    Model,
+    compiled_in_threads,
+    graph_us,
+    make_cache,
+    must_be_close,
+    randn,
+    relative_error,
+    sets,
+)
+
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.kernels.triton.attention import DecodeConfig, decode_attention, decode_config  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402
-
-BANDWIDTH = 4.4e12  # bytes per second, a plain read of device memory
-COLD_BYTES = 256 << 20  # rotate over at least so many bytes: the cache holds about 60 MB
-DTYPE = torch.bfloat16
-Call = Callable[[int], Any]  # runs the kernel on input set i
 
 VECTOR_CONFIGS = [
     ThinConfig(*c)
@@ -41,126 +48,13 @@ VECTOR_CONFIGS = [
 ]  # fmt: skip
 TILE_CONFIGS = [
     ThinConfig(*c)
-    for c in ((8, 512, 4, 4), (16, 256, 4, 4), (16, 512, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4),
+    for c in ((8, 256, 4, 8), (16, 256, 4, 4), (16, 512, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4),
               (64, 256, 8, 3))
 ]  # fmt: skip
 DECODE_CONFIGS = [
     DecodeConfig(*c) for c in ((32, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 3), (32, 64, 2, 5), (128, 64, 8, 4))
 ]
-PREFILL_CONFIGS = [PrefillConfig(*c) for c in ((128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3))]
-
-
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    vocab: int
-    qk_norm: bool
-
-    @property
-    def qkv(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """name -> (outputs, inputs)"""
-        return {
-            "qkv": (self.qkv, self.hidden), "o": (self.hidden, self.heads * self.head_dim),
-            "gate_up": (2 * self.mlp, self.hidden), "down": (self.hidden, self.mlp), "head": (self.vocab, self.hidden),
-        }  # fmt: skip
-
-
-MODELS = {
-    "llama8b": Model(4096, 32, 8, 128, 14336, 128256, False),
-    "qwen06b": Model(1024, 16, 8, 128, 3072, 151936, True),
-}
-
-
-@dataclass
-class Bench:
-    """Collects cases, and keeps to a time budget: sweeps stop when it is spent, checks never do."""
-
-    seconds: float
-    out: Path | None
-    started: float = field(default_factory=time.monotonic)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def has_time(self) -> bool:
-        return time.monotonic() - self.started < self.seconds
-
-    def report(self, kernel: str, case: str, us: float, num_bytes: float, error: float | None = None, **more: Any) -> None:
-        row = {"kernel": kernel, "case": case, "us": round(us, 2), "floor_us": round(num_bytes / BANDWIDTH * 1e6, 2),
-               "tb_per_s": round(num_bytes / us * 1e-6, 3), "error": error, **more}  # fmt: skip
-        self.rows.append(row)
-        line = json.dumps(row)
-        print(line, flush=True)
-        if self.out is not None:
-            with self.out.open("a") as file:
-                file.write(line + "\n")
-
-    def table(self) -> str:
-        lines = [f"{'kernel':18} {'case':34} {'us':>9} {'floor':>8} {'TB/s':>6} {'error':>9}  more"]
-        for row in self.rows:
-            more = {k: v for k, v in row.items() if k not in ("kernel", "case", "us", "floor_us", "tb_per_s", "error")}
-            error = "" if row["error"] is None else f"{row['error']:.1e}"
-            lines.append(f"{row['kernel']:18} {row['case']:34} {row['us']:9.2f} {row['floor_us']:8.2f} "
-                         f"{row['tb_per_s']:6.2f} {error:>9}  {' '.join(f'{k}={v}' for k, v in more.items())}")
-        return "\n".join(lines)
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
-
-
-def sets(num_bytes: float) -> int:
-    return max(2, min(64, math.ceil(COLD_BYTES / max(1, num_bytes))))
-
-
-def graph_us(call: Call, count: int) -> float:
-    """Median microseconds of one call inside a graph of calls over `count` input sets."""
-    for i in range(count):
-        call(i)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        keep = [call(i) for i in range(count)]  # results stay alive: every call writes its own memory
-    graph.replay()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / count)
-    del keep
-    return sorted(times)[len(times) // 2]
-
-
-def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((actual.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-30))
-
-
-def must_be_close(bench: Bench, what: str, error: float, limit: float = 1e-2) -> float:
-    if not error < limit:  # NaN fails too
-        raise AssertionError(f"{what}: relative error {error} is not below {limit}")
-    return float(f"{error:.3g}")
-
-
-def compiled_in_threads(calls: list[Callable[[], Any]]) -> None:
-    """Compiles many variants at once; a variant the compiler refuses shows again, and loudly, when it is timed."""
-
-    def attempt(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001
-            print(f"# compile: {type(error).__name__}: {str(error)[:200]}", flush=True)
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(attempt, calls))
-    torch.cuda.synchronize()
+PREFILL_CONFIGS = [PrefillConfig(*c) for c in ((128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3))]
 
 
 # Linear layers
@@ -185,58 +79,30 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
             print(f"# {model} {name} {config}: {type(problem).__name__}: {str(problem)[:160]}", flush=True)
     library = graph_us(lambda i: F.linear(x, weights[i]), count)
     best = min(results, key=lambda c: results[c])
-    must_be_close(bench, f"thin_linear {model} {name}", error)
+    must_be_close(f"thin_linear {model} {name}", error)
     num_bytes = 2 * (n * k + num_rows * (n + k))
     bench.report("thin_linear", f"{model} {name} {n}x{k} rows={num_rows}", results[best], num_bytes, error,
                  best=[best.block_n, best.block_k, best.num_warps, best.num_stages],
-                 default_us=round(results[default], 2), torch_us=round(library, 2))
+                 default_us=round(results.get(default, math.nan), 2), torch_us=round(library, 2))
 
 
-def linear_compiles() -> list[Callable[[], Any]]:
-    calls = []
-    for model in MODELS.values():
-        for n, k in model.linears().values():
-            weight = randn(n, k)
-            for num_rows, configs in ((1, VECTOR_CONFIGS), (4, TILE_CONFIGS)):
-                default = thin_config(num_rows, n, k, 132)
-                for config in {default, *configs}:
-                    calls.append(lambda r=num_rows, w=weight, c=config: thin_linear(w[:r], w, config=c))
-    return calls
+def linear_compiles(n: int, k: int) -> list[Callable[[], Any]]:
+    x, weight = randn(4, k), randn(n, k)
+    wanted = [(1, c) for c in {thin_config(1, n, k, 132), *VECTOR_CONFIGS}]
+    wanted += [(4, c) for c in {thin_config(4, n, k, 132), *TILE_CONFIGS}]
+    return [lambda r=num_rows, c=config: thin_linear(x[:r], weight, config=c) for num_rows, config in wanted]
 
 
 def bench_linears(bench: Bench) -> None:
-    compiled_in_threads(linear_compiles())
     for model, shape in MODELS.items():
+        if bench.has_time:
+            compiled_in_threads([call for n, k in shape.linears().values() for call in linear_compiles(n, k)])
         for name, (n, k) in shape.linears().items():
             for num_rows in (1, 4, 16):
                 bench_linear(bench, model, name, n, k, num_rows)
 
 
 # Attention
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of several layers in one pool, and one ragged-free batch over them."""
-
-    pool: torch.Tensor  # [pages, layers, 2, page size, kv heads, dim]
-    page_table: torch.Tensor
-    query_starts: torch.Tensor
-    lengths: torch.Tensor
-    live: torch.Tensor
-
-    def args(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return (self.pool[:, layer, 0], self.pool[:, layer, 1], self.page_table, self.query_starts, self.lengths,
-                self.live)
-
-
-def make_cache(requests: int, length: int, queries: int, model: Model, layers: int, page_size: int = 16) -> Cache:
-    columns = math.ceil(length / page_size)
-    pool = randn(requests * columns + 1, layers, 2, page_size, model.kv_heads, model.head_dim)
-    pages = torch.randperm(requests * columns, device="cuda").to(torch.int32) + 1
-    full = torch.full((requests,), 1, device="cuda", dtype=torch.int32)
-    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * queries
-    return Cache(pool, pages.view(requests, columns), starts, full * length, full * queries)
 
 
 def bench_decode(bench: Bench, requests: int, length: int, queries: int) -> None:
@@ -262,7 +128,7 @@ def bench_decode(bench: Bench, requests: int, length: int, queries: int) -> None
             label = f"n{config.block_n}w{config.num_warps}s{config.num_stages}/{num_splits or 'auto'}"
             results[label] = graph_us(lambda i, o=options: decode_attention(q, *cache.args(i), **o), layers)
     best = min(results, key=lambda c: results[c])
-    must_be_close(bench, "decode_attention", error)
+    must_be_close("decode_attention", error)
     ranked = dict(sorted(((k, round(v, 2)) for k, v in results.items()), key=lambda kv: kv[1])[:4])
     bench.report("decode_attention", f"{requests} x {length}, {queries} queries", results[best], num_bytes, error,
                  best=best, default_us=round(next(iter(results.values())), 2), ranked=ranked)
@@ -292,7 +158,7 @@ def bench_prefill(bench: Bench, requests: int, length: int) -> None:
         run = lambda i, t=tiles: kernels.prefill_attention(q, *cache.args(i), t, scale=scale)  # noqa: E731
         error = max(error, relative_error(run(0), wanted))
         results[f"m{config.block_m}n{config.block_n}w{config.num_warps}s{config.num_stages}"] = graph_us(run, 2)
-    must_be_close(bench, "prefill_attention", error)
+    must_be_close("prefill_attention", error)
     best = min(results, key=lambda c: results[c])
     flops = 2 * requests * length * length * model.heads * model.head_dim
     bench.report("prefill_attention", f"{requests} x {length}", results[best], 4 * q.numel(), error, best=best,
@@ -315,11 +181,12 @@ def bench_rows(bench: Bench, model: Model, num_tokens: int) -> None:
     x, residual, weight = randn(num_tokens, model.hidden), randn(num_tokens, model.hidden), randn(model.hidden)
     summed = residual + x
     normed = kernels.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    error = must_be_close(bench, "add_rms_norm", relative_error(normed, reference.rms_norm(summed.float(), weight.float(), 1e-5)))
+    wanted = reference.rms_norm(summed.float(), weight.float(), 1e-5)
+    error = must_be_close("add_rms_norm", relative_error(normed, wanted))
     us = graph_us(lambda i: kernels.add_rms_norm(x, residual, weight, 1e-5), 16)
     bench.report("add_rms_norm", f"{num_tokens} x {model.hidden}", us, 8 * x.numel(), error)
     fused = randn(num_tokens, 2 * model.mlp)
-    error = must_be_close(bench, "silu_mul", relative_error(kernels.silu_mul(fused), reference.silu_mul(fused.float())))
+    error = must_be_close("silu_mul", relative_error(kernels.silu_mul(fused), reference.silu_mul(fused.float())))
     us = graph_us(lambda i: kernels.silu_mul(fused), 16)
     bench.report("silu_mul", f"{num_tokens} x {model.mlp}", us, 3 * fused.numel(), error)
 
@@ -331,15 +198,15 @@ def bench_rope(bench: Bench, model: Model, num_tokens: int) -> None:
     slots = cache.page_table[:, 0].long() * 16 + 3
     norms = (randn(model.head_dim), randn(model.head_dim)) if model.qk_norm else (None, None)
     k_cache, v_cache = cache.args(0)[:2]
-    wide, k_wide, v_wide = qkv.float(), k_cache.float(), v_cache.float()
-    reference.rope_write(wide, positions, *table.chunk(2, -1), slots, k_wide, v_wide,
-                         *(None if w is None else w.float() for w in norms))
+    wide, k_wide, v_wide = qkv.double(), k_cache.double(), v_cache.double()
+    reference.rope_write(wide, positions, *table.double().chunk(2, -1), slots, k_wide, v_wide,
+                         *(None if w is None else w.double() for w in norms))
     q = kernels.rope_cache_write(qkv, positions, table, slots, k_cache, v_cache, *norms)
     error = max(relative_error(q.flatten(1), wide[:, : q[0].numel()]), relative_error(k_cache, k_wide),
                 relative_error(v_cache, v_wide))
     us = graph_us(lambda i: kernels.rope_cache_write(qkv, positions, table, slots, k_cache, v_cache, *norms), 16)
     bench.report("rope_cache_write", f"{num_tokens} tokens, norm={model.qk_norm}", us, 4 * qkv.numel(),
-                 must_be_close(bench, "rope_cache_write", error))
+                 must_be_close("rope_cache_write", error))
 
 
 def bench_sampling(bench: Bench, vocab: int, num_rows: int, temperature: float) -> None:
@@ -380,89 +247,6 @@ def bench_small(bench: Bench) -> None:
     bench_pages(bench)
 
 
-# A chain of layers: what launches, gaps and fused prologues cost together
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Decoder layers made of our kernels alone, with their own weights and cache."""
-
-    model: Model
-    weights: list[dict[str, torch.Tensor]]
-    cache: Cache
-    table: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    gain: torch.Tensor
-    norms: tuple[torch.Tensor | None, torch.Tensor | None]
-    queries: int
-
-    def run(self, x: torch.Tensor, fused: bool, pdl: bool) -> torch.Tensor:
-        for layer, w in enumerate(self.weights):
-            x = self._layer(x.clone() if layer == 0 else x, layer, w, fused, pdl)
-        return x
-
-    def _layer(self, x: torch.Tensor, layer: int, w: dict[str, torch.Tensor], fused: bool, pdl: bool) -> torch.Tensor:
-        model, norm = self.model, {"prologue": "rms_norm", "norm_weight": self.gain, "pdl": pdl}
-        cache = self.cache.args(layer)
-        qkv = thin_linear(x, w["qkv"], **norm) if fused else thin_linear(self._norm(x, pdl), w["qkv"], pdl=pdl)
-        q = kernels.rope_cache_write(qkv, self.positions, self.table, self.slots, *cache[:2], *self.norms, pdl=pdl)
-        a = decode_attention(q, *cache, scale=model.head_dim**-0.5, max_query=self.queries,
-                             max_length=self.cache.page_table.shape[1] * 16, pdl=pdl)
-        x = thin_linear(a.flatten(1), w["o"], residual=x, pdl=pdl)
-        if fused:
-            gate_up = thin_linear(x, w["gate_up"], **norm)
-            return thin_linear(gate_up, w["down"], residual=x, prologue="silu_mul", pdl=pdl)
-        gate_up = thin_linear(self._norm(x, pdl), w["gate_up"], pdl=pdl)
-        return thin_linear(kernels.silu_mul(gate_up, pdl=pdl), w["down"], residual=x, pdl=pdl)
-
-    def _norm(self, x: torch.Tensor, pdl: bool) -> torch.Tensor:
-        return kernels.rms_norm(x, self.gain, 1e-5, pdl=pdl)
-
-
-def make_chain(model: Model, layers: int, num_rows: int, length: int = 256) -> Chain:
-    shapes = {name: shape for name, shape in model.linears().items() if name != "head"}
-    weights = [{name: randn(n, k) * k**-0.5 for name, (n, k) in shapes.items()} for _ in range(layers)]
-    cache = make_cache(1, length, num_rows, model, layers)
-    positions = torch.arange(length - num_rows, length, device="cuda")
-    slots = cache.page_table[0, positions // 16].long() * 16 + positions % 16
-    norms = (randn(model.head_dim), randn(model.head_dim)) if model.qk_norm else (None, None)
-    angles = torch.rand(length, model.head_dim // 2, device="cuda")
-    table = torch.cat((angles.cos(), angles.sin()), -1)
-    return Chain(model, weights, cache, table, positions, slots, randn(model.hidden), norms, num_rows)
-
-
-def bench_chain(bench: Bench, name: str, layers: int, num_rows: int) -> None:
-    model = MODELS[name]
-    chain = make_chain(model, layers, num_rows)
-    x = randn(num_rows, model.hidden)
-    num_bytes = 2 * sum(n * k for part, (n, k) in model.linears().items() if part != "head")
-    outputs = {}
-    for fused in (False, True):
-        for pdl in (False, True):
-            graph = torch.cuda.CUDAGraph()
-            chain.run(x, fused, pdl)
-            with torch.cuda.graph(graph):
-                outputs[fused, pdl] = chain.run(x, fused, pdl)
-            us = replay_us(graph) / layers
-            if pdl and not torch.equal(outputs[fused, True], outputs[fused, False]):
-                raise AssertionError(f"chain {name}: dependent launch changes the result, so a kernel did not wait")
-            error = must_be_close(bench, "chain", relative_error(outputs[fused, pdl], outputs[False, False]), 0.1)
-            bench.report("layer chain", f"{name} rows={num_rows} fused={fused} pdl={pdl}", us, num_bytes, error)
-
-
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="when to stop sweeping configurations")
@@ -473,14 +257,10 @@ def main() -> None:
         sys.exit("bench/kernels.py needs a CUDA device")
     torch.manual_seed(0)
     bench = Bench(options.seconds, options.out)
+    parts = {"chain": bench_chains, "small": bench_small, "attention": bench_attention, "linear": bench_linears}
     for part in options.only.split(","):
         begun = time.monotonic()
-        if part == "chain":
-            for name, layers in (("llama8b", 8), ("qwen06b", 28)):
-                for num_rows in (1, 4, 16):
-                    bench_chain(bench, name, layers, num_rows)
-        else:
-            {"small": bench_small, "attention": bench_attention, "linear": bench_linears}[part](bench)
+        parts[part](bench)
         torch.cuda.empty_cache()
         print(f"# {part}: {time.monotonic() - begun:.1f} s", flush=True)
     print(bench.table())

@@ -1,6 +1,6 @@
 """Outrider: exact speculative decoding for every shape of open-weight model.
 
-Importing the package is cheap; torch is imported on first use of `LLM`.
+Importing the package is cheap; torch is imported on first use of `LLM` or `AsyncLLM`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.engine.async_llm import AsyncLLM
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> object:
         from outrider.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from outrider.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

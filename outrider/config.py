@@ -37,6 +37,7 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "auto"
     attention_backend: str = "auto"
+    enforce_eager: bool = False  # CUDA: no graphs
     logprobs_mode: str = "raw"
     max_logprobs: int = 20
     pad_requests: tuple[int, ...] = ()  # batches are padded up to the next of these sizes

@@ -24,6 +24,8 @@ class LLM:
         self.config = EngineConfig(model=str(model), **settings)
         self.engine = build_engine(self.config)
         self._num_requests = 0
+        self._unfinished: set[str] = set()
+        self._changed: dict[str, RequestOutput] = {}  # what a step gave to a request whose caller has not looked yet
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
@@ -32,8 +34,13 @@ class LLM:
         order = self._add(batch, _per_prompt(sampling_params, len(batch)))
         done: dict[str, RequestOutput] = {}
         try:
+            mine = set(order)
             while len(done) < len(order):
-                done.update({output.request_id: output for output in self.engine.step() if output.finished})
+                self._step()
+                for request_id in mine & self._changed.keys():
+                    output = self._changed.pop(request_id)
+                    if output.finished:
+                        done[request_id] = output
         except BaseException:
             self._abort(order)
             raise
@@ -45,7 +52,9 @@ class LLM:
         finished = False
         try:
             while not finished:
-                for output in self.engine.step():
+                if order[0] not in self._changed:
+                    self._step()
+                if (output := self._changed.pop(order[0], None)) is not None:
                     finished = output.finished
                     yield output
         finally:
@@ -86,6 +95,7 @@ class LLM:
             order.append(str(self._num_requests))
             self._num_requests += 1
             self.engine.add(order[-1], token_ids, own, prompt=text, cache_salt=salt)
+            self._unfinished.add(order[-1])
         return order
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -94,16 +104,29 @@ class LLM:
             salt = prompt.get("cache_salt")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
+            if "prompt" not in prompt:
+                raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {', '.join(prompt) or 'nothing'}")
             return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"]), salt
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt), None
+        if not isinstance(prompt, (list, tuple)):
+            raise ValueError(f"a prompt is a text, token ids or a dict, got {prompt!r}")
         return None, list(prompt), None
+
+    def _step(self) -> None:
+        """One step for everyone: a stream that is not being read goes on too, and its reader finds it here."""
+        for output in self.engine.step():
+            self._changed[output.request_id] = output
+            if output.finished:
+                self._unfinished.discard(output.request_id)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
-        while self.engine.has_work:
-            self.engine.step()
+        while not self._unfinished.isdisjoint(request_ids) or (self.engine.has_work and not self._unfinished):
+            self._step()
+        for request_id in request_ids:
+            self._changed.pop(request_id, None)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -41,10 +41,17 @@ class RequestMetrics:
     num_steps: int = 0  # steps that yielded tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted at place 0, 1, ...
 
     @property
     def mean_run_length(self) -> float:
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+    def observe_drafts(self, num_accepted: int) -> None:
+        """One step's accepted drafts: they are the first ones of the draft."""
+        self.accepted_per_position += [0] * (num_accepted - len(self.accepted_per_position))
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
 
 
 @dataclass

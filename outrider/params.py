@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
@@ -90,6 +91,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Asks for nothing but a draw at its temperature: logits are neither edited, filtered nor reported."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        edits = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        return not (edits or self.has_penalties or self.min_tokens or reports or (filters and not self.is_greedy))
+
     @property
     def max_drafts(self) -> int | None:
         """The request's own ceiling on drafts: None leaves it to the engine."""
@@ -123,12 +132,14 @@ class SamplingParams:
                  "an integer of at least 0, -1 for all, or None")
         if self.speculative is not None and not isinstance(self.speculative, bool):
             need(_is_int(self.speculative) and self.speculative >= 0, "speculative", "a bool or a number of drafts")
-        for bias in (self.logit_bias or {}).values():
-            need(math.isfinite(bias) and -100 <= bias <= 100, "logit_bias", "of values in [-100, 100]")
+        for token, bias in (self.logit_bias or {}).items():
+            need(_is_int(token) and token >= 0, "logit_bias", "keyed by token ids")
+            need(isinstance(bias, (int, float)) and -100 <= bias <= 100, "logit_bias", "of values in [-100, 100]")
         need(all(isinstance(s, str) and s for s in self.stop_strings), "stop", "non-empty strings")
         need(all(_is_int(t) and t >= 0 for t in self.stop_token_ids or ()), "stop_token_ids", "token ids")
         need(all(isinstance(w, str) and w for w in self.bad_words or ()), "bad_words", "non-empty strings")
         need(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "None or not empty")
+        need(all(_is_int(t) and t >= 0 for t in self.allowed_token_ids or ()), "allowed_token_ids", "token ids")
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -46,6 +46,7 @@ class Granted:
 class CacheManager:
     def __init__(self, layout: CacheLayout, num_pages: int, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
+        assert lookahead <= limits.max_drafts, "capacities know of no slots beyond the drafts"
         self.layout = layout
         self.groups: tuple[Group, ...] = layout.groups
         self.capacities: list[Capacity] = [g.kind.capacity(limits) for g in self.groups]
@@ -110,13 +111,13 @@ class CacheManager:
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
         if tokens <= pages.covered:
             return True
-        targets = [pages_for(tokens, g.page_tokens) for g in self.groups]
-        if sum(max(0, t - len(c)) for t, c in zip(targets, pages.columns, strict=True)) > self.pool.num_free:
+        missing = [pages_for(tokens, g.page_tokens) - len(pages.columns[g.index]) for g in self.groups]
+        if sum([count for count in missing if count > 0]) > self.pool.num_free:
             return False
-        for group, target, columns in zip(self.groups, targets, pages.columns, strict=True):
-            if target > len(columns):
-                self._extend(pages, group, target - len(columns))
-        pages.covered = min(len(c) * g.page_tokens for c, g in zip(pages.columns, self.groups, strict=True))
+        for group, count in zip(self.groups, missing, strict=True):
+            if count > 0:
+                self._extend(pages, group, count)
+        pages.covered = min([len(pages.columns[g.index]) * g.page_tokens for g in self.groups])
         return True
 
     def covered(self, request_id: int) -> int:
@@ -141,7 +142,7 @@ class CacheManager:
     def next_event(self, settled: Settled) -> int:
         """The settled length at which a page fills or leaves a window."""
         fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
-        return min(fills, *(group.kind.next_drop(settled.at_least) for group in self.groups))
+        return min(fills, *[group.kind.next_drop(settled.at_least) for group in self.groups])
 
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
@@ -222,9 +223,10 @@ class CacheManager:
         columns = pages.columns[group.index]
         first = pages.first[group.index]
         needed = min(group.kind.first_needed(settled), len(columns))
+        if needed <= first:
+            return
         for column in range(first, needed):
             self.pool.free(columns[column])
             columns[column] = NULL_PAGE
-        if needed > first:
-            self._granted.page_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
-            pages.first[group.index] = needed
+        self._granted.page_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
+        pages.first[group.index] = needed

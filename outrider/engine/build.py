@@ -8,23 +8,29 @@ import torch
 
 from outrider.attention.base import Backend
 from outrider.attention.cached import CachedLayers
+from outrider.attention.native_backend import NativeBackend
 from outrider.attention.torch_backend import TorchBackend
 from outrider.cache.groups import plan_groups
 from outrider.cache.manager import CacheManager
 from outrider.cache.pool import DevicePool
 from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.core import Limits
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.kernels import native, ops
+from outrider.layers.linear import find_linears
 from outrider.models.base import Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
+from outrider.runner.costs import measure_costs
+from outrider.runner.cuda import CudaRunner
 from outrider.runner.memory import fit_max_len, plan_memory
-from outrider.runner.runner import LocalRunner, Padding
+from outrider.runner.runner import LocalRunner, Padding, Runner
 from outrider.runner.state import RowState
 from outrider.runner.step import DeviceStep
-from outrider.sched.drafts import FixedDrafts
+from outrider.sched.drafts import AutoDrafts, FixedDrafts
 from outrider.sched.scheduler import DraftCounts, Scheduler
 from outrider.spec.base import Drafter
 from outrider.spec.registry import DraftBuild, make_drafter
@@ -61,7 +67,8 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     layout = plan_groups(model.cache_layers() + own_layers, config.page_size)
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
+    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears(model))
+    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes, packed_bytes=packed_bytes)
     limits = fit_max_len(config, layout, limits, plan)
     log.info("%s", plan.report())
     pool = DevicePool(layout, plan.num_pages, model.dtype, device)
@@ -72,19 +79,34 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len, drafter=drafter,
                       synthetic=None if rates is None else SyntheticAcceptance(rates),
                       logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
-    runner = LocalRunner(step, Padding(config.pad_requests, config.pad_tokens))
+    padding = Padding(config.pad_requests, config.pad_tokens)
+    runner: Runner
+    if on_cuda:
+        runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
+        runner.warm_up()
+    else:
+        runner = LocalRunner(step, padding)
     cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching,
                          lookahead=0 if drafter is None else drafter.lookahead)
-    scheduler = Scheduler(cache, limits, drafts=_draft_counts(speculative, drafter, max_drafts),
+    scheduler = Scheduler(cache, limits, drafts=_draft_counts(speculative, step, limits, runner),
                           host_drafter=_host_drafter(speculative))
     return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs)
 
 
-def _draft_counts(speculative: SpeculativeConfig | None, drafter: Drafter | None, k: int) -> DraftCounts | None:
-    if speculative is None and drafter is None:
-        return None
-    return FixedDrafts(k if drafter is None else max(k, drafter.max_drafts))
+def _draft_counts(speculative: SpeculativeConfig | None, step: DeviceStep, limits: Limits,
+                  runner: Runner) -> DraftCounts | None:
+    if speculative is None:
+        return None if step.drafter is None else FixedDrafts(step.drafter.max_drafts)
+    k = speculative.num_speculative_tokens
+    if not speculative.auto:
+        return FixedDrafts(k)
+    costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
+    log.info("step costs in ms by tokens: %s; drafter %.2f + %.2f per further draft",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             costs.draft_fixed * 1e3, costs.draft_each * 1e3)
+    has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
+    return AutoDrafts(k, costs, always_propose=not has_layers)
 
 
 def _host_drafter(speculative: SpeculativeConfig | None) -> SuffixDrafter | None:
@@ -112,7 +134,25 @@ def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dt
 
 
 def pick_backend(config: EngineConfig, model: Model) -> Backend:
-    return TorchBackend()
+    """The fastest that serves the model's type on its device, unless one is asked for by name."""
+    name = config.attention_backend
+    can_triton = model.device.type == "cuda" and model.dtype != torch.float64 and ops.triton_kernels() is not None
+    can_native = model.device.type == "cpu" and model.dtype == torch.float32 and native.available()
+    if name == "auto":
+        name = "triton" if can_triton else "cpu" if can_native else "torch"
+    match name:
+        case "triton" if can_triton:
+            from outrider.attention.triton_backend import TritonBackend
+
+            return TritonBackend()
+        case "cpu" if can_native:
+            return NativeBackend()
+        case "torch":
+            return TorchBackend()
+    raise ValueError(
+        f"attention_backend={name!r} does not serve {model.dtype} on {model.device.type}"
+        + (f" ({native.reason()})" if name == "cpu" else "") + ": use attention_backend='auto'"
+    )
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:

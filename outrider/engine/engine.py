@@ -6,6 +6,7 @@ may live in another thread or process.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from itertools import count
 
 from outrider.core import Finish, Limits, StepResult
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
+from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
 from outrider.outputs import RequestOutput
 from outrider.params import SamplingParams
@@ -21,6 +23,8 @@ from outrider.runner.runner import Runner
 from outrider.sample.rows import check_params
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler, Update
+
+log = logging.getLogger("outrider")
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class Engine:
         self.runner = runner
         self.limits = limits
         self.tokenizer = tokenizer
+        self.stats = EngineStats()
+        self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self._eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
@@ -75,6 +81,7 @@ class Engine:
             live.prompt_logprobs = PromptLogprobsOutput(len(prompt_token_ids), self._decode)
             output.prompt_logprobs = live.prompt_logprobs.entries
         self._live[request_id] = live
+        self.stats.add(len(prompt_token_ids), params.n)
 
     def abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -92,6 +99,8 @@ class Engine:
                 "for an answer: shorten the prompt or raise max_model_len"
             )
         for token in prompt_token_ids:
+            if not isinstance(token, int):
+                raise ValueError(f"prompt token ids must be integers, got {token!r}")
             if not 0 <= token < limits.vocab_size:
                 raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -110,12 +119,14 @@ class Engine:
         """Advance by one step; returns the requests that got tokens or ended. Outputs grow in place."""
         batch = self.scheduler.schedule()
         if batch is not None:
+            self.stats.observe_batch(batch)
             self._in_flight.append(self.runner.submit(batch))
         changed: dict[str, None] = {}
         if self._in_flight and (batch is None or len(self._in_flight) >= self.limits.steps_in_flight):
-            result = self._in_flight.popleft().result()
-            for update in self.scheduler.update(result):
+            for update in self._take_result():
                 changed[self._emit(update)] = None
+        if self._stats_log is not None:
+            self._stats_log.tick()
         for request in self.scheduler.take_ended_early():
             changed[self._end(request)] = None
         return [output for request_id in changed if (output := self._collect(request_id)) is not None]
@@ -123,14 +134,28 @@ class Engine:
     def drain(self) -> None:
         """Wait for every step in flight, keeping what they yield."""
         while self._in_flight:
-            for update in self.scheduler.update(self._in_flight.popleft().result()):
+            for update in self._take_result():
                 self._emit(update)
 
     def close(self) -> None:
         self.drain()
+        if self._stats_log is not None:
+            self._stats_log.close()
         self.runner.close()
 
     # Inside
+
+    def _take_result(self) -> list[Update]:
+        """Wait for the oldest step in flight. It leaves the queue only then: an interrupt meanwhile must not lose it."""
+        try:
+            result = self._in_flight[0].result()
+        except Exception as error:  # whatever a step died of, it is the end of its requests and not of the engine
+            log.exception("a step failed")
+            self._in_flight.popleft()
+            self.scheduler.fail_step(f"a step failed: {error!r}")
+            return []
+        self._in_flight.popleft()
+        return self.scheduler.update(result)
 
     def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,
                      salt: str | None) -> Request:
@@ -145,8 +170,11 @@ class Engine:
         request, result = update.request, update.result
         request_id = self._owner[request.id]
         live = self._live[request_id]
+        self.stats.observe(result)
+        if result.num_accepted:
+            live.output.metrics.observe_drafts(result.num_accepted)
         if live.prompt_logprobs is not None and result.prompt_logprobs is not None and request.sample_index == 0:
-            live.prompt_logprobs.take(result.prompt_logprobs)
+            live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
         if result.run and live.output.metrics.first_token_time is None:
             live.output.metrics.first_token_time = time.perf_counter()
         if (result.run or result.finish) and live.samples[request.id].take(result):

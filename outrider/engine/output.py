@@ -81,9 +81,15 @@ class PromptLogprobsOutput:
     def __init__(self, prompt_len: int, decode: Decode) -> None:
         self._prompt_len = prompt_len
         self._decode = decode
+        self._epoch = 0
+        self._position = 1  # of the next row
         self.entries: list[dict[int, Logprob] | None] = [None]
 
-    def take(self, chunk: list[TokenLogprobs]) -> None:
-        # Rows past the prompt's last token speak of outputs; after a preemption the prompt comes by again.
-        room = self._prompt_len - len(self.entries)
-        self.entries += [name_logprobs(entry, self._decode) for entry in chunk[:room]]
+    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> None:
+        """The next rows of a request; of a preempted one they come by again, from the first."""
+        if epoch != self._epoch:
+            self._epoch, self._position = epoch, 1
+        first = max(0, len(self.entries) - self._position)
+        stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
+        self.entries += [name_logprobs(entry, self._decode) for entry in chunk[first:stop]]
+        self._position += len(chunk)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.core import Axis, Limits
@@ -9,3 +11,11 @@ from outrider.core import Axis, Limits
 
 def buffer(limits: Limits, *axes: Axis, dtype: torch.dtype, device: torch.device, fill: float = 0) -> torch.Tensor:
     return torch.full([limits.extent(axis) for axis in axes], fill, dtype=dtype, device=device)
+
+
+def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A list as a device tensor, without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

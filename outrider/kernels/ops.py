@@ -56,3 +56,28 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     operation = module.silu_mul if activation == "silu" else module.gelu_tanh_mul
     result: torch.Tensor = operation(gate_up)
     return result
+
+
+THIN_ROWS = 16  # up to here a product is a matter of reading the weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, in] times weight [out, in] transposed."""
+    if x.is_cuda and x.shape[0] <= THIN_ROWS and x.dtype == torch.bfloat16 and triton_kernels() is not None:
+        result: torch.Tensor = _triton().thin_linear(x, weight, bias)
+        return result
+    return F.linear(x, weight, bias)
+
+
+def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same on a GPU with results in float32."""
+    if x.shape[0] <= THIN_ROWS and x.dtype == torch.bfloat16 and triton_kernels() is not None:
+        result: torch.Tensor = _triton().thin_linear(x, weight, out_dtype=torch.float32)
+        return result
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _triton() -> ModuleType:
+    kernels = triton_kernels()
+    assert kernels is not None
+    return kernels

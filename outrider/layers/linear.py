@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from outrider.kernels import ops
+from outrider.kernels.cpu_linear import make_product
+
 WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
 
 
@@ -55,19 +58,25 @@ class DenseFormat:
     def finalize(self) -> None:
         """Called once when all weights are in place: a format may derive what its product reads from them here."""
 
+    def pack(self, allow_copy: bool) -> int:
+        """Choose the product for the device, perhaps with a second copy of the weights; returns the copy's bytes."""
+        if self.weight.is_cpu:
+            product = make_product(self.weight, self.bias, packed=allow_copy)
+            self.apply = product  # type: ignore[method-assign]
+            return product.extra_bytes
+        return 0
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     def apply_wide(self, x: torch.Tensor) -> torch.Tensor:
         """The product with its sums kept in float32 (float64 stays): logits rounded to 16 bits would tie."""
         if self.weight.dtype in (torch.float32, torch.float64):
             return self.apply(x)
-        out = self._sums_float32(x)
+        out = ops.linear_wide(x, self.weight) if x.is_cuda else self._sums_float32(x)
         return out if self.bias is None else out.add_(self.bias)
 
     def _sums_float32(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         x = x.float()
         return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(WIDE_CHUNK)], dim=-1)
 
@@ -99,6 +108,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.format.apply(x)
 
+    def pack(self, allow_copy: bool) -> int:
+        return self.format.pack(allow_copy)
+
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         return self.format.apply_wide(x)
 
@@ -120,3 +132,23 @@ class FusedLinear(Linear):
             slots |= self.format.slots(f"{prefix}.{name}", first, size)
             first += size
         return slots
+
+
+def find_linears(part: object) -> list[Linear]:
+    """Every linear layer inside a model or a part of one, each once."""
+    found: dict[int, Linear] = {}
+    seen: set[int] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item)
+        elif isinstance(value, Linear):
+            found[id(value)] = value
+        elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__") and id(value) not in seen:
+            seen.add(id(value))
+            for item in vars(value).values():
+                walk(item)
+
+    walk(part)
+    return list(found.values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.core import ScheduledBatch
+from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
 from outrider.runner.inputs import Inputs
 from outrider.runner.state import RowState
@@ -37,7 +38,7 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     for length, count in zip(view.query_lens, counts, strict=True):
         starts += range(start, start + count)
         start += length
-    token_rows = torch.tensor(starts, dtype=torch.int64).to(state.device, non_blocking=True)
+    token_rows = to_device(starts, torch.int64, state.device)
     # Past the end of the known tokens there is no next token; such rows are cut on the host.
     next_position = (view.positions[token_rows] + 1).clamp_max(state.tokens.shape[1] - 1)
     chosen = state.tokens[view.rows[view.request_of[token_rows]], next_position]

@@ -10,7 +10,7 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, Axis, HostDraft, Limits, PageWrite
-from outrider.kernels.buffers import buffer
+from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
 
 
@@ -36,11 +36,9 @@ class RowState:
         if not admissions:
             return
         for admission in admissions:
-            tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
-            self.tokens[admission.row, : len(admission.token_ids)] = tokens.to(self.device, non_blocking=True)
-        fields = torch.tensor(
-            [[a.row, len(a.token_ids), a.computed] for a in admissions], dtype=torch.int64
-        ).to(self.device, non_blocking=True)
+            tokens = to_device(admission.token_ids, torch.int64, self.device)
+            self.tokens[admission.row, : len(admission.token_ids)] = tokens
+        fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
         self.known.index_copy_(0, rows, known)
         self.computed.index_copy_(0, rows, computed)
@@ -57,8 +55,8 @@ class RowState:
                 group[(write.row, write.start + i)] = page
         for table, group in zip(self.page_tables, cells, strict=True):
             if group:
-                flat = torch.tensor([(row, column, page) for (row, column), page in group.items()], dtype=torch.int64)
-                row, column, page = flat.to(self.device, non_blocking=True).unbind(1)
+                flat = [(row, column, page) for (row, column), page in group.items()]
+                row, column, page = to_device(flat, torch.int64, self.device).unbind(1)
                 table.index_put_((row, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft]) -> None:
@@ -67,10 +65,10 @@ class RowState:
             return
         width = self.drafts.shape[1]
         most = max(len(draft.token_ids) for draft in drafts)
-        packed = torch.tensor(
+        packed = to_device(
             [[d.row, d.after, len(d.token_ids), *d.token_ids, *[0] * (most - len(d.token_ids))] for d in drafts],
-            dtype=torch.int64,
-        ).to(self.device, non_blocking=True)
+            torch.int64, self.device,
+        )  # fmt: skip
         rows, after, count, guessed = packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3:]
         since = self.known[rows] - after  # tokens that became known meanwhile
         index = torch.arange(most, device=self.device)

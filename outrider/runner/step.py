@@ -14,8 +14,9 @@ from outrider.attention.base import Backend, BatchView
 from outrider.attention.cached import CachedLayers
 from outrider.cache.pool import DevicePool
 from outrider.core import ScheduledBatch
+from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
-from outrider.runner.inputs import Inputs, PaddedSize, build_inputs
+from outrider.runner.inputs import BatchShape, Inputs, PaddedSize, build_inputs, pack_host
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.state import RowState
 from outrider.sample.accept import Accepted, accept
@@ -25,6 +26,16 @@ from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the host decides about a step beside its shape."""
+
+    needs: StepNeeds
+    extras: StepExtras
+    any_sampled: bool  # also for drafters
+    propose: int
 
 
 @dataclass(frozen=True)
@@ -50,55 +61,64 @@ class DeviceStep:
         self.drafter = drafter
         self.synthetic = synthetic
         self.groups = pool.layout.groups
-        self._max_len = max_len
+        self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self._cached = CachedLayers(model.attention_layers, pool, backend)
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         if scheduled.clear_pages:
-            pages = torch.tensor(scheduled.clear_pages, dtype=torch.int64)
-            self.pool.clear(pages.to(self.state.device, non_blocking=True))
+            self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.state.write_pages(scheduled.page_writes)
         self.state.take_host_drafts(scheduled.host_drafts)
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
 
+    def plan(self, scheduled: ScheduledBatch, shape: BatchShape) -> StepPlan:
+        counts = list(shape.logit_counts)
+        needs = StepNeeds.of(scheduled.params, counts)
+        extras = StepExtras.of(scheduled.params, counts, self.model.vocab_size, self.state.device)
+        any_sampled = any(not params.is_greedy for params in scheduled.params)
+        return StepPlan(needs, extras, any_sampled, scheduled.propose)
+
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
-        inputs = build_inputs(scheduled, self.state, self.groups, self._max_len, padded)
-        hidden = self.forward(inputs.batch.padded)
-        logprobs, accepted = self.finish(scheduled, inputs, hidden)
+        shape, ints = pack_host(scheduled, padded)
+        device_ints = to_device(ints, torch.int64, self.state.device)
+        inputs, hidden, result = self.body(shape, device_ints, self.plan(scheduled, shape))
         prompts = prompt_logprobs(self.model, scheduled, inputs, hidden, self.state)
-        rows = inputs.batch.padded.rows
-        before = self.state.computed[rows]
+        return result if prompts is None else DeviceResult(result.counts, result.run, result.logprobs, prompts)
+
+    def body(self, shape: BatchShape, ints: torch.Tensor, plan: StepPlan) -> tuple[Inputs, Hidden, DeviceResult]:
+        """The part that can be captured: no host data but the shape and the plan."""
+        inputs = build_inputs(shape, ints, self.state, self.groups, self.max_len)
+        hidden = self.forward(inputs.batch.padded)
+        logprobs, accepted = self.finish(inputs, hidden, plan)
         computed = self.commit(inputs, accepted)
         if self.drafter is not None:
-            self.draft(self.drafter, scheduled, inputs, hidden, accepted, before, computed)
+            self.draft(self.drafter, inputs, hidden, accepted, computed, plan)
         counts = torch.stack([
             accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted,
-            self.state.num_drafts[rows],
+            self.state.num_drafts[inputs.batch.padded.rows],
         ], dim=1)  # fmt: skip
-        return DeviceResult(counts, accepted.run, logprobs, prompts)
+        return inputs, hidden, DeviceResult(counts, accepted.run, logprobs, None)
 
     def forward(self, view: BatchView) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
         return self.model.forward(view.token_ids, view.positions, self._cached.on(view), taps)
 
-    def finish(self, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden) -> tuple[LogprobRows | None, Accepted]:
-        state, rows = self.state, inputs.batch.padded.rows
+    def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Accepted]:
+        state, rows, logit_rows = self.state, inputs.batch.padded.rows, inputs.logit_rows
         logits = self.model.logits(hidden.final[inputs.logit_token_rows])
-        counts = inputs.logit_rows.counts
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
-        needs = StepNeeds.of(scheduled.params, counts)
-        extras = StepExtras.of(scheduled.params, counts, logits.shape[1], state.device)
-        sampled = sample(logits, inputs.logit_rows, state.sampling, history, needs, extras, logprobs=self._logprobs_mode)
+        sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
+                         logprobs=self._logprobs_mode)
         tokens = sampled.tokens
         if self.synthetic is not None:
-            seed = state.sampling.seed[inputs.logit_rows.row]
-            tokens = self.synthetic.apply(tokens, inputs.logit_rows, inputs.drafts, seed, logits.shape[1])
-        accepted = accept(tokens, inputs.logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples,
-                          state.known[rows], state.sampling, rows, bad=sampled.bad)
+            seed = state.sampling.seed[logit_rows.row]
+            tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, seed, logits.shape[1])
+        accepted = accept(tokens, logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples, state.known[rows],
+                          state.sampling, rows, bad=sampled.bad)
         return sampled.logprobs, accepted
 
     def commit(self, inputs: Inputs, accepted: Accepted) -> torch.Tensor:
@@ -118,14 +138,13 @@ class DeviceStep:
         state.num_drafts.index_fill_(0, rows, 0)  # consumed, or stale
         return computed
 
-    def draft(self, drafter: Drafter, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, accepted: Accepted,
-              before: torch.Tensor, computed: torch.Tensor) -> None:
+    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, accepted: Accepted, computed: torch.Tensor,
+              plan: StepPlan) -> None:
         state, rows = self.state, inputs.batch.padded.rows
         guesses = (accepted.run_len > 0) & state.alive[rows]
-        any_sampled = any(not params.is_greedy for params in scheduled.params)
-        step = Step(inputs.batch, hidden, accepted, before, computed, guesses, state.tokens, state.known, state.sampling,
-                    any_sampled, scheduled.propose)
-        if scheduled.propose == 0:
+        step = Step(inputs.batch, hidden, accepted, inputs.computed_before, computed, guesses, state.tokens, state.known,
+                    state.sampling, plan.any_sampled, plan.propose)
+        if plan.propose == 0:
             drafter.skip(step)
             return
         drafts = drafter.propose(step)

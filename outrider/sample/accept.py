@@ -66,10 +66,12 @@ def accept(
 
 
 def _by_request(values: torch.Tensor, logit_rows: LogitRows, num_requests: int, width: int) -> torch.Tensor:
-    """[R, K + 1] from [L]: logit row l goes to its request's place draft_index[l]. 0 where there is none."""
-    grid = torch.zeros(num_requests * width, dtype=values.dtype, device=values.device)
+    """[R, K + 1] from [L]: logit row l goes to its request's place draft_index[l]. 0 where there is none.
+
+    Padded logit rows name place K + 1 of the last request: a cell of its own, which is cut off."""
+    grid = torch.zeros(num_requests * width + 1, dtype=values.dtype, device=values.device)
     cell = logit_rows.request * width + logit_rows.draft_index
-    return grid.scatter_(0, cell, values).view(num_requests, width)
+    return grid.scatter_(0, cell, values)[:-1].view(num_requests, width)
 
 
 def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

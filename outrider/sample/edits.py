@@ -64,8 +64,8 @@ def penalise(
 def count_tokens(logit_rows: LogitRows, history: History, start: torch.Tensor, vocab: int) -> torch.Tensor:
     """[L, V] int32: how often each token occurs in each logit row's history from position start [L] on."""
     row = logit_rows.row
-    place = torch.arange(history.bound, device=row.device)
     ids = history.tokens[:, : history.bound].index_select(0, row)
+    place = torch.arange(ids.shape[1], device=row.device)
     valid = (place >= start[:, None]) & (place < history.known[row][:, None])
     if history.drafts.shape[1] > 0:
         step = torch.arange(history.drafts.shape[1], device=row.device)

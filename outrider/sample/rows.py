@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.core import Admission, Axis, Limits
-from outrider.kernels.buffers import buffer
+from outrider.kernels.buffers import buffer, to_device
 from outrider.params import SamplingParams
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -42,14 +42,6 @@ def check_params(params: SamplingParams, eos_ids: Sequence[int], limits: Limits)
                 raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
     if any(not word for word in params.bad_words_token_ids):
         raise ValueError("bad_words: a word has no tokens")
-
-
-def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list as a device tensor, without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class SamplingRows:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.cache.manager import CacheManager
 from outrider.core import (
@@ -62,8 +62,7 @@ class SchedulerStats:
     max_steps_in_flight: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One request's part of a settled step, as everything after the scheduler sees it."""
 
     request: Request
@@ -145,23 +144,26 @@ class Scheduler:
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills: list[Request] = []
         short = False  # pages are missing: admit nobody before those who run have theirs
-        for request in list(self._running):
+        lookahead = self.cache.lookahead
+        for request in list(self._running):  # the hot loop: a thousand requests, every step
             if request.state is not State.RUNNING:
                 continue  # preempted by an earlier one in this loop
-            if request.known > request.bound.at_most:
+            bound = request.bound.at_most
+            if request.known > bound:
                 prefills.append(request)
                 continue
-            known_at_least = len(request.token_ids) + request.in_flight_samples
-            left = request.end_len - known_at_least
+            left = request.end_len - len(request.token_ids) - request.in_flight_samples
             if left <= 0:
                 continue  # the steps in flight end it
             if budget < 1:
                 break
-            num_drafts = min(request.drafts_wanted, left - 1, budget - 1)
-            if self._host_drafter is not None and num_drafts > 0:
+            num_drafts = request.drafts_wanted and min(request.drafts_wanted, left - 1, budget - 1)
+            if num_drafts and self._host_drafter is not None:
                 num_drafts = self._host_draft(self._host_drafter, request, num_drafts)
-            bound = min(request.bound.at_most + 1 + num_drafts, request.end_len)
-            if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+            bound += 1 + num_drafts
+            if bound > request.end_len:
+                bound = request.end_len
+            if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
                 short = True
                 continue
             budget -= 1 + num_drafts
@@ -180,16 +182,25 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
-        for i, part in enumerate(result.requests):
+        for part, known, drafts, sampled in zip(
+            result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
+        ):
             request = requests.get(part.request_id)
             if request is None or request.epoch != part.epoch:
                 self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
                 continue
-            self._settle(request, part, batch.num_known[i] + batch.num_drafts[i], batch.samples[i])
+            self._settle(request, part, known + drafts, sampled)
             updates.append(Update(request, part))
         if self._drafts is not None:
             self._drafts.observe_step(batch, result)
         return updates
+
+    def fail_step(self, error: str) -> None:
+        """The oldest step in flight died. What the device holds of any row is unknown now, so whoever has one ends."""
+        self._in_flight.popitem(last=False)
+        for request in list(self._running):
+            request.error = error
+            self._end(request, Finish.ERROR)
 
     def take_ended_early(self) -> list[Request]:
         """Requests that the host ended since the last call."""
@@ -261,7 +272,8 @@ class Scheduler:
         while not self.cache.reserve(request.id, target):
             if self._in_flight:
                 return False
-            victim = max((r for r in self._running if r.id not in batch.members), key=self._rank)
+            scheduled = {r.id for r in batch.requests}
+            victim = max((r for r in self._running if r.id not in scheduled), key=self._rank)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -279,7 +291,7 @@ class Scheduler:
         self._wait(request)
 
     def _finish_batch(self, batch: _BatchBuilder, propose: int) -> ScheduledBatch | None:
-        if not batch.members:
+        if not batch.requests:
             return None
         granted = self.cache.take_granted()
         scheduled = batch.build(self._admissions, granted.page_writes, granted.clear_pages, self._host_drafts, propose)
@@ -297,7 +309,8 @@ class Scheduler:
         request.num_proposed = part.num_proposed
         request.unsettled -= scheduled
         request.in_flight_samples -= sampled
-        request.bound.at_most = min(settled.at_least + request.unsettled, request.end_len)
+        bound = settled.at_least + request.unsettled
+        request.bound.at_most = bound if bound < request.end_len else request.end_len
         if part.run:
             request.token_ids += part.run
             request.num_steps += 1
@@ -347,13 +360,13 @@ class _BatchBuilder:
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self.members: dict[int, Request] = {}
+        self.requests: list[Request] = []
         self._num_known: list[int] = []
         self._num_drafts: list[int] = []
         self._samples: list[bool] = []
 
     def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
-        self.members[request.id] = request
+        self.requests.append(request)
         self._num_known.append(num_known)
         self._num_drafts.append(num_drafts)
         self._samples.append(samples)
@@ -363,7 +376,7 @@ class _BatchBuilder:
 
     def build(self, admissions: Iterable[Admission], page_writes: list[PageWrite],
               clear_pages: list[int], host_drafts: list[HostDraft], propose: int) -> ScheduledBatch:
-        requests = self.members.values()
+        requests = self.requests
         return ScheduledBatch(
             step=self._step,
             request_ids=[r.id for r in requests],

@@ -21,9 +21,10 @@ import torch
 
 from outrider.attention.base import Attend, AttentionLayer, BatchView
 from outrider.attention.cached import CachedLayers
-from outrider.cache.spec import LayerCache
-from outrider.core import Admission, Axis, Limits
-from outrider.kernels.buffers import buffer
+from outrider.cache.groups import Group
+from outrider.cache.spec import LayerCache, SlidingSpec
+from outrider.core import NULL_PAGE, Admission, Axis, Limits
+from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.philox import gumbel
 from outrider.spec.base import Drafter, Drafts, Step
 
@@ -54,10 +55,9 @@ class DraftNetwork(Protocol):
 
 @dataclass(frozen=True)
 class _PageEnds:
-    """Pages whose last token the step computed: [ends] each."""
+    """Per token row: the page whose last token it is."""
 
-    page: torch.Tensor  # the null page where there is none
-    token_row: torch.Tensor
+    page: torch.Tensor  # the null page where it is not
     first_slot: torch.Tensor
     row: torch.Tensor
 
@@ -67,6 +67,7 @@ class AutoregressiveDrafter(Drafter):
         self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
         self.attention_layers = tuple(network.attention_layers)
         self.lookahead = max_drafts
+        self._least = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
 
     def cache_layers(self) -> list[LayerCache]:
         return self.network.cache_layers()
@@ -81,6 +82,9 @@ class AutoregressiveDrafter(Drafter):
         self._page_valid = torch.zeros(num_pages, dtype=torch.bool, device=device)
         self._tails: torch.Tensor | None = None  # [pages, hidden] of each page's last token
         self._num_pages = num_pages
+        # Tails lie with the pages of one group; a sliding one may not hold a hit's last page.
+        is_full = [group for group in cached.groups if not isinstance(group.spec, SlidingSpec)]
+        self._tail_group = (is_full or cached.groups)[0]
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -89,8 +93,8 @@ class AutoregressiveDrafter(Drafter):
     def skip(self, step: Step) -> None:
         """Cold: what the target computes now is missing here, and pages completed now are not valid for a hit."""
         self._settle_admissions(step, is_cold=True)
-        ends = self._page_ends(step)
-        self._page_valid.index_fill_(0, ends.page, False)
+        for group in self._cached.groups:
+            self._page_valid.index_fill_(0, self._page_ends(step, group).page, False)
 
     def propose(self, step: Step) -> Drafts:
         hidden = self.network.consume(step)
@@ -175,27 +179,24 @@ class AutoregressiveDrafter(Drafter):
 
     # Pages: what a later hit finds
 
-    def _page_ends(self, step: Step) -> _PageEnds:
-        group = self._cached.groups[0]
+    def _page_ends(self, step: Step, group: Group) -> _PageEnds:
         view, size = step.batch.padded, group.page_tokens
-        most = [length // size + 1 for length in view.query_lens]
-        pairs = [(request, i) for request, n in enumerate(most) if view.query_lens[request] for i in range(n)]
-        request, i = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(self._device, non_blocking=True).unbind(1)
-        before = step.computed_before[request]
-        column = before // size + i
-        end = (column + 1) * size - 1  # position of the page's last token
-        happens = end < before + step.num_computed[request]
-        table = view.page_tables[group.index]
-        page = table[request, column.clamp_max(table.shape[1] - 1)].long()
-        token_row = torch.where(happens, view.query_starts[request] + end - before, 0)
-        return _PageEnds(torch.where(happens, page, 0), token_row, column * size, view.rows[request])
+        request = view.request_of
+        offset = torch.arange(view.num_tokens, device=self._device) - view.query_starts[request]
+        position = step.computed_before[request] + offset
+        ends = (offset < step.num_computed[request]) & (position % size == size - 1)
+        column = (position // size).clamp_max(view.page_tables[group.index].shape[1] - 1)
+        page = view.page_tables[group.index][request, column].long()
+        return _PageEnds(torch.where(ends, page, NULL_PAGE), column * size, view.rows[request])
 
     def _remember_pages(self, step: Step, hidden: torch.Tensor | None) -> None:
-        ends = self._page_ends(step)
-        first = ends.first_slot.clamp_min(1) if self.network.hidden_size else ends.first_slot
-        self._page_valid.index_put_((ends.page,), self._valid_from[ends.row] <= first)
-        if hidden is not None and self._tails is not None:
-            self._tails.index_put_((ends.page,), hidden[ends.token_row])
+        """Every group's pages for themselves: a hit may join pages of several requests, evicted one by one."""
+        for group in self._cached.groups:
+            ends = self._page_ends(step, group)
+            first = ends.first_slot.clamp_min(self._least)
+            self._page_valid.index_put_((ends.page,), self._valid_from[ends.row] <= first)
+            if group is self._tail_group and hidden is not None and self._tails is not None:
+                self._tails.index_put_((ends.page,), hidden)
 
     # Admission: the slot before the first one that a step fills
 
@@ -203,36 +204,43 @@ class AutoregressiveDrafter(Drafter):
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        group = self._cached.groups[0]
-        data = torch.tensor([(a.row, a.computed) for a in admitted], dtype=torch.int64)
-        rows, begin = data.to(self._device, non_blocking=True).unbind(1)
+        rows, begin = to_device([(a.row, a.computed) for a in admitted], torch.int64, self._device).unbind(1)
         request_of_row = torch.zeros(self._valid_from.shape[0], dtype=torch.int64, device=self._device)
         view = step.batch.padded
         request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
         requests = request_of_row[rows]
-        # Walk back from the hit's end over pages that are valid for this drafter.
+        valid_from = torch.full_like(begin, self._least)
+        for group in self._cached.groups:
+            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin))
+        tail_page = self._tail_page(view, requests, begin)
+        # A head cannot fill the first slot without the hidden state before it.
+        can_fill = ((begin > 0) & self._page_valid[tail_page]) if self._least else (begin >= 0)
+        valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
+        self._valid_from.index_copy_(0, rows, valid_from)
+        self._filled.index_copy_(0, rows, begin)
+        if not is_cold:
+            self._fill_first_slot(step, requests, rows, begin, can_fill, tail_page)
+
+    def _valid_in_hit(self, view: BatchView, group: Group, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+        """[requests] the slot after the last page of the hit that this drafter did not fill. Pages that have left a
+        window are not missed."""
         table = view.page_tables[group.index][requests].long()
         columns = torch.arange(table.shape[1], device=self._device)
         in_hit = columns < (begin // group.page_tokens)[:, None]
-        broken = in_hit & ~self._page_valid[table]
-        last_broken = torch.where(broken, columns + 1, 0).amax(dim=1)
-        least = 1 if self.network.hidden_size else 0
-        self._valid_from.index_copy_(0, rows, (last_broken * group.page_tokens).clamp_min(least))
-        self._filled.index_copy_(0, rows, begin)
-        if not is_cold:
-            self._fill_first_slot(step, requests, rows, begin, table)
+        broken = in_hit & (table != NULL_PAGE) & ~self._page_valid[table]
+        return torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
+
+    def _tail_page(self, view: BatchView, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+        """[requests] the page with the hidden state of token begin - 1."""
+        group = self._tail_group
+        column = (begin // group.page_tokens - 1).clamp_min(0)
+        return view.page_tables[group.index][requests, column].long()
 
     def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
-                         table: torch.Tensor) -> None:
+                         is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
         """Slot `begin` of rows just admitted. A head has nothing to put into slot 0."""
-        batch, group, count = step.batch.padded, self._cached.groups[0], rows.shape[0]
-        needs_hidden = self.network.hidden_size > 0
-        is_live = (begin > 0) if needs_hidden else torch.ones_like(begin, dtype=torch.bool)
-        hidden = None
-        if needs_hidden:
-            assert self._tails is not None
-            tail_column = (begin // group.page_tokens - 1).clamp_min(0)
-            hidden = self._tails[table.gather(1, tail_column[:, None]).squeeze(1)]
+        batch, count = step.batch.padded, rows.shape[0]
+        hidden = None if self._tails is None else self._tails[tail_page]
         starts = torch.arange(count + 1, device=self._device)
         single = replace(
             batch, num_requests=count, num_tokens=count, query_lens=(1,) * count, rows=rows, query_starts=starts,

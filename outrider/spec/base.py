@@ -14,9 +14,28 @@ from outrider.attention.base import AttentionLayer, ForwardBatch
 from outrider.attention.cached import CachedLayers
 from outrider.cache.spec import LayerCache
 from outrider.core import Admission, Limits
-from outrider.models.base import Hidden
+from outrider.models.base import Hidden, Model
 from outrider.sample.accept import Accepted
 from outrider.sample.rows import SamplingRows
+
+
+@dataclass(frozen=True)
+class DraftBuild:
+    """What making a drafter needs to know of the engine it joins."""
+
+    target: Model
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    load_format: str = "auto"
+    seed: int = 0
+    target_source: str | None = None  # the target's own files, where a module of its checkpoint is to be read
+    num_drafter_layers: int = 0  # attention layers of the drafters made before this one
+
+    @property
+    def first_layer(self) -> int:
+        """Drafters' layers are numbered after the target's and each other's."""
+        return self.target.num_layers + self.num_drafter_layers
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
-
-import torch
 
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
@@ -13,27 +11,24 @@ from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
-from outrider.spec.base import Drafter
+from outrider.spec.base import DraftBuild, Drafter
 from outrider.spec.combined import CombinedDrafter
 from outrider.spec.draft_model import DraftModelNetwork
+from outrider.spec.eagle import eagle_drafter
+from outrider.spec.mtp import mtp_drafter
 from outrider.spec.ngram import NgramDrafter
 
-
-@dataclass(frozen=True)
-class DraftBuild:
-    """What making a drafter needs to know of the engine it joins."""
-
-    target: Model
-    dtype: torch.dtype
-    device: torch.device
-    max_len: int
-    load_format: str = "auto"
-    seed: int = 0
+__all__ = ["DraftBuild", "make_drafter"]
 
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
     """None where all drafting happens on the host."""
-    drafters = [drafter for method in config.methods if (drafter := _make(method, config, build)) is not None]
+    drafters: list[Drafter] = []
+    for method in config.methods:
+        num_layers = sum(len(drafter.attention_layers) for drafter in drafters)
+        drafter = _make(method, config, replace(build, num_drafter_layers=num_layers))
+        if drafter is not None:
+            drafters.append(drafter)
     if not drafters:
         return None
     return drafters[0] if len(drafters) == 1 else CombinedDrafter(drafters)
@@ -47,8 +42,12 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
         case "suffix":
             return None
         case "draft_model":
-            network = DraftModelNetwork(_load_model(config, build), build.target.num_layers, build.target.vocab_size)
+            network = DraftModelNetwork(_load_model(config, build), build.first_layer, build.target.vocab_size)
             return AutoregressiveDrafter(method, network, k)
+        case "eagle" | "eagle3":
+            return eagle_drafter(method, config, build)
+        case "mtp":
+            return mtp_drafter(config, build)
         case _:
             return _custom(method, config, build)
 

@@ -177,13 +177,12 @@ class Rig:
     def run_one_by_one(self, asks: Sequence[Ask], **options: Any) -> list[RequestOutput]:
         return [output for ask in asks for output in self.run([ask], **options)]
 
-    def preempt(self) -> bool:
-        """What the scheduler does when the pool is short, to whoever came last; False if nobody has yielded a token.
-        Steps may be in flight: their results for it are stale."""
-        yielding = [r for r in self.scheduler._running if r.output_token_ids]
-        if yielding:
-            self.scheduler._preempt(yielding[-1])
-        return bool(yielding)
+    def preempt(self) -> None:
+        """What the scheduler does when the pool is short: to everyone, once, when three tokens are out. Steps may be
+        in flight: their results for it are stale."""
+        for request in list(self.scheduler._running):
+            if len(request.output_token_ids) >= 3 and request.num_preemptions == 0:
+                self.scheduler._preempt(request)
 
     def assert_clean(self) -> None:
         """Nobody is live, nothing is in flight, every page and row is accounted for."""

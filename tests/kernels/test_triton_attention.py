@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,26 +99,30 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']}x{s['kv_heads']}x{s['dim']}p{s['page_size']}")
 @pytest.mark.parametrize("split", [{"num_splits": 1}, {"split_size": 32}], ids=["whole", "split"])
-def test_decode_equals_the_reference(device, dtype, shape: dict[str, int], split: dict[str, int]) -> None:
+def test_decode_equals_the_reference(
+    device: torch.device, dtype: torch.dtype, shape: dict[str, int], split: dict[str, int],
+) -> None:
     batch = make_batch(device, dtype, DECODING, **shape)
     assert_close(decode(batch, **split), expected(batch))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, 3.0), (37, None), (None, 2.0)])
 @pytest.mark.parametrize("split", [{"num_splits": 1}, {"split_size": 16}], ids=["whole", "split"])
-def test_decode_with_window_and_softcap(device, dtype, window, softcap, split: dict[str, int]) -> None:
+def test_decode_with_window_and_softcap(
+    device: torch.device, dtype: torch.dtype, window: int | None, softcap: float | None, split: dict[str, int],
+) -> None:
     batch = make_batch(device, dtype, [(70, 3, 2), (9, 1, 1)], heads=2, kv_heads=1, window=window)
     actual = decode(batch, window=window, softcap=softcap, **split)
     assert_close(actual, expected(batch, window, softcap))
 
 
-def test_decode_tiles_many_queries_and_default_config(device, dtype) -> None:
+def test_decode_tiles_many_queries_and_default_config(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(40, 9, 9), (64, 16, 13)], heads=6, kv_heads=1)
     assert_close(decode(batch, num_splits=1), expected(batch))
     assert_close(decode(batch, config=None), expected(batch))
 
 
-def test_any_number_of_splits_agrees(device, dtype) -> None:
+def test_any_number_of_splits_agrees(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(270, 2, 2)], heads=2, kv_heads=1)
     wanted = expected(batch)
     for options in ({"num_splits": 1}, {"num_splits": 2}, {"num_splits": 7}, {"split_size": 32}, {}):
@@ -127,7 +132,9 @@ def test_any_number_of_splits_agrees(device, dtype) -> None:
 
 
 @pytest.mark.parametrize("run", [decode, prefill])
-def test_sinks_only_take_weight_away(device, dtype, run) -> None:
+def test_sinks_only_take_weight_away(
+    device: torch.device, dtype: torch.dtype, run: Callable[..., torch.Tensor],
+) -> None:
     batch = make_batch(device, dtype, [(40, 2, 2), (3, 1, 0)])
     sinks = torch.tensor([-30.0, 0.0, 1.5, 30.0], device=device)
     k = torch.cat([batch.k_cache[p] for p in batch.page_table[0, :3].tolist()])[:40].double()
@@ -145,7 +152,7 @@ def wanted_zero(batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("run", [decode, prefill])
-def test_padding_changes_no_bit(device, dtype, run) -> None:
+def test_padding_changes_no_bit(device: torch.device, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> None:
     requests = [(37, 1, 1), (50, 3, 2)]
     batch = make_batch(device, dtype, requests, heads=2, kv_heads=1)
     padded = make_batch(device, dtype, requests, heads=2, kv_heads=1)
@@ -163,7 +170,9 @@ def test_padding_changes_no_bit(device, dtype, run) -> None:
 
 
 @pytest.mark.parametrize("run", [decode, prefill])
-def test_garbage_and_batch_mates_change_no_bit(device, dtype, run) -> None:
+def test_garbage_and_batch_mates_change_no_bit(
+    device: torch.device, dtype: torch.dtype, run: Callable[..., torch.Tensor],
+) -> None:
     requests = [(50, 3, 2), (37, 1, 1)]
     options = {"split_size": 32} if run is decode else {}
     batch = make_batch(device, dtype, requests, heads=2, kv_heads=1)
@@ -176,7 +185,7 @@ def test_garbage_and_batch_mates_change_no_bit(device, dtype, run) -> None:
     assert torch.equal(poisoned[2], torch.zeros_like(poisoned[2])), "dead tokens get zeros"
 
 
-def test_a_checked_draft_equals_plain_decoding_bit_for_bit(device, dtype) -> None:
+def test_a_checked_draft_equals_plain_decoding_bit_for_bit(device: torch.device, dtype: torch.dtype) -> None:
     # The last query of two live ones against the same token alone; fixed splits make the arithmetic equal.
     both = make_batch(device, dtype, [(90, 2, 2)], heads=2, kv_heads=1)
     last = replace(both, q=both.q[1:], query_starts=both.query_starts.clamp(max=1), live=both.live - 1)
@@ -184,20 +193,22 @@ def test_a_checked_draft_equals_plain_decoding_bit_for_bit(device, dtype) -> Non
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (7, 2.0), (1, None)])
-def test_prefill_equals_the_reference(device, dtype, window, softcap) -> None:
+def test_prefill_equals_the_reference(
+    device: torch.device, dtype: torch.dtype, window: int | None, softcap: float | None,
+) -> None:
     requests = [(60, 11, 11), (14, 14, 11), (0, 0, 0), (33, 6, 0), (19, 1, 1)]
     batch = make_batch(device, dtype, requests, heads=2, kv_heads=1, window=window)
     assert_close(prefill(batch, window=window, softcap=softcap), expected(batch, window, softcap))
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=["group3", "group1"])
-def test_prefill_shapes(device, dtype, shape: dict[str, int]) -> None:
+def test_prefill_shapes(device: torch.device, dtype: torch.dtype, shape: dict[str, int]) -> None:
     batch = make_batch(device, dtype, [(70, 21, 21), (5, 5, 5)], **shape)
     assert_close(prefill(batch), expected(batch))
     assert_close(prefill(batch, config=PrefillConfig(64, 32, 4)), expected(batch))
 
 
-def test_two_calls_share_an_output(device, dtype) -> None:
+def test_two_calls_share_an_output(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(40, 20, 20), (50, 2, 2)])
     out = torch.full((22, 4, 16), NAN, device=device, dtype=dtype)
     head = Batch(batch.q, batch.k_cache, batch.v_cache, batch.page_table[:1], batch.query_starts[:2],
@@ -209,7 +220,7 @@ def test_two_calls_share_an_output(device, dtype) -> None:
     assert_close(out, expected(batch))
 
 
-def test_wrappers_name_what_is_wrong(device, dtype) -> None:
+def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(37, 1, 1), (20, 1, 1)])
     wrong = [
         ("lengths", {"lengths": batch.lengths[:1]}),

@@ -35,7 +35,7 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 @pytest.mark.parametrize("prologue", [None, "rms_norm", "silu_mul", "gelu_tanh_mul"])
-def test_thin_linear(device, dtype, num_rows: int, prologue: str | None) -> None:
+def test_thin_linear(device: torch.device, dtype: torch.dtype, num_rows: int, prologue: str | None) -> None:
     k, n, plus_one = 200, 50, num_rows == 3
     x = draw(device, dtype, num_rows, 2 * k if prologue in ("silu_mul", "gelu_tanh_mul") else k)
     weight, norm_weight = draw(device, dtype, n, k, seed=1), draw(device, dtype, 1, k, seed=2)[0]
@@ -51,7 +51,7 @@ def test_thin_linear(device, dtype, num_rows: int, prologue: str | None) -> None
     assert torch.equal(residual, actual.to(dtype)), "the residual may be updated in place"
 
 
-def test_a_row_does_not_depend_on_the_others(device, dtype) -> None:
+def test_a_row_does_not_depend_on_the_others(device: torch.device, dtype: torch.dtype) -> None:
     x, weight = draw(device, dtype, 5, 128), draw(device, dtype, 40, 128, seed=1)
     whole = thin_linear(x, weight, config=SMALL)
     poisoned = x.clone()
@@ -69,7 +69,7 @@ def test_configs_cover_the_outputs() -> None:
             assert n <= 1024 or -(-n // config.block_n) >= 120, "every multiprocessor has work"
 
 
-def test_wrapper_names_what_is_wrong(device, dtype) -> None:
+def test_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     x, weight = draw(device, dtype, 2, 32), draw(device, dtype, 8, 32)
     for argument, call in (
         ("x", lambda: thin_linear(x[:, :16], weight)),

@@ -34,7 +34,7 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("width", [1, 96, 1000])
 @pytest.mark.parametrize("plus_one", [False, True])
-def test_norms(device, dtype, width: int, plus_one: bool) -> None:
+def test_norms(device: torch.device, dtype: torch.dtype, width: int, plus_one: bool) -> None:
     x, residual, weight = (rows(device, dtype, 3, width, seed=i) for i in range(3))
     weight = weight[0]
     wanted = reference.rms_norm(x.double(), weight.double(), 1e-5, None, plus_one)
@@ -46,14 +46,14 @@ def test_norms(device, dtype, width: int, plus_one: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_gated_activations(device, dtype, name: str) -> None:
+def test_gated_activations(device: torch.device, dtype: torch.dtype, name: str) -> None:
     kernel = {"silu_mul": silu_mul, "gelu_tanh_mul": gelu_tanh_mul}[name]
     x = rows(device, dtype, 3, 2 * 1030) * 4
     x[0, :4] = torch.tensor([-100.0, 100.0, -1e4, 0.0], device=device, dtype=dtype)
     assert_close(kernel(x), getattr(reference, name)(x.double()))
 
 
-def test_a_row_does_not_depend_on_other_rows(device, dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(device: torch.device, dtype: torch.dtype) -> None:
     x = rows(device, dtype, 3, 64)
     poisoned = x.clone()
     poisoned[1] = NAN
@@ -63,7 +63,9 @@ def test_a_row_does_not_depend_on_other_rows(device, dtype) -> None:
         assert torch.equal(run(x)[2:], run(x[2:]))
 
 
-def make_rope(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, page: int):
+def make_rope(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, page: int,
+) -> tuple[torch.Tensor, ...]:
     qkv = rows(device, dtype, 5, (heads + 2 * kv_heads) * dim)
     generator = torch.Generator().manual_seed(3)
     table = torch.randn(40, rot, generator=generator).to(device)
@@ -77,7 +79,10 @@ def make_rope(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: in
     ("heads", "kv_heads", "dim", "rot", "page"), [(9, 3, 16, 16, 16), (4, 1, 80, 32, 64), (2, 2, 24, 6, 16)]
 )
 @pytest.mark.parametrize("norm", [None, False, True], ids=["plain", "norm", "norm plus one"])
-def test_rope_and_cache_write(device, dtype, heads, kv_heads, dim, rot, page, norm: bool | None) -> None:
+def test_rope_and_cache_write(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, page: int,
+    norm: bool | None,
+) -> None:
     qkv, positions, table, slots, pool = make_rope(device, dtype, heads, kv_heads, dim, rot, page)
     weights = [None, None] if norm is None else [rows(device, dtype, 1, dim, seed=i)[0] for i in (5, 6)]
     before = qkv.clone()
@@ -97,7 +102,7 @@ def test_rope_and_cache_write(device, dtype, heads, kv_heads, dim, rot, page, no
     assert_close(pool[written], wide[written])
 
 
-def test_pages_are_cleared_and_copied(device) -> None:
+def test_pages_are_cleared_and_copied(device: torch.device) -> None:
     for page_bytes in (4096 * 3 + 8, 20, 7):
         pool = torch.randint(0, 255, (6, page_bytes + 8), dtype=torch.uint8, device=device)[:, :page_bytes]
         wanted = pool.clone()
@@ -112,7 +117,7 @@ def test_pages_are_cleared_and_copied(device) -> None:
         assert torch.equal(pool, wanted)
 
 
-def test_wrappers_name_what_is_wrong(device, dtype) -> None:
+def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     x = rows(device, dtype, 2, 32)
     with pytest.raises(ValueError, match="silu_mul: x "):
         silu_mul(x[:, :31])

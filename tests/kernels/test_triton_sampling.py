@@ -22,7 +22,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("vocab", "logit_dtype"), [(1, FLOAT32), (5, FLOAT32), (1023, FLOAT32), (2500, FLOAT32), (1023, BFLOAT16)]
 )
-def test_sampling_equals_the_plain_sampler(device, vocab: int, logit_dtype: torch.dtype) -> None:
+def test_sampling_equals_the_plain_sampler(device: torch.device, vocab: int, logit_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = (3 * torch.randn(6, vocab + 3, generator=generator)).to(device, logit_dtype)[:, :vocab]
     temperature = torch.tensor([0.0, 1.0, 0.7, 1e-3, 5.0, 0.0], device=device)
@@ -37,7 +37,7 @@ def test_sampling_equals_the_plain_sampler(device, vocab: int, logit_dtype: torc
     assert tokens.dtype == torch.int64 and torch.equal(tokens, score.argmax(-1))
 
 
-def test_ties_nan_and_infinities(device) -> None:
+def test_ties_nan_and_infinities(device: torch.device) -> None:
     logits = torch.zeros(5, 2100, device=device)
     logits[0, 3] = logits[0, 1500] = 2.0
     logits[1] = float("-inf")
@@ -51,7 +51,7 @@ def test_ties_nan_and_infinities(device) -> None:
     assert sample_logits(logits, hot, zeros, zeros, zeros).tolist()[1:] == [0, 2099, 77, 2099]
 
 
-def test_a_row_depends_on_its_logits_and_key_alone(device) -> None:
+def test_a_row_depends_on_its_logits_and_key_alone(device: torch.device) -> None:
     logits = torch.randn(4, 1500, generator=torch.Generator().manual_seed(0)).to(device)
     temperature = torch.ones(4, device=device)
     seed, sample_index, position = keys(device, 4)
@@ -63,7 +63,7 @@ def test_a_row_depends_on_its_logits_and_key_alone(device) -> None:
     assert len(set(drawn.tolist())) == 4, "seeds give different noise"
 
 
-def test_wrapper_names_what_is_wrong(device) -> None:
+def test_wrapper_names_what_is_wrong(device: torch.device) -> None:
     logits, zeros = torch.zeros(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     for argument, change in (
         ("temperature", {"temperature": zeros}), ("seed", {"seed": zeros.int()}), ("position", {"position": zeros[:1]}),

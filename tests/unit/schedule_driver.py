@@ -30,7 +30,7 @@ class Scenario:
     groups: tuple[tuple[int, int], ...] = ((4, 0),)  # (tokens per page, window or 0)
     depth: int = 1  # results not read yet when the next step is scheduled
     max_drafts: int = 0
-    lookahead: int = 0
+    has_lookahead: bool = False  # the drafter has layers and fills slots past the computed tokens
     prefix_caching: bool = True
     max_requests: int = 3
     budget: int = 8
@@ -41,6 +41,10 @@ class Scenario:
     num_priorities: int = 1
     host_drafts: bool = False
     is_lazy: bool = False  # the device runs a step only when its result is read
+
+    @property
+    def lookahead(self) -> int:
+        return self.max_drafts if self.has_lookahead else 0
 
     @property
     def limits(self) -> Limits:

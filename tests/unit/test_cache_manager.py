@@ -11,7 +11,7 @@ from outrider.cache.manager import CacheManager
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 
-LIMITS = Limits(max_requests=4, max_batched_tokens=8, max_len=32, max_drafts=0, vocab_size=99)
+LIMITS = Limits(max_requests=4, max_batched_tokens=8, max_len=32, max_drafts=3, vocab_size=99)
 TOKENS = list(range(40))
 
 
@@ -151,6 +151,8 @@ def test_reserve_covers_the_lookahead_up_to_the_longest_request() -> None:
     cache.admit(0, 1, TOKENS[:20], cache.new_hashes(()))
     assert cache.reserve(0, Bound(6)) and cache.covered(0) == 12
     assert cache.reserve(0, Bound(32)) and cache.covered(0) == 32
+    with pytest.raises(AssertionError, match="beyond the drafts"):
+        manager((4, 0), lookahead=4)
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

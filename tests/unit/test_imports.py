@@ -35,6 +35,7 @@ TORCH_FREE = ("core", "params", "config", "outputs", "cache", "sched", "server")
 MAY_USE_TORCH = ("outrider.cache.pool",)
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -238,7 +238,7 @@ def _check_against_naive(drawn: list[Case]) -> None:
 
 
 @given(cases(np.float64))
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_every_parameter_agrees_with_the_naive_sampler_in_float64(drawn: list[Case]) -> None:
     _check_against_naive(drawn)
 

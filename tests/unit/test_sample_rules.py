@@ -245,7 +245,8 @@ class TestRows:
 
     def test_admitting_writes_its_rows_and_no_others(self) -> None:
         rows = SamplingRows(LIMITS, torch.device("cpu"))
-        first, second = SamplingParams(temperature=0.5, top_k=-1, stop_token_ids=[1, 2]), replace(GREEDY, top_p=0.5)
+        first = SamplingParams(temperature=0.5, top_k=-1, stop_token_ids=[1, 2])
+        second = replace(GREEDY, top_p=0.5, top_k=7, min_p=0.1)
 
         def admission(row: int, params: SamplingParams) -> Admission:
             return Admission(row=row, token_ids=[1], prompt_len=1, computed=0, max_len=9, eos_ids=(), params=params,
@@ -255,7 +256,8 @@ class TestRows:
         assert rows.temperature.tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0]
         assert rows.seed[[2, 3, 4]].tolist() == [-5, 0, -5] and rows.end_len[4] == 9 and rows.sample_index[4] == 2
         assert rows.stop_ids[4].tolist() == [1, 2, 0, 0, 0] and rows.num_stop_ids[[2, 4]].tolist() == [0, 2]
-        assert rows.top_k[4] == 0 and rows.top_p[2] == 1, "a greedy row has no filters"
+        assert rows.top_k[4] == 0, "-1 and 0 mean all"
+        assert (rows.top_k[2], rows.top_p[2], rows.min_p[2]) == (0, 1, 0), "a greedy row has no filters"
         rows.admit([admission(4, second)])
         assert rows.num_stop_ids[4] == 0 and rows.temperature[4] == 0, "nothing of the last owner stays"
         rows.admit([])

@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one: who goes first, how much, who waits, who is put off, and what a result may change."""
+"""The scheduler's rules one by one: who goes first and how much, who gives way, what a result may change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.unit.schedule_driver import Driver, Scenario, Totals
 PARAMS = SamplingParams(max_tokens=None)
 
 
-def scheduler(num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2, prefix: bool = False) -> Scheduler:
+def scheduler(num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2) -> Scheduler:
     limits = Limits(max_requests, budget, 32, 0, 99, steps_in_flight=steps)
-    return Scheduler(CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=prefix), limits)
+    return Scheduler(CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=False), limits)
 
 
 def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
@@ -259,7 +259,7 @@ def few(count: int = 30, **fields: object) -> Totals:
 
 
 def test_pages_stay_until_no_step_in_flight_can_read_them() -> None:
-    totals = few(groups=((2, 3), (4, 0)), depth=2, max_drafts=3, lookahead=3, budget=20)
+    totals = few(groups=((2, 3), (4, 0)), depth=2, max_drafts=3, has_lookahead=True, budget=20)
     totals.needs_acceptance(3)
     totals.needs("overlapped steps", "evictions")
 

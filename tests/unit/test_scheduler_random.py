@@ -18,7 +18,7 @@ WINDOWS = st.sampled_from([0, 0, 1, 3, 5, 9])
 GROUPS = st.lists(st.tuples(PAGES, WINDOWS), min_size=1, max_size=3).map(tuple)
 
 ANY = st.builds(
-    Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), lookahead=st.sampled_from([0, 3]),
+    Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), has_lookahead=st.booleans(),
     prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
     num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]), abort_rate=st.sampled_from([0, 0.05]),
     preempt_rate=st.sampled_from([0, 0.05]), num_priorities=st.integers(1, 3), host_drafts=st.booleans(),
@@ -42,15 +42,17 @@ def run(scenarios: st.SearchStrategy[Scenario], num_examples: int) -> Totals:
 
 def test_any_schedule() -> None:
     totals = run(ANY, 800)
-    totals.needs("preemptions", "evictions", "hits", "dropped results", "dead tokens", "cleared pages", "chunked prompts",
-                 "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used")  # fmt: skip
+    totals.needs(
+        "preemptions", "evictions", "hits", "dropped results", "dead tokens", "cleared pages", "chunked prompts",
+        "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 4])
 def test_every_number_of_accepted_drafts(max_drafts: int) -> None:
     scenarios = st.builds(
         Scenario, SEEDS, FULL_AND_SLIDING, depth=st.integers(0, 2), max_drafts=st.just(max_drafts),
-        lookahead=st.sampled_from([0, max_drafts]), budget=st.just(24), preempt_rate=st.just(0.02), is_lazy=st.booleans(),
+        has_lookahead=st.booleans(), budget=st.just(24), preempt_rate=st.just(0.02), is_lazy=st.booleans(),
     )  # fmt: skip
     totals = run(scenarios, 125)
     totals.needs_acceptance(max_drafts)
@@ -60,7 +62,8 @@ def test_every_number_of_accepted_drafts(max_drafts: int) -> None:
 def test_a_pool_that_is_always_short() -> None:
     scenarios = st.builds(
         Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 2), prefix_caching=st.booleans(),
-        max_requests=st.just(4), budget=st.integers(4, 20), spare_pages=st.integers(0, 2), num_priorities=st.integers(1, 3),
+        max_requests=st.just(4), budget=st.integers(4, 20), spare_pages=st.integers(0, 2),
+        num_priorities=st.integers(1, 3),
     )  # fmt: skip
     totals = run(scenarios, 400)
     totals.needs("preemptions", "evictions", "hits", "cleared pages")

@@ -166,7 +166,8 @@ def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
     if num_rows == 1:
         # 8 columns for each of 128 threads: inputs then need no exchange between threads.
         return ThinConfig(block_n, 1024, 4, 1)
-    return ThinConfig(block_n, {64: 128, 32: 256, 16: 256, 8: 512}[block_n], 4, 4)
+    # Where the smallest tile leaves one program per multiprocessor, more stages keep enough bytes on their way.
+    return ThinConfig(block_n, 128 if block_n == 64 else 256, 4, 8 if block_n == 8 else 4)
 
 
 def thin_linear(

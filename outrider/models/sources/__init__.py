@@ -8,7 +8,6 @@ from pathlib import Path
 from outrider.models.loader import safetensors_tensors
 from outrider.models.registry import eos_token_ids, read_config
 from outrider.models.sources.base import ModelSource, SourceError
-from outrider.models.sources.gguf import gguf_source
 from outrider.models.sources.smollm2 import smollm2_file
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve"]
@@ -23,10 +22,10 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if path.is_dir():
         return _local_folder(path)
     if path.is_file():
-        return gguf_source(path)
+        return _gguf_source(path)
     name = str(model)
     if name == DEFAULT_MODEL:
-        return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
+        return _gguf_source(smollm2_file(), name=DEFAULT_MODEL)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         raise SourceError(f"there is no file or folder {name}")
     if not HUB_ID.fullmatch(name):
@@ -41,7 +40,7 @@ def _local_folder(path: Path) -> ModelSource:
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return gguf_source(files[0])
+            return _gguf_source(files[0])
         if files:
             raise SourceError(f"{path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
         raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
@@ -58,3 +57,10 @@ def folder_source(path: Path, name: str | None = None) -> ModelSource:
         tensors=lambda: safetensors_tensors(path),
         tokenizer=lambda: path,
     )
+
+
+def _gguf_source(path: Path, name: str | None = None) -> ModelSource:
+    # The gguf library is needed for GGUF files alone.
+    from outrider.models.sources.gguf import gguf_source
+
+    return gguf_source(path, name)

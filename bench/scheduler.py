@@ -1,0 +1,134 @@
+"""What the host pays per step: microseconds of schedule() and update(), by running requests and context length.
+
+Decode steps with two in flight, on a runner that answers without computing; building its answer is not timed. Times
+are CPU time of the thread, which neighbours on the machine disturb less than the wall clock. It never imports torch.
+Bars: 256 requests below 1 ms, linear in requests, flat in context.
+
+    python bench/scheduler.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.manager import CacheManager
+from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.params import SamplingParams
+from outrider.sched.drafts import FixedDrafts
+from outrider.sched.request import Request
+from outrider.sched.scheduler import Scheduler
+
+REQUESTS = (16, 64, 256, 1024)
+CONTEXTS = (1024, 8192, 65536)
+COLUMNS = ("schedule", "update", "step", "median", "/request")
+IN_FLIGHT = 2
+PAGE_TOKENS = 16
+BAR_REQUESTS, BAR_US = 256, 1000.0
+LAYERS = [LayerCache(0, FullSpec(8, 128, 2)), LayerCache(1, SlidingSpec(8, 128, 2, 1024))]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Means over steps, and the median of their sum, in microseconds."""
+
+    requests: int
+    context: int
+    drafts: int
+    schedule_us: float
+    update_us: float
+    median_us: float
+
+    @property
+    def step_us(self) -> float:
+        return self.schedule_us + self.update_us
+
+
+def answer(batch: ScheduledBatch) -> StepResult:
+    """Every request gets a run of one token; its drafts, if any, are all wrong."""
+    return StepResult(batch.step, [
+        RequestResult(request_id, epoch, [7], 1, drafts, 0, drafts)
+        for request_id, epoch, drafts in zip(batch.request_ids, batch.epochs, batch.num_drafts, strict=True)
+    ])  # fmt: skip
+
+
+def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int, drafts: int) -> Scheduler:
+    """A scheduler whose requests have all computed their prompts. They share one, so that the pool stays small, and
+    differ in length, so that page boundaries are spread over the steps."""
+    room = num_steps * (1 + drafts) + 2 * PAGE_TOKENS
+    limits = Limits(num_requests, num_requests * (1 + drafts) + context, context + room, drafts, 1000,
+                    steps_in_flight=IN_FLIGHT)
+    per_request = 2 * (room // PAGE_TOKENS + 2)
+    num_pages = 2 * context // PAGE_TOKENS + num_requests * per_request + 2
+    counts = FixedDrafts(drafts) if drafts else None
+    scheduler = Scheduler(CacheManager(layout, num_pages, limits), limits, drafts=counts)
+    prompt = [i % 1000 for i in range(context)]
+    params = SamplingParams(max_tokens=None)
+    for index in range(num_requests):
+        length = context - index % PAGE_TOKENS
+        scheduler.add(Request(index, prompt[:length], params, end_len=context + room, seed=0))
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.update(StepResult(batch.step, [
+            RequestResult(r, e, [7], n, d, 0)
+            for r, e, n, d in zip(batch.request_ids, batch.epochs, batch.num_known, batch.num_drafts, strict=True)
+        ]))  # fmt: skip
+    assert scheduler.num_running == num_requests
+    return scheduler
+
+
+def measure(num_requests: int, context: int, num_steps: int, drafts: int) -> Timing:
+    layout = plan_groups(LAYERS, PAGE_TOKENS)
+    scheduler = running(layout, num_requests, context, num_steps + num_requests, drafts)
+    answers: deque[StepResult] = deque()
+    schedule_s: list[float] = []
+    update_s: list[float] = []
+    for _ in range(num_steps):
+        start = time.thread_time()
+        batch = scheduler.schedule()
+        schedule_s.append(time.thread_time() - start)
+        assert batch is not None and batch.num_requests == num_requests, "not every request is in the step"
+        answers.append(answer(batch))
+        if len(answers) == IN_FLIGHT:
+            result = answers.popleft()
+            start = time.thread_time()
+            scheduler.update(result)
+            update_s.append(time.thread_time() - start)
+    assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
+    both = [a + b for a, b in zip(schedule_s[1:], update_s, strict=True)]
+    schedule_us, update_us = (statistics.fmean(seconds) * 1e6 for seconds in (schedule_s, update_s))
+    return Timing(num_requests, context, drafts, schedule_us, update_us, statistics.median(both) * 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--drafts", type=int, default=0, help="drafts per request and step")
+    parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    args = parser.parse_args()
+    timings: list[Timing] = []
+    print("".join(f"{name:>10}" for name in ("requests", "context", *COLUMNS)) + "   (us)")
+    for num_requests in args.requests:
+        for context in args.contexts:
+            t = measure(num_requests, context, args.steps, args.drafts)
+            timings.append(t)
+            figures = (t.schedule_us, t.update_us, t.step_us, t.median_us, t.step_us / num_requests)
+            print(f"{num_requests:10}{context:10}" + "".join(f"{figure:10.1f}" for figure in figures), flush=True)
+    at_bar = [t.step_us for t in timings if t.requests == BAR_REQUESTS]
+    print(json.dumps({
+        "bench": "scheduler", "steps": args.steps, "drafts": args.drafts, "in_flight": IN_FLIGHT,
+        "us_per_step": {f"{t.requests}x{t.context}": round(t.step_us, 1) for t in timings},
+        "worst_us_at_256": round(max(at_bar), 1) if at_bar else None,
+        "passed": max(at_bar) < BAR_US if at_bar else None,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The `triton` backend: paged attention on CUDA, with norms, rope and cache write as one kernel before it.
+
+Requests with few tokens go to the decode kernel, which splits over keys; longer ones to the prefill kernel, in tiles
+that never span requests. Grids come from host bounds; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows
+from outrider.cache.groups import Group
+from outrider.kernels import reference
+from outrider.kernels.triton import QueryTiles, decode_attention, prefill_attention, query_tiles, rope_cache_write
+
+SHORT_QUERY = 16  # tokens of a request that the decode kernel takes
+
+
+@dataclass
+class Plan:
+    view: BatchView
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    query_starts: torch.Tensor  # these three as int32
+    lengths: torch.Tensor
+    live: torch.Tensor
+    key_starts: torch.Tensor | None
+    short_live: torch.Tensor | None  # live tokens of the requests for the decode kernel; None: all of them
+    short_query: int  # most tokens of such a request; 0 where there is none
+    long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
+    tiles: QueryTiles | None = None
+
+
+class TritonBackend:
+    name = "triton"
+
+    def plan(self, view: BatchView, group: Group) -> Plan:
+        check_rows(view, group)
+        live = view.live.int()
+        short = [n for n in view.query_lens if 0 < n <= SHORT_QUERY]
+        long_lens, short_live = None, None
+        if view.max_query > SHORT_QUERY:
+            long_lens = [n if n > SHORT_QUERY else 0 for n in view.query_lens]
+            if short:
+                is_short = torch.tensor([n <= SHORT_QUERY for n in view.query_lens], dtype=torch.int32)
+                short_live = live * is_short.pin_memory().to(live.device, non_blocking=True)
+        key_starts = None if view.key_starts is None else view.key_starts.int()
+        return Plan(view, view.page_table(group), view.slots(group), view.query_starts.int(), view.lengths.int(), live,
+                    key_starts, short_live, max(short, default=0), long_lens)
+
+    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+            v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+        if k is not None and v is not None:
+            _check_writes(layer)
+            reference.write_slots(cache.k, k, plan.slots)
+            reference.write_slots(cache.v, v, plan.slots)
+        return self._attend(layer, cache, q, plan)
+
+    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
+                  norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
+        _check_writes(layer)
+        q_norm, k_norm, eps = (None, None, 1e-6) if norms is None else norms
+        q = rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps)
+        return self._attend(layer, cache, q, plan)
+
+    def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out}
+        if plan.key_starts is not None:
+            options["key_starts"] = plan.key_starts
+        tensors = (q, cache.k, cache.v, plan.page_table, plan.query_starts, plan.lengths)
+        if plan.short_query:
+            live = plan.live if plan.short_live is None else plan.short_live
+            longest = plan.view.max_length.tokens
+            decode_attention(*tensors, live, max_query=plan.short_query, max_length=longest, **options)
+        if plan.long_lens is not None:
+            if plan.tiles is None:
+                plan.tiles = query_tiles(plan.long_lens, layer.num_heads, layer.num_kv_heads, layer.head_dim, q.device)
+            prefill_attention(*tensors, plan.live, plan.tiles, fill_padding=not plan.short_query, **options)
+        return out.view(-1, layer.num_heads * layer.head_dim)
+
+
+def _check_writes(layer: AttentionLayer) -> None:
+    if not layer.writes:
+        raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")

@@ -1,0 +1,195 @@
+"""The command line: parse, dispatch, and turn what goes wrong into one line and a status.
+
+0: done; 1: it failed; 2: bad input; 130: Ctrl-C. OUTRIDER_DEBUG=1 shows tracebacks. Imports no torch: a command's own
+file is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from outrider import __version__
+from outrider.commands.parser import Parser, UsageError, add_engine_flags, add_model, add_sampling_flags
+
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+EXAMPLES = """examples:
+  outrider demo
+  outrider generate --prompt "The sea is" --max-tokens 40
+  outrider chat smollm2
+  outrider verify smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+  outrider bench throughput smollm2 --shapes 1x128x64,8x128x64
+  outrider COMMAND --help
+"""
+GENERATE_EXAMPLES = """examples:
+  outrider generate --prompt "The sea is" --temperature 0.8 --seed 7
+  outrider generate --chat --prompt "What is a tide?"
+  outrider generate path/to/folder --prompts-file prompts.txt --json > answers.jsonl
+  echo "Once upon a time" | outrider generate model.gguf --max-tokens 100
+  outrider generate --chat --prompt "Say it again: one two three four" \\
+      --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+"""
+CHAT_EXAMPLES = """examples:
+  outrider chat
+  outrider chat path/to/folder --system "Answer in one sentence." --stats
+
+in a chat: /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer.
+"""
+BENCH_EXAMPLES = """examples:
+  outrider bench throughput smollm2 --shapes 1x128x256,8x128x256
+  outrider bench throughput path/to/folder --load-format dummy --shapes nano
+  outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
+  outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
+
+The last line of the output is JSON.
+"""
+VERIFY_EXAMPLES = """examples:
+  outrider verify smollm2
+  outrider verify smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+  outrider verify path/to/folder --quick --dtype bfloat16
+
+Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault.
+"""
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="outrider", description="Run open-weight language models, with exact speculative decoding.",
+                    epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_bench(commands)
+    _add_verify(commands)
+    env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
+               "examples:\n  outrider env\n  outrider env smollm2\n")
+    add_model(env, default=None)
+    add_engine_flags(env)
+    demo = _add(commands, "demo", "a small model answers four prompts at once, then with drafts",
+                "example:\n  outrider demo\n", usage="[flags]")
+    demo.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest answer (default: 64)")
+    return parser
+
+
+def _add(commands: argparse._SubParsersAction[Parser], name: str, help_text: str, epilog: str,
+         module: str | None = None, usage: str = "[MODEL] [flags]") -> Parser:
+    parser = commands.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".",
+                                 epilog=epilog)
+    parser.usage = f"{parser.prog} {usage}"
+    parser.set_defaults(module=module or name, parser=parser)
+    parser.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "generate", "continue prompts", GENERATE_EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeat for several; default: standard input")
+    parser.add_argument("--prompts-file", metavar="FILE",
+                        help="one prompt a line, or .json (a list), or .jsonl (objects with a prompt)")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second")
+    add_sampling_flags(parser, temperature=0.0, max_tokens=256)
+    add_engine_flags(parser)
+
+
+def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits after each answer")
+    add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
+    add_engine_flags(parser)
+
+
+def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
+    bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
+                 usage="throughput|latency|spec [MODEL] [flags]")
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True)
+    for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
+                            ("latency", "time to the first token and between tokens")):
+        parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="bench")
+        add_model(parser)
+        parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
+                            metavar="BxIxO", help="batch x prompt tokens x answer tokens, several by commas; or nano "
+                                                  "(256 requests, 100 to 1024 in and out) (default: %(default)s)")
+        parser.add_argument("--rounds", type=int, default=2 if name == "throughput" else 3, metavar="N",
+                            help="repeat each shape; throughput takes the best (default: %(default)s)")
+        add_engine_flags(parser)
+    spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
+    add_model(spec)
+    spec.add_argument("--batch-sizes", default="1,4,16", metavar="N,N", help="requests at once (default: %(default)s)")
+    spec.add_argument("--prompts", action="append", metavar="FILE",
+                      help="prompt sets, repeat for several (default: bench/prompts/*.json)")
+    spec.add_argument("--max-tokens", type=int, default=64, metavar="N", help="answer tokens (default: %(default)s)")
+    spec.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved runs; the median counts "
+                                                                         "(default: %(default)s)")
+    spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
+    add_engine_flags(spec)
+
+
+def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "verify", "check that nothing but the request decides the tokens", VERIFY_EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="answer tokens (default: 32, quick: 16)")
+    parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
+    add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
+                                   "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
+                                   "max_logprobs"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
+    try:
+        args = build_parser().parse(sys.argv[1:] if argv is None else argv)
+        if args.command is None:
+            build_parser().print_help()
+            return BAD_INPUT
+        _set_up_logging(args.verbose)
+        return int(import_module(f"outrider.commands.{args.module}").run(args))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python would complain again when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if debug and not isinstance(error, UsageError):
+            raise
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
+        print(f"outrider: error: {text}", file=sys.stderr)
+        return BAD_INPUT
+    print(f"outrider: error: {type(error).__name__}: {text} (OUTRIDER_DEBUG=1 shows where)", file=sys.stderr)
+    return FAILED
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"outrider: {record.levelname.lower()}: {record.getMessage()}"
+
+
+def _set_up_logging(verbose: bool) -> None:
+    logger = logging.getLogger("outrider")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter())
+    logger.handlers = [handler]  # not another one for every call in one process
+    logger.propagate = False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

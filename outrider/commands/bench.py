@@ -1,0 +1,196 @@
+"""`outrider bench throughput` and `latency`: random prompts of given shapes, greedy, no prefix hits. Last line: JSON.
+
+The prompts depend on the seed and the list of shapes alone, and are those other engines are measured with: one stream of
+numbers, 64 for a warm-up, then those of every shape in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.commands.drive import Ask, Ran, abort_all, first_error, interruptible, run as run_asks
+from outrider.commands.loading import bar, load
+from outrider.commands.parser import UsageError, engine_config
+from outrider.engine.engine import Engine
+from outrider.params import SamplingParams
+
+LOWEST_ID, HIGHEST_ID = 100, 30000
+WARM_UP = (64, 16)  # tokens in and out
+NANO = "nano"  # many requests of mixed lengths
+NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    batch: int
+    prompt_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        if text == NANO:
+            return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
+        parts = text.split("x")
+        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
+        return cls(text, *map(int, parts))
+
+
+@dataclass(frozen=True)
+class Workload:
+    shape: Shape
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    def asks(self) -> list[Ask]:
+        return [Ask(prompt, _params(length)) for prompt, length in zip(self.prompts, self.output_lens, strict=True)]
+
+
+def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
+    """The warm-up, and one for every shape."""
+    source = random.Random(seed)
+    highest = min(HIGHEST_ID, vocab_size - 1)
+    lowest = min(LOWEST_ID, highest)
+
+    def prompt(length: int) -> list[int]:
+        return [source.randint(lowest, highest) for _ in range(length)]
+
+    warm_up = Workload(Shape("warm-up", 1, *WARM_UP), [prompt(WARM_UP[0])], [WARM_UP[1]])
+    made = []
+    for shape in shapes:
+        if shape.name == NANO:
+            source.seed(seed)
+            prompts = [prompt(source.randint(*NANO_LENGTHS)) for _ in range(shape.batch)]
+            lengths = [source.randint(*NANO_LENGTHS) for _ in range(shape.batch)]
+        else:
+            prompts = [prompt(shape.prompt_len) for _ in range(shape.batch)]
+            lengths = [shape.output_len] * shape.batch
+        made.append(Workload(shape, prompts, lengths))
+    return warm_up, made
+
+
+def run(args: argparse.Namespace) -> int:
+    shapes = [Shape.parse(text) for text in args.shapes.split(",") if text]
+    if not shapes or args.rounds < 1:
+        raise UsageError("give at least one shape and one round")
+    most = max(shape.batch for shape in shapes)
+    config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
+    start = time.perf_counter()
+    loaded = load(config, needs_text=False)
+    engine = loaded.engine(config)
+    start_seconds = time.perf_counter() - start
+    try:
+        warm_up, work = workloads(shapes, config.seed, engine.limits.vocab_size)
+        for one in work:
+            _check_fits(engine, one)
+        run_asks(engine, warm_up.asks())
+        measure = _throughput if args.kind == "throughput" else _latency
+        rows = []
+        for one in work:
+            rows.append(measure(engine, one, args.rounds))
+            print(_line(rows[-1]), flush=True)
+    finally:
+        engine.close()
+    print(json.dumps({"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
+                      "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
+                      "speculative_config": config.speculative_config, "start_s": round(start_seconds, 2),
+                      "results": rows}))
+    return 0
+
+
+def _check_fits(engine: Engine, work: Workload) -> None:
+    longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
+    if longest > engine.limits.max_len:
+        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is "
+                         f"{engine.limits.max_len}")
+
+
+def _throughput(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
+    """The best of the rounds; a round is everything from the first request to the last token."""
+    before = engine.stats.copy()
+    best: Ran | None = None
+    for i in range(rounds):
+        ran = run_asks(engine, work.asks(), label=f"{work.shape.name} round {i + 1}")
+        _check(ran)
+        best = ran if best is None or ran.seconds < best.seconds else best
+    assert best is not None
+    row: dict[str, Any] = {"case": work.shape.name, "s": round(best.seconds, 3),
+                           "out_tok_s": round(best.tokens_per_second, 1)}
+    stats = engine.stats.since(before)
+    if engine.limits.max_drafts:
+        row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
+                "accepted": stats.num_accepted_tokens,
+                "acceptance_per_position": [round(rate, 3) for rate in stats.acceptance_per_position]}
+    return row
+
+
+def _latency(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
+    """Time to the first token, time between runs (a run may be several tokens), and time per token after the first."""
+    first: list[float] = []
+    between: list[float] = []
+    per_token: list[float] = []
+    for i in range(rounds):
+        for times in _timed(engine, work, f"{work.shape.name} round {i + 1}"):
+            arrival, runs = times[0], times[1:]
+            first.append(runs[0][0] - arrival[0])
+            between += [later[0] - earlier[0] for earlier, later in zip(runs, runs[1:], strict=False)]
+            if runs[-1][1] > runs[0][1]:
+                per_token.append((runs[-1][0] - runs[0][0]) / (runs[-1][1] - runs[0][1]))
+    row: dict[str, Any] = {"case": work.shape.name}
+    for name, values in (("ttft_ms", first), ("between_runs_ms", between), ("per_token_ms", per_token)):
+        row |= {f"{name}_p50": _percentile(values, 50), f"{name}_p99": _percentile(values, 99)}
+    return row
+
+
+def _timed(engine: Engine, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
+    """Per request: (time, tokens so far) at arrival and after every run."""
+    times: dict[str, list[tuple[float, int]]] = {}
+    asks = work.asks()
+    for index, ask in enumerate(asks):
+        times[str(index)] = [(time.perf_counter(), 0)]
+        engine.add(str(index), ask.token_ids, ask.params)
+    left = len(asks)
+    with interruptible() as interrupt, bar(total=left, desc=label, unit="req") as progress:
+        try:
+            while left:
+                interrupt.check()
+                outputs = engine.step()
+                now = time.perf_counter()
+                for output in outputs:
+                    times[output.request_id].append((now, len(output.outputs[0].token_ids)))
+                    left -= output.finished
+                    progress.update(output.finished)
+        except BaseException:
+            abort_all(engine, len(asks))
+            raise
+    yield from times.values()
+
+
+def _params(length: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+
+
+def _check(ran: Ran) -> None:
+    if error := first_error(ran.outputs):
+        raise RuntimeError(f"a request failed: {error}")
+
+
+def _percentile(seconds: Sequence[float], percent: int) -> float | None:
+    """In ms."""
+    if not seconds:
+        return None
+    if len(seconds) == 1:
+        return round(seconds[0] * 1e3, 3)
+    return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 3)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in row.items())

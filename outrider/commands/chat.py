@@ -1,0 +1,117 @@
+"""`outrider chat`: a conversation on the terminal. Every turn sends the whole conversation; prefix hits make it cheap."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from outrider.commands.drive import abort_all, interruptible
+from outrider.commands.loading import load
+from outrider.commands.parser import engine_config, sampling_params
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+class Conversation:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, params: SamplingParams, system: str | None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._params = params
+        self._system = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, str]] = list(self._system)
+
+    def reset(self) -> None:
+        self.messages = list(self._system)
+
+    def answer(self, text: str, show: Callable[[str], None]) -> RequestOutput:
+        """Adds a turn. What was said before an interrupt is kept; a refused question leaves no trace."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        self._engine.add("0", self._tokenizer.encode_chat(asked), self._params, prompt=text)
+        output: RequestOutput | None = None
+        shown = 0
+        with interruptible() as interrupt:
+            while not interrupt.is_set and not (output is not None and output.finished):
+                for output in self._engine.step():
+                    said = output.outputs[0].text
+                    show(said[shown:])
+                    shown = len(said)
+            if interrupt.is_set:
+                abort_all(self._engine, 1)
+        if output is None:  # interrupted before the first token
+            output = RequestOutput("0", text, [], [])
+        said = output.outputs[0].text if output.outputs else ""
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        return output
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    if params.n != 1:
+        raise ValueError("a chat has one answer at a time: leave --n out")
+    config = engine_config(args)
+    loaded = load(config)
+    tokenizer = loaded.need_tokenizer()
+    tokenizer.encode_chat([{"role": "user", "content": "?"}])  # a model without a template is refused now
+    engine = loaded.engine(config)
+    try:
+        return _talk(Conversation(engine, tokenizer, params, args.system), args)
+    finally:
+        engine.close()
+
+
+def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        print(f"{args.model}: {HELP}")
+    while True:
+        try:
+            text = input("> " if on_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if on_terminal:
+                print()
+            return 0
+        match text:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return 0
+            case "/reset":
+                conversation.reset()
+                print("(forgotten)")
+            case "/help" | "/?":
+                print(HELP)
+            case _:
+                _turn(conversation, text, args)
+
+
+def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    try:
+        output = conversation.answer(text, _show)
+    except ValueError as error:  # too long a conversation, mostly
+        print(f"outrider: error: {error}\n(/reset starts over)", file=sys.stderr)
+        return
+    print()
+    if args.stats:
+        print(_stats(output, time.perf_counter() - start), file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _stats(output: RequestOutput, seconds: float) -> str:
+    tokens = sum(len(sample.token_ids) for sample in output.outputs)
+    metrics = output.metrics
+    line = (f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s; prompt {len(output.prompt_token_ids)} tokens, "
+            f"{metrics.num_cached_tokens} of them hits")
+    if metrics.num_draft_tokens:
+        line += f"; mean run {metrics.mean_run_length:.2f}"
+    return line + "]"

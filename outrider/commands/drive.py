@@ -1,0 +1,127 @@
+"""Requests through an engine, step by step, for commands: streaming, a progress bar, and Ctrl-C between steps.
+
+An engine must not be left in the middle of a step, so the first Ctrl-C waits for the step's end; a second does not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from outrider.commands.loading import bar
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Ask:
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None
+
+
+@dataclass
+class Ran:
+    outputs: list[RequestOutput]  # in the order of the asks
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for output in self.outputs for sample in output.outputs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return sum(output.metrics.num_steps for output in self.outputs)
+
+    @property
+    def mean_run_length(self) -> float:
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+
+
+class Interrupt:
+    """Set by the first Ctrl-C."""
+
+    is_set = False
+
+    def check(self) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Within, the first Ctrl-C only sets the Interrupt."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if interrupt.is_set:
+            raise KeyboardInterrupt
+        interrupt.is_set = True
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run(engine: Engine, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
+        label: str | None = None) -> Ran:
+    """All asks at once, to their ends. `label`: show a bar of finished requests. Raises before any is started."""
+    for ask in asks:
+        engine.checked(ask.token_ids, ask.params)
+    start = time.perf_counter()
+    for index, ask in enumerate(asks):
+        engine.add(str(index), ask.token_ids, ask.params, prompt=ask.text)
+    done: dict[str, RequestOutput] = {}
+    with interruptible() as interrupt, bar(total=len(asks), desc=label or "", unit="req") as progress:
+        if label is None:
+            progress.disable = True
+        try:
+            while len(done) < len(asks):
+                interrupt.check()
+                for output in engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        progress.update()
+                    if on_output is not None:
+                        on_output(output)
+        except BaseException:
+            abort_all(engine, len(asks))
+            raise
+    return Ran([done[str(index)] for index in range(len(asks))], time.perf_counter() - start)
+
+
+def abort_all(engine: Engine, count: int) -> None:
+    for index in range(count):
+        engine.abort(str(index))
+    while engine.has_work:
+        engine.step()
+
+
+def first_error(outputs: Sequence[RequestOutput]) -> str | None:
+    return next((sample.error for output in outputs for sample in output.outputs if sample.error is not None), None)
+
+
+def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As a chat where the model has a template, as plain text otherwise."""
+    return chat_ids(tokenizer, text) if tokenizer.chat_templates else tokenizer.encode(text)

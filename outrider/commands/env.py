@@ -1,0 +1,104 @@
+"""`outrider env`: versions, machine, devices and, with a model, the memory plan: the text for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from outrider import __version__
+
+PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
+            "transformers", "matplotlib")
+VARIABLES = ("OUTRIDER_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
+             "TRITON_INTERPRET", "PYTORCH_")
+GIB = 1 << 30
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, value in [*_software(), *_machine(), *_devices()]:
+        print(f"{name + ':':18} {value}")
+    if args.model is not None:
+        for name, value in _plan(args):
+            print(f"{name + ':':18} {value}")
+    return 0
+
+
+def _software() -> list[tuple[str, str]]:
+    rows = [("outrider", __version__), ("python", f"{platform.python_version()} ({sys.executable})")]
+    for package in PACKAGES:
+        try:
+            rows.append((package, version(package)))
+        except PackageNotFoundError:
+            rows.append((package, "not installed"))
+    rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    return rows
+
+
+def _machine() -> list[tuple[str, str]]:
+    rows = [("platform", platform.platform()), ("cpu", f"{_cpu_name()}, {os.cpu_count()} cores")]
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        rows.append(("memory", f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free"))
+    except (ValueError, OSError):
+        rows.append(("memory", "unknown"))
+    return rows
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+    except OSError:
+        fields = {}
+    named = {name.strip(): value.strip() for name, value in fields.items()}
+    return named.get("model name") or platform.processor() or platform.machine()
+
+
+def _devices() -> list[tuple[str, str]]:
+    import torch
+
+    rows = [("torch threads", str(torch.get_num_threads())), ("torch CUDA", str(torch.version.cuda or "not built in"))]
+    if not torch.cuda.is_available():
+        return [*rows, ("CUDA devices", "none")]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        rows.append((f"cuda:{index}", f"{about.name}, compute {about.major}.{about.minor}, {total / GIB:.1f} GiB, "
+                                      f"{free / GIB:.1f} GiB free"))
+    return rows
+
+
+def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """As an engine would plan it, from a model without memory for its weights."""
+    from outrider.cache.groups import plan_groups
+    from outrider.commands.parser import engine_config
+    from outrider.engine.build import pick_device, pick_dtype
+    from outrider.models.registry import build_model
+    from outrider.models.sources import resolve
+    from outrider.runner.memory import fit_max_len, plan_memory
+
+    config = engine_config(args)
+    device = pick_device(config.device)
+    source = resolve(config.model, weights=False)
+    dtype = pick_dtype(config.dtype, source, device)
+    model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len, source=source.name)
+    drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
+                           vocab_size=model.vocab_size, max_drafts=drafts)
+    layout = plan_groups(model.cache_layers(), config.page_size)
+    weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
+    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
+    limits = fit_max_len(config, layout, limits, plan)
+    groups = ", ".join(f"{len(group.layers)} layers in pages of {group.page_tokens} tokens" for group in layout.groups)
+    return [
+        ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),
+        ("runs as", f"{str(dtype).removeprefix('torch.')} on {device}"),
+        ("memory plan", plan.report() + (" (a drafter's own not counted)" if drafts else "")),
+        ("cache groups", groups),
+        ("limits", f"{limits.max_requests} requests, {limits.max_batched_tokens} tokens a step, "
+                   f"{limits.max_len} tokens a request, {limits.max_drafts} drafts"),
+    ]

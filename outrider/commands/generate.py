@@ -1,0 +1,133 @@
+"""`outrider generate`: prompts from flags, a file or standard input; text or JSON out; streams on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from outrider.commands.drive import Ask, Ran, chat_ids
+from outrider.commands.drive import run as run_asks
+from outrider.commands.loading import load
+from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.engine.text import Tokenizer
+from outrider.outputs import RequestOutput
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    config = engine_config(args)
+    loaded = load(config)
+    asks = [Ask(_encode(loaded.need_tokenizer(), text, args), params, text) for text in prompts]
+    engine = loaded.engine(config)
+    streams = sys.stdout.isatty() and len(asks) == 1 and params.n == 1 and not args.json
+    try:
+        ran = run_asks(engine, asks, on_output=_Stream() if streams else None,
+                       label=None if streams else f"{len(asks)} prompts")
+    finally:
+        engine.close()
+    if streams:
+        print()
+    else:
+        for output in ran.outputs:
+            print(json.dumps(as_json(output)) if args.json else _as_text(output, len(asks) > 1))
+    if args.stats:
+        print(stats_line(ran), file=sys.stderr)
+    failed = [sample.error for output in ran.outputs for sample in output.outputs if sample.error is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(asks)} requests failed: {failed[0]}")
+    return 0
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    given = args.prompt or []
+    if given and args.prompts_file:
+        raise UsageError("--prompt and --prompts-file exclude each other")
+    if args.system and not args.chat:
+        raise UsageError("--system needs --chat")
+    if args.prompts_file:
+        return _from_file(Path(args.prompts_file))
+    if given:
+        return given
+    if sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt TEXT, --prompts-file FILE, or text on standard input")
+    text = sys.stdin.read().rstrip("\n")
+    if not text:
+        raise UsageError("standard input is empty: give --prompt TEXT, --prompts-file FILE, or text there")
+    return [text]
+
+
+def _from_file(path: Path) -> list[str]:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".json":
+            prompts = [_prompt_of(item) for item in json.loads(text)]
+        elif path.suffix == ".jsonl":
+            prompts = [_prompt_of(json.loads(line)) for line in text.splitlines() if line.strip()]
+        else:
+            prompts = [line for line in text.splitlines() if line.strip()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} must hold strings or objects with a \"prompt\": {error!r}") from error
+    if not prompts:
+        raise UsageError(f"{path} holds no prompt")
+    return prompts
+
+
+def _prompt_of(item: Any) -> str:
+    text = item if isinstance(item, str) else item["prompt"]
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is not text")
+    return text
+
+
+def _encode(tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> list[int]:
+    return chat_ids(tokenizer, text, args.system) if args.chat else tokenizer.encode(text)
+
+
+class _Stream:
+    """Prints what a growing text has gained."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        text = output.outputs[0].text
+        sys.stdout.write(text[self._shown :])
+        sys.stdout.flush()
+        self._shown = len(text)
+
+
+def _as_text(output: RequestOutput, with_prompt: bool) -> str:
+    texts = [sample.text if sample.error is None else f"(failed: {sample.error})" for sample in output.outputs]
+    body = "\n---\n".join(texts)
+    return f">>> {output.prompt}\n{body}\n" if with_prompt else body
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "outputs": [asdict(sample) for sample in output.outputs],
+        **({} if output.prompt_logprobs is None else {"prompt_logprobs": [
+            entry and {token: asdict(value) for token, value in entry.items()} for entry in output.prompt_logprobs
+        ]}),
+        "metrics": asdict(output.metrics) | {"mean_run_length": output.metrics.mean_run_length},
+    }
+
+
+def stats_line(ran: Ran) -> str:
+    hits = sum(output.metrics.num_cached_tokens for output in ran.outputs)
+    prompt = sum(len(output.prompt_token_ids) for output in ran.outputs)
+    line = f"[{ran.num_tokens} tokens in {ran.seconds:.2f} s, {ran.tokens_per_second:.1f} tokens/s; prompt {prompt} tokens"
+    line += f", {hits} of them hits" if hits else ""
+    drafted = sum(output.metrics.num_draft_tokens for output in ran.outputs)
+    accepted = sum(output.metrics.num_accepted_tokens for output in ran.outputs)
+    if drafted:
+        line += f"; mean run {ran.mean_run_length:.2f}, {accepted} of {drafted} drafts accepted"
+    return line + "]"

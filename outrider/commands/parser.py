@@ -1,0 +1,228 @@
+"""Arguments: flags made from the fields of EngineConfig and SamplingParams, and a parser that suggests what was meant.
+
+A flag that is not given is absent from the namespace, so defaults stay where they are decided. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
+from outrider.params import SamplingParams
+
+ENGINE_HELP = {
+    "dtype": "type of weights and arithmetic",
+    "device": "auto, cpu, cuda or cuda:N",
+    "max_model_len": "longest request in tokens, prompt and answer",
+    "max_num_seqs": "most requests in one step",
+    "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
+    "page_size": "tokens of the smallest page",
+    "num_pages": "pages of the cache",
+    "kv_cache_memory_bytes": "bytes of the cache",
+    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "enable_prefix_caching": "share the cache of equal beginnings of prompts",
+    "overlap": "schedule the next step while the last one runs",
+    "seed": "seed of sampling, and of random weights",
+    "load_format": "dummy: random weights",
+    "attention_backend": "which attention to run",
+    "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
+    "max_logprobs": "most log-probabilities a request may ask for",
+    "pad_requests": "sizes that batches are padded up to, as 4,8,16",
+    "pad_tokens": "the same for tokens",
+    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
+}
+SAMPLING_HELP = {
+    "n": "samples per prompt",
+    "temperature": "0 takes the likeliest token",
+    "top_p": "keep the likeliest tokens of this total probability",
+    "top_k": "keep this many tokens; 0 keeps all",
+    "min_p": "keep tokens at least this likely relative to the likeliest",
+    "max_tokens": "longest answer in tokens",
+    "min_tokens": "no end before this many tokens",
+    "stop": "end the answer before this text (repeat for several)",
+    "stop_token_ids": "end the answer at these tokens, as 1,2",
+    "presence_penalty": "against tokens that were said",
+    "frequency_penalty": "against tokens by how often they were said",
+    "repetition_penalty": "divide the logits of tokens that were said or asked",
+    "include_stop_str_in_output": "keep the text that ended the answer",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "detokenize": "make text of the tokens",
+    "skip_reading_prefix_cache": "compute the whole prompt",
+    "ignore_eos": "go on after the end-of-text token",
+    "logit_bias": "a JSON object of token id to bias",
+    "bad_words": "never say this (repeat for several)",
+    "allowed_token_ids": "say only these, as 1,2",
+    "logprobs": "log-probabilities of this many tokens (with --json)",
+    "prompt_logprobs": "the same for the prompt",
+    "speculative": "false: no drafts; a number: at most so many",
+}
+CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
+           "logprobs_mode": LOGPROBS_MODES}
+# The engine's seed serves requests without one; the last is filled in by the engine.
+NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
+ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
+SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
+
+
+class UsageError(ValueError):
+    """The command line cannot be understood. The message says what to write instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest flag, command or choice; never prints or exits on an error."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            what = action.dest.replace("_", " ") if not action.option_strings else action.option_strings[0]
+            self.error(f"{what}: {value!r} is not one of {', '.join(names)}{did_you_mean(str(value), names)}")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args([hyphenated(word) for word in argv])
+        if not unknown:
+            return args
+        own: Parser = getattr(args, "parser", self)
+        flags = [word for word in unknown if word.startswith("-")]
+        if not flags:
+            own.error(f"unexpected argument {unknown[0]!r}")
+        name = flags[0].split("=")[0]
+        known = [option for action in own._actions for option in action.option_strings]
+        own.error(f"there is no flag {name}{did_you_mean(name, known)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def hyphenated(word: str) -> str:
+    """--max_tokens=4 as --max-tokens=4; what is not a flag stays as it is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def add_model(parser: argparse.ArgumentParser, default: str | None = "smollm2") -> None:
+    help_text = "a folder, a .gguf file or a hub id" + (f" (default: {default})" if default else "")
+    parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=help_text)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> None:
+    group = parser.add_argument_group("engine")
+    for name, field in ENGINE_FIELDS.items():
+        if name not in skip:
+            _add_flag(group, field, ENGINE_HELP.get(name, ""))
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """`defaults`: where a command's differ from those of SamplingParams."""
+    group = parser.add_argument_group("sampling")
+    for name, field in SAMPLING_FIELDS.items():
+        _add_flag(group, field, SAMPLING_HELP.get(name, ""), defaults.get(name, field.default))
+    parser.set_defaults(sampling_defaults=defaults)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+
+
+def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """`defaults`: for flags that were not given."""
+    return EngineConfig(model=args.model, **(defaults | engine_settings(args)))
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(args, name) for name in SAMPLING_FIELDS if hasattr(args, name)}
+    return SamplingParams(**(args.sampling_defaults | given))
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default: Any = dataclasses.MISSING) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    default = field.default if default is dataclasses.MISSING else default
+    shown = "" if default is None or default is False or default == () else f" (default: {default})"
+    common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS,
+                              "help": (help_text + shown).strip().replace("%", "%%")}
+    kind = str(field.type)
+    if kind in ("bool", "bool | None"):
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif kind in ("str | list[str] | None", "list[str] | None"):
+        group.add_argument(flag, action="append", metavar="TEXT", **common)
+    elif field.name in CHOICES:
+        group.add_argument(flag, choices=CHOICES[field.name], **common)
+    elif kind in CONVERTERS:
+        metavar, convert = CONVERTERS[kind]
+        group.add_argument(flag, type=convert, metavar=metavar, **common)
+
+
+def number_list(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, as 1,2,3") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _bias(text: str) -> dict[int, float]:
+    try:
+        return {int(key): float(value) for key, value in json_object(text).items()}
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}') from None
+
+
+def _drafts(text: str) -> bool | int:
+    words = {"true": True, "false": False, "yes": True, "no": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    return _whole(text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+CONVERTERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "int": ("N", _whole),
+    "int | None": ("N", _whole),
+    "float": ("X", _real),
+    "float | None": ("X", _real),
+    "str": ("NAME", str),
+    "str | None": ("NAME", str),
+    "tuple[int, ...]": ("N,N", number_list),
+    "list[int] | None": ("N,N", lambda text: list(number_list(text))),
+    "dict[str, Any] | None": ("JSON", json_object),
+    "dict[int, float] | None": ("JSON", _bias),
+    "bool | int | None": ("K", _drafts),
+}

@@ -1,0 +1,309 @@
+"""AsyncLLM: an asyncio front. A thread of its own owns the engine; coroutines send it commands and get outputs.
+
+A stream keeps only the newest output, which holds all tokens so far: a slow reader costs no memory and slows nobody.
+What goes wrong with one request is raised where that request is read; a failed engine, everywhere. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+
+Prompt = str | list[int] | dict[str, Any]
+LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
+
+
+class EngineError(RuntimeError):
+    """The engine has failed or was shut down; no request can be served any more. The cause is chained."""
+
+
+class RequestError(RuntimeError):
+    """One request failed while it ran, as its output's `error` says."""
+
+
+class AsyncLLM:
+    """`async for output in llm.generate(prompt, params)`: the growing output of one prompt, after every few runs.
+
+    Leaving the loop, or cancelling the task in it, aborts the request."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        known = EngineConfig.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise ValueError(f"AsyncLLM: unknown setting {name!r}; known are {', '.join(sorted(known))}")
+        config = EngineConfig(model=str(model), **settings)
+        self._start(build_engine(config), config.model)
+
+    @classmethod
+    def around(cls, engine: Engine, name: str = "this model") -> AsyncLLM:
+        """A front for an engine that is already built; it belongs to the front from now on."""
+        self = cls.__new__(cls)
+        self._start(engine, name)
+        return self
+
+    def _start(self, engine: Engine, name: str) -> None:
+        self.engine = engine  # read-only outside its thread
+        self._name = name
+        self._ids = count()
+        self._owner = _Owner(engine)
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+                       request_id: str | None = None, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+        """Raises ValueError for a request that cannot be served. The last output is finished."""
+        text, token_ids, salt = await self._encode(prompt)
+        request_id = f"async-{next(self._ids)}" if request_id is None else request_id
+        params = sampling_params or SamplingParams()
+        stream = _Stream(request_id, asyncio.get_running_loop())
+
+        def add() -> None:
+            self.engine.add(request_id, token_ids, params, prompt=text, priority=priority, cache_salt=salt)
+
+        self._owner.open(stream, add)
+        try:
+            while not stream.is_done:
+                yield await stream.next()
+        finally:
+            self._owner.leave(stream)
+
+    async def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
+                   request_id: str | None = None, priority: int = 0, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        """One conversation through the model's chat template."""
+        token_ids = self.get_tokenizer().encode_chat(messages, **options)
+        outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its reader gets what there is, with finish_reason "abort". An unknown id is no error."""
+        done = asyncio.get_running_loop().create_future()
+        self._owner.abort(request_id, lambda: _tell(done.get_loop(), _resolve, done))
+        await done
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise ValueError(f"{self._name} has no tokenizer files: give prompts as token ids")
+        return self.engine.tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        return self._owner.error is None
+
+    def shutdown(self) -> None:
+        """Ends the engine; requests that still run raise EngineError. Waits for the step in flight."""
+        self._owner.shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text if there was one, token ids, cache salt."""
+        salt = None
+        if isinstance(prompt, dict):
+            salt = prompt.get("cache_salt")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            return None, list(prompt), salt
+        encode = self.get_tokenizer().encode
+        return prompt, await asyncio.to_thread(encode, prompt) if len(prompt) > LONG_TEXT else encode(prompt), salt
+
+
+class _Stream:
+    """The reader's end of one request. `put` and `fail` run in the reader's event loop."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self.is_done = False
+        self._newest: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._newest = output
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def next(self) -> RequestOutput:
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            self.is_done = True
+            raise self._error
+        output, self._newest = self._newest, None
+        assert output is not None
+        self.is_done = output.finished
+        failed = next((sample.error for sample in output.outputs if sample.error is not None), None)
+        if failed is not None:
+            self.is_done = True
+            raise RequestError(f"request {self.request_id}: {failed}")
+        return output
+
+
+class _Owner:
+    """The thread that owns the engine. Everything else reaches it through its queue of commands."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.error: BaseException | None = None  # why it no longer runs
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # of this thread
+        self._stops = False
+        self._lock = threading.Lock()  # a command is accepted before the end, or refused after it
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    # From any thread
+
+    def open(self, stream: _Stream, add: Callable[[], None]) -> None:
+        self._send(lambda: self._add(stream, add))
+
+    def leave(self, stream: _Stream) -> None:
+        """The reader is gone; a request that still runs is aborted."""
+        if not stream.is_done and self.error is None:
+            self._commands.put(lambda: self._drop(stream))
+
+    def abort(self, request_id: str, then: Callable[[], None]) -> None:
+        def command() -> None:
+            try:
+                self._engine.abort(request_id)
+            finally:
+                then()
+
+        self._send(command)
+
+    def shutdown(self) -> None:
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self.error is not None:
+                raise EngineError(str(self.error)) from self.error.__cause__
+            self._commands.put(command)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stops:
+                self._take_commands(wait=not self._engine.has_work)
+                if self._engine.has_work:
+                    self._deliver(self._engine.step())
+        except BaseException as cause:
+            self._end(f"the engine failed: {type(cause).__name__}: {cause}", cause)
+            self._engine.runner.close()
+            return
+        self._end("the engine was shut down", None)
+        self._engine.close()
+
+    def _take_commands(self, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while not self._stops:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _stop(self) -> None:
+        self._stops = True
+
+    def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
+        try:
+            add()
+        except (ValueError, TypeError) as error:  # refused, with nothing changed
+            _tell(stream.loop, stream.fail, error)
+            return
+        self._streams[stream.request_id] = stream
+
+    def _drop(self, stream: _Stream) -> None:
+        # Another stream may have the id by now, or this one was refused because of it.
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort(stream.request_id)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """To every event loop its outputs in one call. Outputs grow in place, so readers get copies."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # its reader has left
+            if output.finished:
+                del self._streams[output.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, _snapshot(output)))
+        for loop, parts in by_loop.items():
+            if not _tell(loop, _put_all, parts):
+                for stream, _ in parts:
+                    self._drop(stream)
+
+    def _end(self, reason: str, cause: BaseException | None) -> None:
+        with self._lock:
+            self.error = EngineError(reason)
+            self.error.__cause__ = cause
+            while not self._commands.empty():  # opened streams must hear of it too
+                command = self._commands.get_nowait()
+                if command != self._stop:
+                    self._try(command)
+        for stream in self._streams.values():
+            error = EngineError(reason)
+            error.__cause__ = cause
+            _tell(stream.loop, stream.fail, error)
+
+    def _try(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:  # of an engine that has failed; the streams hear of the first failure
+            return
+
+
+def _put_all(parts: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in parts:
+        stream.put(output)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> bool:
+    """False if the loop is closed, and with it whoever waited there."""
+    try:
+        loop.call_soon_threadsafe(call, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    def copied(items: list[Any] | None) -> list[Any] | None:
+        return None if items is None else list(items)
+
+    samples = [replace(s, token_ids=list(s.token_ids), logprobs=copied(s.logprobs)) for s in output.outputs]
+    metrics = replace(output.metrics, accepted_per_position=list(output.metrics.accepted_per_position))
+    return replace(output, outputs=samples, prompt_logprobs=copied(output.prompt_logprobs), metrics=metrics)

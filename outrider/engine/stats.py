@@ -1,0 +1,144 @@
+"""EngineStats: what an engine has done since it started, fed by its steps; and the log line people can grep.
+
+Counts plain data only (batches and results), so a server can keep one without torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from outrider.core import RequestResult, ScheduledBatch
+
+log = logging.getLogger("outrider")
+
+LOG_SECONDS = 10.0
+
+
+@dataclass
+class EngineStats:
+    """A *draft* is one request's drafts in one step; a position is a place in it, from 0."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_hit_tokens: int = 0  # prompt tokens that prefix hits provided, of requests that resumed too
+    num_runs: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)  # how often k drafts were scheduled for a request that samples
+
+    def add(self, prompt_len: int, samples: int) -> None:
+        self.num_requests += 1
+        self.num_prompt_tokens += prompt_len * samples
+
+    def observe_batch(self, batch: ScheduledBatch) -> None:
+        for admission in batch.admissions:
+            self.num_hit_tokens += admission.computed
+        num_samples = sum(batch.samples)
+        drafted = [k for k in batch.num_drafts if k]  # only requests that sample have drafts
+        for k in drafted:
+            _count(self.chosen, k)
+        if num_samples > len(drafted):
+            _count(self.chosen, 0, num_samples - len(drafted))
+
+    def observe(self, result: RequestResult) -> None:
+        if not result.run:
+            return
+        self.num_runs += 1
+        self.num_generation_tokens += len(result.run)
+        if result.num_drafted:
+            self.num_drafts += 1
+            self.num_draft_tokens += result.num_drafted
+            self.num_accepted_tokens += result.num_accepted
+            for position in range(result.num_drafted):
+                _count(self.drafted_per_position, position)
+            for position in range(result.num_accepted):
+                _count(self.accepted_per_position, position)
+
+    @property
+    def mean_run_length(self) -> float:
+        """Tokens a step yields for one request, steps without drafts included."""
+        return self.num_generation_tokens / self.num_runs if self.num_runs else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """The same over the steps that had drafts to check."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Of the drafts that reached so far, the share accepted up to and with this position."""
+        accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
+        return [hit / tried for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
+
+    @property
+    def mean_chosen(self) -> float:
+        total = sum(self.chosen)
+        return sum(k * times for k, times in enumerate(self.chosen)) / total if total else 0.0
+
+    def copy(self) -> EngineStats:
+        return replace(self, **{name: list(getattr(self, name)) for name in _LISTS})
+
+    def since(self, before: EngineStats) -> EngineStats:
+        """What has been added to an earlier copy."""
+        counts = {name: getattr(self, name) - getattr(before, name) for name in _COUNTS}
+        lists = {name: _minus(getattr(self, name), getattr(before, name)) for name in _LISTS}
+        return EngineStats(**counts, **lists)
+
+    def line(self) -> str:
+        rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_per_position)
+        return (
+            f"Mean acceptance length: {self.mean_acceptance_length:.2f}, "
+            f"Accepted/drafted: {self.num_accepted_tokens}/{self.num_draft_tokens}, "
+            f"Per-position acceptance rate: {rates}, "
+            f"Avg Draft acceptance rate: {self.acceptance_rate:.1%}, "
+            f"Mean run: {self.mean_run_length:.2f}, Mean drafts chosen: {self.mean_chosen:.2f}, "
+            f"Tokens: {self.num_prompt_tokens} prompt ({self.num_hit_tokens} hits), {self.num_generation_tokens} generated"
+        )
+
+
+_LISTS = ("drafted_per_position", "accepted_per_position", "chosen")
+_COUNTS = ("num_requests", "num_prompt_tokens", "num_generation_tokens", "num_hit_tokens", "num_runs", "num_drafts",
+           "num_draft_tokens", "num_accepted_tokens")
+
+
+class StatsLog:
+    """Logs what was drafted since the last line, at most every ten seconds, and the totals at the end."""
+
+    def __init__(self, stats: EngineStats, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._last = clock()
+        self._before = stats.copy()
+
+    def tick(self) -> None:
+        now = self._clock()
+        if now - self._last < LOG_SECONDS:
+            return
+        recent = self._stats.since(self._before)
+        if recent.num_runs:
+            log.info("%s", recent.line())
+        self._last, self._before = now, self._stats.copy()
+
+    def close(self) -> None:
+        if self._stats.num_runs:
+            log.info("in all: %s", self._stats.line())
+
+
+def _count(counts: list[int], index: int, times: int = 1) -> None:
+    counts += [0] * (index + 1 - len(counts))
+    counts[index] += times
+
+
+def _minus(now: list[int], before: list[int]) -> list[int]:
+    return [value - (before[i] if i < len(before) else 0) for i, value in enumerate(now)]

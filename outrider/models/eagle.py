@@ -1,0 +1,315 @@
+"""EAGLE-1 and EAGLE-3 heads, in their original checkpoints' form and in that of the speculators library.
+
+EAGLE-1 joins the embedding of a token with the target's last hidden state and runs one Llama layer on it. EAGLE-3
+joins several of the target's residual streams instead, feeds embedding and hidden state side by side to its first
+layer's attention, and may have a reduced vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Angles, Rotary
+from outrider.models.base import Hidden, Model
+from outrider.models.config import (
+    FULL,
+    ConfigError,
+    ConfigReader,
+    Sizes,
+    layer_windows,
+    read_rope,
+    refuse_unsupported,
+)
+from outrider.models.head import DraftHead, rope_positions
+from outrider.models.llama import LlamaLayer
+from outrider.models.loader import WeightError
+
+EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+IGNORED = ("t2d",)  # the inverse of d2t
+# Other forms of the names used here: the original EAGLE-3, the speculators form of EAGLE-1, a whole model's prefix.
+RENAMED = ((r"^model\.", ""), (r"^midlayer\.", "layers.0."), (r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
+OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
+KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A head's config in either form: `top` is the file, `layer` describes its transformer layers."""
+
+    top: ConfigReader
+    layer: ConfigReader
+    is_speculators: bool
+
+    @classmethod
+    def read(cls, config: ConfigReader) -> HeadConfig:
+        is_speculators = config.values.get("speculators_model_type") is not None
+        layer = config.section("transformer_layer_config") if is_speculators else config
+        refuse_unsupported(layer)
+        layer.must_equal("hidden_act", "silu", default="silu")
+        return cls(config, layer, is_speculators)
+
+    @property
+    def method(self) -> str:
+        if self.is_speculators:
+            return self.top.must_equal("speculators_model_type", *KINDS)
+        architectures = self.top.get("architectures", list, [])
+        return "eagle3" if any("Eagle3" in str(name) for name in architectures) else "eagle"
+
+    @property
+    def made_for(self) -> int | None:
+        """Drafts per step that the head was trained for, where the config says."""
+        settings = self.top.get("speculators_config", dict, {})
+        counts = [m.get("speculative_tokens") for m in settings.get("proposal_methods") or []]
+        return max((count for count in counts if isinstance(count, int)), default=None)
+
+    def option(self, key: str) -> ConfigReader:
+        """The reader that has the key: some EAGLE-3 heads keep theirs under `eagle_config`."""
+        nested = self.top.get("eagle_config", dict, {})
+        return ConfigReader(nested, f"{self.top.source}: eagle_config") if nested.get(key) is not None else self.top
+
+
+def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                device: torch.device) -> EagleHead:
+    """A head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
+    head = HeadConfig.read(config)
+    if head.method != method:
+        raise ConfigError(
+            f"{config.source} describes an {KINDS[head.method]} head and the method is {method!r}: use {head.method!r}"
+        )
+    head_class = Eagle3Head if method == "eagle3" else Eagle1Head
+    return head_class(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+
+
+class EagleHead(DraftHead):
+    """Sizes, vocabulary, rope and the names of tensors, which both kinds share."""
+
+    def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.config = head
+        self.sizes = sizes = Sizes.read(head.layer, head_dim=128 if self.has_head_norm else None)
+        super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
+        if sizes.vocab_size != target.vocab_size:
+            raise head.layer.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens; "
+                                                   "use a head that was made for this target")
+        self.made_for = head.made_for
+        self.has_own_embedding = False
+        self.rotary = Rotary(read_rope(head.layer, sizes.head_dim), max_len=max_len, dtype=dtype, device=device)
+        kinds = head.layer.get("layer_types", list, [FULL] * sizes.num_layers)
+        self.attention_layers = [
+            AttentionLayer(first_layer + index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim,
+                           scale=sizes.head_dim**-0.5, window=window)
+            for index, window in enumerate(layer_windows(head.layer, kinds))
+        ]
+
+    @property
+    def has_head_norm(self) -> bool:
+        return self.config.layer.values.get("model_type") == "qwen3"
+
+    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for original, tensor in tensors:
+            name = original
+            for pattern, ours in RENAMED:
+                name = re.sub(pattern, ours, name)
+            if name == EMBEDDING:
+                shape = (self.sizes.vocab_size, self.hidden_size)
+                self.embedding = self._own(original, tensor, shape, self.target.embed_tokens.weight)
+                self.has_own_embedding = True
+            elif name == OUTPUT:
+                self._take_output(original, tensor)
+            elif name == OFFSETS:
+                self._take_offsets(tensor)
+            elif name not in IGNORED:
+                yield name, tensor
+
+    def check_loaded(self) -> None:
+        target, source = self.target, self.config.top.source
+        if not self.has_own_embedding and self.hidden_size != target.hidden_size:
+            raise WeightError(
+                f"{source}: the head has no {EMBEDDING} and cannot use the target's: its hidden size is "
+                f"{self.hidden_size}, the target's {target.hidden_size}; use a head that was made for this target"
+            )
+        if self.num_outputs < target.vocab_size and self.target_ids is None:
+            raise WeightError(
+                f"{source}: the head knows {self.num_outputs} of the target's {target.vocab_size} tokens and has no "
+                f"tensor {OFFSETS} that says which; fetch the whole checkpoint, or convert it again"
+            )
+        if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
+            raise WeightError(
+                f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "
+                f"hidden size {self.hidden_size}); fetch the whole checkpoint"
+            )
+
+    def finalize(self) -> None:
+        if self.own_output is not None:
+            self.own_output.finalize()
+
+    def _take_output(self, name: str, tensor: torch.Tensor) -> None:
+        shared = self.target.lm_head.format.weight
+        weight = self._own(name, tensor, (self.num_outputs, self.hidden_size), shared)
+        self.own_output = None if weight is shared else Linear.sharing(weight)
+
+    def _take_offsets(self, offsets: torch.Tensor) -> None:
+        if tuple(offsets.shape) != (self.num_outputs,) or offsets.is_floating_point():
+            raise WeightError(f"tensor {OFFSETS} must hold {self.num_outputs} integers (draft_vocab_size), has shape "
+                              f"{list(offsets.shape)} and dtype {offsets.dtype}")
+        ids = torch.arange(self.num_outputs) + offsets.long()
+        if not bool(((ids >= 0) & (ids < self.target.vocab_size)).all()):
+            raise WeightError(f"tensor {OFFSETS} leads outside the target's vocabulary of {self.target.vocab_size}")
+        is_whole = self.num_outputs == self.target.vocab_size and not bool(offsets.any())
+        self.target_ids = None if is_whole else ids.to(self.device)
+
+    def _layer(self, layer: AttentionLayer) -> LlamaLayer:
+        attention_bias = self.config.layer.get("attention_bias", bool, False)
+        return LlamaLayer(
+            layer, self.sizes, qkv_bias=attention_bias, out_bias=attention_bias,
+            mlp_bias=self.config.layer.get("mlp_bias", bool, False), has_head_norm=self.has_head_norm,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+
+class Eagle1Head(EagleHead):
+    """fc([embedding, hidden]) through the layers; the first has no norm of its input, the last none of its output."""
+
+    def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+        head.top.must_equal("layernorms", False, default=False)
+        if self.hidden_size != target.hidden_size:
+            raise head.layer.refusal("hidden_size", OTHER_SIZE.format(target.hidden_size))
+        bias = head.top.get("fusion_bias" if head.is_speculators else "bias", bool, False)
+        self.fc = Linear(2 * self.hidden_size, self.hidden_size, bias=bias, dtype=dtype, device=device)
+        first, *others = (self._layer(layer) for layer in self.attention_layers)
+        self.first, self.others = first, others
+
+    def weights(self) -> dict[str, WeightSlot]:
+        unused = self.first.input_norm.weights("layers.0.input_layernorm")
+        slots = {n: s for n, s in (self.fc.weights("fc") | self.first.weights("layers.0")).items() if n not in unused}
+        for index, layer in enumerate(self.others, start=1):
+            slots |= layer.weights(f"layers.{index}")
+        return slots
+
+    def finalize(self) -> None:
+        super().finalize()
+        self.fc.finalize()
+        for layer in (self.first, *self.others):
+            layer.finalize()
+
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        return hidden.final
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = self.rotary.at(rope_positions(slots))
+        x = self.fc(torch.cat((self.embed(tokens), hidden), dim=-1))
+        y, residual = self.first.mlp_norm.add_norm(self.first.attention(x, angles, attend), x)
+        delta = self.first.mlp(y)
+        for layer in self.others:
+            delta, residual = layer(delta, residual, angles, attend)
+        output = residual + delta
+        return output, output
+
+
+class Eagle3Head(EagleHead):
+    """fc(residual streams) is the hidden state; the first layer attends from [norm(embedding), norm(hidden)]."""
+
+    def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+        head.option("use_aux_hidden_state").must_equal("use_aux_hidden_state", True, default=True)
+        self.taps = read_taps(head, target)
+        self.num_outputs = head.top.get("draft_vocab_size", int, self.sizes.vocab_size)
+        wide = head.top.get("target_hidden_size", int, self.hidden_size)
+        if wide != target.hidden_size:
+            is_said = head.top.values.get("target_hidden_size") is not None
+            key, reader = ("target_hidden_size", head.top) if is_said else ("hidden_size", head.layer)
+            raise reader.refusal(key, OTHER_SIZE.format(target.hidden_size))
+        if not 0 < self.num_outputs <= target.vocab_size:
+            raise head.top.refusal("draft_vocab_size", f"the target's vocabulary has {target.vocab_size} tokens")
+        self._norm_before_residual = head.top.get("norm_before_residual", bool, head.is_speculators)
+        self._feeds_back_normed = head.top.get("norm_output", bool, False)
+        self._build(wide, dtype, device)
+
+    def _build(self, wide: int, dtype: torch.dtype, device: torch.device) -> None:
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, self.sizes.eps, dtype=dtype, device=device)
+
+        count, head = len(self.taps), self.config
+        joint = head.option("norm_before_fc").get("norm_before_fc", bool, False)
+        each = head.option("fc_norm").get("fc_norm", bool, False)
+        self.input_norm = norm(count * wide) if joint else None
+        self.tap_norms = [norm(wide) for _ in range(count if each else 0)]
+        self.fc = Linear(count * wide, self.hidden_size, bias=False, dtype=dtype, device=device)
+        first, *others = (self._layer(layer) for layer in self.attention_layers)
+        # The one difference of shape to a Llama layer: embedding and hidden state side by side.
+        qkv = first.attention.qkv
+        assert isinstance(qkv, FusedLinear)
+        has_bias = head.layer.get("attention_bias", bool, False)
+        first.attention.qkv = FusedLinear(2 * self.hidden_size, qkv.parts, bias=has_bias, dtype=dtype, device=device)
+        self.first, self.others = first, others
+        self.hidden_norm, self.norm = norm(self.hidden_size), norm(self.hidden_size)
+
+    def weights(self) -> dict[str, WeightSlot]:
+        slots = self.fc.weights("fc") | self.first.weights("layers.0") | self.norm.weights("norm")
+        slots |= self.hidden_norm.weights("layers.0.hidden_norm")
+        if self.input_norm is not None:
+            slots |= self.input_norm.weights("input_norm")
+        for index, tap_norm in enumerate(self.tap_norms):
+            slots |= tap_norm.weights(f"fc_norm.{index}")
+        for index, layer in enumerate(self.others, start=1):
+            slots |= layer.weights(f"layers.{index}")
+        return slots
+
+    def finalize(self) -> None:
+        super().finalize()
+        self.fc.finalize()
+        for layer in (self.first, *self.others):
+            layer.finalize()
+        for norm in (self.hidden_norm, self.norm, *self.tap_norms, *([self.input_norm] if self.input_norm else [])):
+            norm.finalize()
+
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        taps = list(hidden.taps)
+        if self.input_norm is not None:
+            taps = list(self.input_norm(torch.cat(taps, dim=-1)).chunk(len(taps), dim=-1))
+        if self.tap_norms:
+            taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+        return self.fc(torch.cat(taps, dim=-1))
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = self.rotary.at(rope_positions(slots))
+        delta, residual = self._first_layer(self.embed(tokens), hidden, angles, attend)
+        for layer in self.others:
+            delta, residual = layer(delta, residual, angles, attend)
+        output, before_norm = self.norm.add_norm(delta, residual)
+        return output, output if self._feeds_back_normed else before_norm
+
+    def _first_layer(self, embedded: torch.Tensor, hidden: torch.Tensor, angles: Angles,
+                     attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.first
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((layer.input_norm(embedded), normed), dim=-1)
+        residual = normed if self._norm_before_residual else hidden
+        y, residual = layer.mlp_norm.add_norm(layer.attention(x, angles, attend), residual)
+        return layer.mlp(y), residual
+
+
+def read_taps(head: HeadConfig, target: Model) -> tuple[int, ...]:
+    """Which residual streams the head consumes: i is the stream after i layers of the target."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    reader = head.option(key)
+    count = target.num_layers
+    taps = reader.get(key, list, [2, count // 2, count - 3])
+    if not taps or not all(isinstance(tap, int) and 0 <= tap <= count for tap in taps):
+        raise ConfigError(
+            f"{reader.source}: {key}={taps!r} is not supported: the target has {count} layers, so ids are 0 (the "
+            f"embedding) to {count}; use a head that was made for this target, or set {key}"
+        )
+    return tuple(taps)

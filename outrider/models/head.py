@@ -1,0 +1,116 @@
+"""DraftHead: what EAGLE heads and MTP modules share, which consume the target's hidden states and use parts of it.
+
+A head is loaded like a model and runs like one, token rows in and hidden states out. Slot p of its cache is a function
+of token p and the target's hidden state of p - 1, at rope position p - 1. It knows nothing of pages, rows or drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.layers.linear import Linear, WeightSlot
+from outrider.models.base import Hidden, Model
+from outrider.models.loader import WeightError, load_dummy, load_weights
+
+
+class DraftHead(ABC):
+    """Embedding and output are the target's unless the checkpoint brings its own."""
+
+    taps: tuple[int, ...] = ()  # the target's residual streams that `consume` reads
+    attention_layers: list[AttentionLayer]
+    num_outputs: int  # of its vocabulary
+    target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None where they are the same
+    made_for: int | None = None  # drafts it was trained to make, where its config says
+
+    def __init__(self, target: Model, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.target = target
+        self.hidden_size = hidden_size
+        self.dtype, self.device = dtype, device
+        self.num_outputs = target.vocab_size
+        self.embedding = target.embed_tokens.weight
+        self.own_output: Linear | None = None
+        self._own_tensors: list[torch.Tensor] = []  # beside those that `weights` names
+
+    @abstractmethod
+    def weights(self) -> dict[str, WeightSlot]:
+        """The tensors every checkpoint of this kind must have."""
+
+    @abstractmethod
+    def finalize(self) -> None: ...
+
+    @abstractmethod
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        """[tokens, hidden] from what the target's forward left behind."""
+
+    @abstractmethod
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (what `logits` takes, what the next slot consumes as hidden)."""
+
+    def ignores(self, name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq")
+
+    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
+        return iter(tensors)
+
+    def check_loaded(self) -> None:  # noqa: B027
+        """Refuses a checkpoint that leaves the head unusable with this target."""
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.target.logits(hidden) if self.own_output is None else self.own_output.wide(hidden)
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
+
+    def weight_bytes(self) -> int:
+        held = [slot.target for slot in self.weights().values()] + self._own_tensors
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
+        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
+        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
+
+    def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor) -> torch.Tensor:
+        """An optional tensor of the checkpoint in the head's dtype, or the target's where both are equal."""
+        if tuple(tensor.shape) != shape:
+            raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the head's config says {list(shape)}")
+        own = tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(own))).all()):
+            raise WeightError(f"tensor {name} holds NaN or Inf (as {own.dtype})")
+        if own.shape == shared.shape and torch.equal(own, shared):
+            return shared
+        self._own_tensors.append(own)
+        return own
+
+
+def rope_positions(slots: torch.Tensor) -> torch.Tensor:
+    """A head's slot p was trained at position p - 1. Dead token rows may stand at slot 0."""
+    return (slots - 1).clamp_min(0)
+
+
+def load_head(head: DraftHead, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    loadable: Any = head  # of a model, the loader uses what a head has too
+    load_weights(loadable, head.arrivals(tensors))
+    head.check_loaded()
+
+
+def load_dummy_head(head: DraftHead, seed: int) -> None:
+    """Random weights; a reduced vocabulary stands for the target's first tokens."""
+    loadable: Any = head
+    load_dummy(loadable, seed)
+    if head.num_outputs < head.target.vocab_size and head.target_ids is None:
+        head.target_ids = torch.arange(head.num_outputs, device=head.device)
+        weight = torch.empty(head.num_outputs, head.hidden_size, dtype=head.dtype, device=head.device)
+        generator = torch.Generator(head.device).manual_seed(seed)
+        head.own_output = Linear.sharing(weight.uniform_(-1e-3, 1e-3, generator=generator))

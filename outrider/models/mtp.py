@@ -1,0 +1,143 @@
+"""The multi-token-prediction module: norms of embedding and hidden state, a projection of both, one decoder layer.
+
+Families differ in the decoder layer, in the names of the tensors and in a few switches; an `MTPDescription` says all
+of it, made by the family for its target. Embedding and output are the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.norm import RMSNorm
+from outrider.models.base import Decoder, DecoderLayer, Hidden, Model
+from outrider.models.config import ConfigError
+from outrider.models.head import DraftHead, rope_positions
+from outrider.models.llama import Llama, LlamaLayer
+
+PREDICTED = "num_nextn_predict_layers"
+# A decoder layer with this number, and how it attends.
+LayerFactory = Callable[[int], tuple[DecoderLayer, AttentionLayer]]
+
+
+@dataclass(frozen=True)
+class MTPNames:
+    """Where the checkpoint keeps the module's parts. Tensors under `prefix` that are none of them are an error."""
+
+    prefix: str = "mtp."
+    embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    projection: str = "mtp.fc"
+    layer: str = "mtp.layers.0"
+    norm: str = "mtp.norm"
+    shared: tuple[str, ...] = ()  # copies of what is the target's, which are not read
+
+
+@dataclass(frozen=True)
+class MTPDescription:
+    """One family's module."""
+
+    layer: LayerFactory
+    eps: float
+    names: MTPNames = MTPNames()
+    norm_offset: bool = False  # norms scale by 1 + weight
+    hidden: Literal["final", "before_norm"] = "final"  # which state it consumes, of the target's and of its own
+    embedding_first: bool = True  # in the concatenation
+    zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0
+    num_predicted: int = 1  # drafts the module was trained for
+
+
+class MTPHead(DraftHead):
+    def __init__(self, description: MTPDescription, target: Model, *, first_layer: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(target, target.hidden_size, dtype=dtype, device=device)
+        if not isinstance(target, Decoder):
+            raise ConfigError(f"method 'mtp': {type(target).__name__} is not a decoder with ropes to share")
+
+        def norm() -> RMSNorm:
+            return RMSNorm(target.hidden_size, description.eps, dtype=dtype, device=device,
+                           offset=description.norm_offset)
+
+        self.description = description
+        self.made_for = description.num_predicted
+        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
+        self.layer, attention = description.layer(first_layer)
+        self.attention_layers = [attention]
+        self.rotary = target.rotaries[self.layer.rotary]
+
+    def weights(self) -> dict[str, WeightSlot]:
+        names = self.description.names
+        return (
+            self.embedding_norm.weights(names.embedding_norm)
+            | self.hidden_norm.weights(names.hidden_norm)
+            | self.projection.weights(names.projection)
+            | self.layer.weights(names.layer)
+            | self.norm.weights(names.norm)
+        )
+
+    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The files may be the target's, which loads the rest."""
+        names = self.description.names
+        return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
+
+    def finalize(self) -> None:
+        for part in (self.embedding_norm, self.hidden_norm, self.projection, self.layer, self.norm):
+            part.finalize()
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.target.embed_tokens(tokens)
+
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        return hidden.final if self.description.hidden == "final" else hidden.before_norm
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = self.embed(tokens)
+        if self.description.zeroes_first_embedding:
+            embedded = torch.where((slots > 1)[:, None], embedded, 0)
+        parts = (self.embedding_norm(embedded), self.hidden_norm(hidden))
+        x = self.projection(torch.cat(parts if self.description.embedding_first else parts[::-1], dim=-1))
+        delta, residual = self.layer(None, x, self.rotary.at(rope_positions(slots)), attend)
+        output, before_norm = self.norm.add_norm(delta, residual)
+        return output, output if self.description.hidden == "final" else before_norm
+
+
+_FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
+
+
+def register_mtp(model_class: type[Model], describe: Callable[..., MTPDescription]) -> None:
+    """Targets of this class, or of one derived from it, have the module that `describe(target)` describes."""
+    _FAMILIES[model_class] = describe
+
+
+def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> MTPHead:
+    for model_class in type(target).__mro__:
+        if model_class in _FAMILIES:
+            description = _FAMILIES[model_class](target)
+            return MTPHead(description, target, first_layer=first_layer, dtype=dtype, device=device)
+    known = ", ".join(sorted(c.__name__ for c in _FAMILIES))
+    raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module; known are {known}")
+
+
+def llama_layer(target: Llama, index: int) -> tuple[LlamaLayer, AttentionLayer]:
+    """One more layer as the target's own, seeing everything."""
+    sizes = target.sizes
+    attention = AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
+    qkv_bias, out_bias, mlp_bias = target.biases(target.config)
+    layer = LlamaLayer(attention, sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
+                       has_head_norm=target.has_head_norm, dtype=target.dtype, device=target.device)
+    return layer, attention
+
+
+def _describe_llama(target: Llama) -> MTPDescription:
+    return MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
+                          num_predicted=target.config.get(PREDICTED, int, 1))
+
+
+register_mtp(Llama, _describe_llama)
