@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,14 +46,16 @@ def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str
 
 
 def show(label: str, figures: dict[str, Figures]) -> None:
-    print(f"{label:>22}", *(f"{name} {best:8.3f} ({median:8.3f})" for name, (best, median) in figures.items()), flush=True)
+    cells = (f"{name} {best:8.3f} ({median:8.3f})" for name, (best, median) in figures.items())
+    print(f"{label:>22}", *cells, flush=True)
 
 
 def read_bandwidth(repeats: int) -> None:
-    """The floor: one row of zeros times many weights does nothing but read them."""
+    """The floor: with one token row the arithmetic is nothing beside the reading of the weights."""
     weight, x = torch.ones(1 << 18, 512), torch.ones(1, 512)
     best, median = interleaved({"read": lambda: native.linear(x, weight)}, repeats)["read"]
-    print(f"reading {weight.nbytes >> 20} MiB: {weight.nbytes / best / 1e6:.1f} GB/s ({weight.nbytes / median / 1e6:.1f})")
+    size = weight.nbytes
+    print(f"reading {size >> 20} MiB: {size / best / 1e6:.1f} GB/s ({size / median / 1e6:.1f})")
 
 
 def make_weights() -> dict[str, list[Tensor]]:
@@ -71,7 +74,7 @@ def bench_products(repeats: int) -> None:
     }
     halves = {name: [w.bfloat16() for w in ws] for name, ws in weights.items()}
 
-    def sweep(product: Callable[[Tensor, Tensor], Tensor], held: dict[str, list[Tensor]], rows: int) -> Callable[[], None]:
+    def sweep(product: Callable[..., Tensor], held: dict[str, list[Tensor]], rows: int) -> Callable[[], None]:
         inputs = {name: torch.randn(rows, shape[1]) for name, shape in SHAPES.items()}
 
         def run() -> None:
@@ -116,8 +119,8 @@ def bench_attention(repeats: int) -> None:
         q = torch.randn(tokens, HEADS, DIM)
         counts = [torch.tensor(values, dtype=torch.int32) for values in ([0, tokens], [context], [tokens])]
         runs: dict[str, Callable[[], object]] = {
-            "native": lambda q=q, k=k_cache, v=v_cache, t=table, c=counts: native.paged_attention(q, k, v, t, *c, 0.125),
-            "gathered": lambda q=q, k=k_cache, v=v_cache, t=table, n=context: gathered_attention(q, k, v, t, n),
+            "native": partial(native.paged_attention, q, k_cache, v_cache, table, *counts, scale=DIM**-0.5),
+            "gathered": partial(gathered_attention, q, k_cache, v_cache, table, context),
         }
         show(f"{tokens} tokens at {context}", interleaved(runs, repeats * 3))
 
@@ -158,9 +161,7 @@ def bench_step(repeats: int) -> None:
         extra = sum(product.extra_bytes for held in steps["half-size copies"].products.values() for product in held)
         print(f"\na lean step at context {context}, ms: best (median); the copies take {extra >> 20} MiB more")
         for rows in (1, 2, 3, 4, 5, 8, 16):
-            runs: dict[str, Callable[[], object]] = {
-                name: lambda step=step, rows=rows: step.run(rows) for name, step in steps.items()
-            }
+            runs: dict[str, Callable[[], object]] = {name: partial(step.run, rows) for name, step in steps.items()}
             show(f"{rows} token rows", interleaved(runs, repeats))
 
 

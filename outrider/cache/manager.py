@@ -58,6 +58,7 @@ class CacheManager:
         self._requests: dict[int, RequestPages] = {}
         self._granted = Granted()
         self._smallest_page = min(g.page_tokens for g in self.groups)
+        self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
     # Admission
 
@@ -106,7 +107,7 @@ class CacheManager:
     # Growth
 
     def reserve(self, request_id: int, bound: Bound) -> bool:
-        """Room for the bound and the drafter's lookahead in every group; if the pool is short, False and nothing taken."""
+        """Room for the bound and the drafter's lookahead in every group. If short of pages: False, nothing taken."""
         pages = self._requests[request_id]
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
         if tokens <= pages.covered:
@@ -134,15 +135,17 @@ class CacheManager:
         """Publish pages that are full by the settled length, drop those no query can see; returns the settled length
         at which the next call has something to do."""
         pages = self._requests[request_id]
-        for group in self.groups:
-            self._publish(pages, group, settled.at_least, token_ids)
+        if self.enable_prefix_caching:
+            for group in self.groups:
+                self._publish(pages, group, settled.at_least, token_ids)
+        for group in self._dropping:
             self._drop(pages, group, settled.at_least)
         return self.next_event(settled)
 
     def next_event(self, settled: Settled) -> int:
         """The settled length at which a page fills or leaves a window."""
         fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
-        return min(fills, *[group.kind.next_drop(settled.at_least) for group in self.groups])
+        return min([fills, *(group.kind.next_drop(settled.at_least) for group in self._dropping)])
 
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
@@ -211,7 +214,7 @@ class CacheManager:
     def _publish(self, pages: RequestPages, group: Group, settled: int, token_ids: Sequence[int]) -> None:
         full = settled // group.page_tokens
         done = pages.published[group.index]
-        if not self.enable_prefix_caching or full <= done:
+        if full <= done:
             return
         digests = pages.hashes[group.page_tokens].upto(token_ids, full)
         columns = pages.columns[group.index]

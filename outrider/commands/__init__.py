@@ -1,1 +1,1 @@
-"""What the command line does, one file per command. Each has `run(args) -> status`; none is imported before it is asked for."""
+"""What the command line does, one file per command with `run(args) -> status`, imported when it is asked for."""

@@ -1,7 +1,7 @@
 """`outrider bench throughput` and `latency`: random prompts of given shapes, greedy, no prefix hits. Last line: JSON.
 
-The prompts depend on the seed and the list of shapes alone, and are those other engines are measured with: one stream of
-numbers, 64 for a warm-up, then those of every shape in turn.
+The prompts depend on the seed and the list of shapes alone, and are those other engines are measured with: one stream
+of numbers, 64 for a warm-up, then those of every shape in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.commands.drive import Ask, Ran, abort_all, first_error, interruptible, run as run_asks
+from outrider.commands.drive import Ask, Ran, abort_all, first_error, interruptible
+from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import bar, load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""`outrider chat`: a conversation on the terminal. Every turn sends the whole conversation; prefix hits make it cheap."""
+"""`outrider chat`: a conversation on the terminal. Every turn sends all of it again; prefix hits make that cheap."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ class AsyncLLM:
             self._owner.leave(stream)
 
     async def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
-                   request_id: str | None = None, priority: int = 0, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+                   request_id: str | None = None, priority: int = 0,
+                   **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
         token_ids = self.get_tokenizer().encode_chat(messages, **options)
         outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)

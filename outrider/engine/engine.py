@@ -59,6 +59,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live) or bool(self._in_flight)
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
     # Requests
 
     def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None,
@@ -146,7 +150,7 @@ class Engine:
     # Inside
 
     def _take_result(self) -> list[Update]:
-        """Wait for the oldest step in flight. It leaves the queue only then: an interrupt meanwhile must not lose it."""
+        """Wait for the oldest step in flight. It leaves the queue only then: an interrupt must not lose it."""
         try:
             result = self._in_flight[0].result()
         except Exception as error:  # whatever a step died of, it is the end of its requests and not of the engine

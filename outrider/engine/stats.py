@@ -103,7 +103,8 @@ class EngineStats:
             f"Per-position acceptance rate: {rates}, "
             f"Avg Draft acceptance rate: {self.acceptance_rate:.1%}, "
             f"Mean run: {self.mean_run_length:.2f}, Mean drafts chosen: {self.mean_chosen:.2f}, "
-            f"Tokens: {self.num_prompt_tokens} prompt ({self.num_hit_tokens} hits), {self.num_generation_tokens} generated"
+            f"Tokens: {self.num_prompt_tokens} prompt ({self.num_hit_tokens} hits), "
+            f"{self.num_generation_tokens} generated"
         )
 
 

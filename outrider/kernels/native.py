@@ -218,7 +218,7 @@ def _is_cache(cache: Tensor) -> bool:
     if cache.dtype is not torch.float32 or not cache.is_cpu or cache.dim() != 4:
         return False
     _, _, heads, dim = cache.shape
-    return cache.stride()[1:] == (heads * dim, dim, 1)
+    return bool(cache.stride()[1:] == (heads * dim, dim, 1))
 
 
 def _is_index(x: Tensor) -> bool:
@@ -269,7 +269,7 @@ def rope_write(
         v_cache.data_ptr(), settings, torch.get_num_threads(),
     )  # fmt: skip
     if bad:
-        raise IndexError(f"rope_write: {bad} token rows have a position outside {cos.shape[0]} or a slot outside the cache")
+        raise IndexError(f"rope_write: {bad} token rows have a position or slot outside the tables or the cache")
     return None
 
 

@@ -58,12 +58,14 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return result
 
 
-THIN_ROWS = 16  # up to here a product is a matter of reading the weight
+def is_single(x: torch.Tensor) -> bool:
+    """One token row on a GPU: products are a matter of reading the weights once, and small kernels of their number."""
+    return x.is_cuda and x.shape[0] == 1 and x.dtype == torch.bfloat16 and triton_kernels() is not None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] transposed."""
-    if x.is_cuda and x.shape[0] <= THIN_ROWS and x.dtype == torch.bfloat16 and triton_kernels() is not None:
+    if is_single(x):
         result: torch.Tensor = _triton().thin_linear(x, weight, bias)
         return result
     return F.linear(x, weight, bias)
@@ -71,10 +73,42 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same on a GPU with results in float32."""
-    if x.shape[0] <= THIN_ROWS and x.dtype == torch.bfloat16 and triton_kernels() is not None:
+    if is_single(x):
         result: torch.Tensor = _triton().thin_linear(x, weight, out_dtype=torch.float32)
         return result
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+# For a single row (`is_single`): products with what stands before and after them
+
+
+def norm_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor,
+                bias: torch.Tensor | None) -> torch.Tensor:
+    result: torch.Tensor = _triton().thin_linear(x, weight, bias, prologue="rms_norm", norm_weight=norm, eps=eps)
+    return result
+
+
+def norm_gated_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor,
+                      activation: str) -> torch.Tensor:
+    kind = "silu_mul" if activation == "silu" else "gelu_tanh_mul"
+    result: torch.Tensor = _triton().gated_matvec(x, weight, kind, norm_weight=norm, eps=eps)
+    return result
+
+
+def linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """residual += x @ weight' + bias, in place."""
+    _triton().thin_linear(x, weight, bias, residual=residual, out=residual)
+
+
+def choose(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, sample_index: torch.Tensor,
+           position: torch.Tensor) -> torch.Tensor | None:
+    """The greatest logit of each row, after Gumbel noise where `temperature` is not 0; None if no kernel serves.
+
+    Only whether a temperature is 0 matters: the logits are already divided by it."""
+    if logits.dtype != torch.float32 or not logits.is_cuda or triton_kernels() is None:
+        return None
+    result: torch.Tensor = _triton().sample_logits(logits, temperature.sign(), seed, sample_index, position)
+    return result
 
 
 def _triton() -> ModuleType:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
-from outrider.layers.norm import HeadNorm
+from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, rotate
 
 
@@ -45,14 +46,23 @@ class SelfAttention:
 
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
+        return self.out(self.mix(self.qkv(x), angles, attend))
+
+    def add_single(self, residual: torch.Tensor, norm: RMSNorm, angles: Angles, attend: Attend) -> None:
+        """residual += attention(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
+        qkv = ops.norm_linear(residual, norm.scale, norm.eps, self.qkv.format.weight, self.qkv.format.bias)
+        mixed = self.mix(qkv, angles, attend)
+        ops.linear_add(residual, mixed, self.out.format.weight, self.out.format.bias)
+
+    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """[tokens, q | k | v] -> [tokens, heads * dim]."""
         layer = self.layer
-        qkv = self.qkv(x)
         out = attend.fused(layer.index, qkv, angles, None if self.head_norm is None else self.head_norm.norms)
         if out is not None:
-            return self.out(out)
+            return out
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)
         if self.head_norm is not None:
             qk = self.head_norm(qk)
         qk = rotate(qk, angles)
-        return self.out(attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v))
+        return attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)

@@ -9,6 +9,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.norm import RMSNorm
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # by the names configs use
 
@@ -39,3 +40,12 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(ops.gated(self.gate_up(x), self.activation))
+
+    def add_single(self, residual: torch.Tensor, norm: RMSNorm) -> None:
+        """residual += mlp(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
+        gate_up, down = self.gate_up.format, self.down.format
+        if gate_up.bias is None:
+            x = ops.norm_gated_linear(residual, norm.scale, norm.eps, gate_up.weight, self.activation)
+        else:
+            x = ops.gated(ops.norm_linear(residual, norm.scale, norm.eps, gate_up.weight, gate_up.bias), self.activation)
+        ops.linear_add(residual, x, down.weight, down.bias)

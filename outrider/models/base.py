@@ -79,8 +79,8 @@ class DecoderLayer(Protocol):
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (what this layer's last part adds, the residual stream before it)."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already."""
         ...
 
     def weights(self, prefix: str) -> dict[str, WeightSlot]: ...

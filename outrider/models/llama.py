@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels import ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
 from outrider.layers.mlp import GatedMLP
@@ -72,7 +73,11 @@ class LlamaLayer:
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if delta is None and ops.is_single(residual):
+            self.attention.add_single(residual, self.input_norm, angles, attend)
+            self.mlp.add_single(residual, self.mlp_norm)
+            return None, residual
         x, residual = self.input_norm.add_norm(delta, residual)
         x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
         return self.mlp(x), residual

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from outrider.kernels import ops
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -113,10 +114,15 @@ class _Chunk:
 
     def choose(self, shaped: torch.Tensor) -> torch.Tensor:
         """[L]: the greatest logit, after noise where the temperature is not 0; ties to the lowest id."""
+        row, rows = self.logit_rows.row, self.rows
+        if not self.needs.any_sampled and not shaped.is_cuda:
+            return shaped.argmax(dim=1)
+        key = (rows.seed[row], rows.sample_index[row], self.logit_rows.position)
+        chosen = ops.choose(shaped, rows.temperature[row], *key)
+        if chosen is not None:
+            return chosen
         if not self.needs.any_sampled:
             return shaped.argmax(dim=1)
-        row, rows = self.logit_rows.row, self.rows
-        key = (rows.seed[row], rows.sample_index[row], self.logit_rows.position)
         noise = gumbel(*key, None, shaped.shape[1], shaped.dtype)
         noise.masked_fill_((rows.temperature[row] == 0)[:, None], 0)
         return noise.add_(shaped).argmax(dim=1)

@@ -20,9 +20,9 @@ class State(enum.Enum):
 
 class Request:
     __slots__ = (
-        "id", "token_ids", "prompt_len", "params", "eos_ids", "end_len", "seed", "sample_index", "priority", "cache_keys",
-        "state", "epoch", "row", "settled", "bound", "known", "in_flight_samples", "unsettled", "covered", "next_event",
-        "hashes", "finish", "error", "num_preemptions", "num_hit_tokens", "drafts_wanted", "max_drafts",
+        "id", "token_ids", "prompt_len", "params", "eos_ids", "end_len", "seed", "sample_index", "priority",
+        "cache_keys", "state", "epoch", "row", "settled", "bound", "known", "in_flight_samples", "unsettled", "covered",
+        "next_event", "hashes", "finish", "error", "num_preemptions", "num_hit_tokens", "drafts_wanted", "max_drafts",
         "num_steps", "num_drafted", "num_accepted", "num_proposed",
     )  # fmt: skip
 

@@ -145,7 +145,9 @@ class Scheduler:
         prefills: list[Request] = []
         short = False  # pages are missing: admit nobody before those who run have theirs
         lookahead = self.cache.lookahead
+        others = len(self._running)  # still to be looked at
         for request in list(self._running):  # the hot loop: a thousand requests, every step
+            others -= 1
             if request.state is not State.RUNNING:
                 continue  # preempted by an earlier one in this loop
             bound = request.bound.at_most
@@ -155,9 +157,9 @@ class Scheduler:
             left = request.end_len - len(request.token_ids) - request.in_flight_samples
             if left <= 0:
                 continue  # the steps in flight end it
-            if budget < 1:
-                break
-            num_drafts = request.drafts_wanted and min(request.drafts_wanted, left - 1, budget - 1)
+            num_drafts = request.drafts_wanted
+            if num_drafts:  # one token for everyone goes before anyone's drafts
+                num_drafts = min(num_drafts, left - 1, budget - 1 - others - len(prefills))
             if num_drafts and self._host_drafter is not None:
                 num_drafts = self._host_draft(self._host_drafter, request, num_drafts)
             bound += 1 + num_drafts
@@ -314,8 +316,9 @@ class Scheduler:
         if part.run:
             request.token_ids += part.run
             request.num_steps += 1
-            request.num_drafted += part.num_drafted
-            request.num_accepted += part.num_accepted
+            if part.num_drafted:
+                request.num_drafted += part.num_drafted
+                request.num_accepted += part.num_accepted
             if self._drafts is not None:
                 self._drafts.observe(request, part)
         if settled.at_least >= request.next_event:

@@ -45,7 +45,8 @@ class DraftNetwork(Protocol):
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token rows at slot positions. Returns (what `logits` takes, what the next draft consumes as hidden)."""
+        """Token rows at slot positions. Returns (what `logits` takes, what the next draft consumes as hidden). May
+        overwrite `hidden`, whose sums go on in place."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -102,8 +103,8 @@ class AutoregressiveDrafter(Drafter):
             self._tails = torch.zeros(self._num_pages, hidden.shape[1], dtype=hidden.dtype, device=self._device)
         self._settle_admissions(step, is_cold=False)
         view = self._first_view(step)
+        self._remember_pages(step, hidden)  # before the forward, which may write into the hidden states
         output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
-        self._remember_pages(step, hidden)
         last = (view.query_starts[:-1] + view.live - 1).clamp_min(0)
         output, feedback = output[last], feedback[last]
         chosen = [self._choose(step, output, 0)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig
-from outrider.core import ScheduledBatch
+from outrider.core import ScheduledBatch, StepResult
 from outrider.engine.build import assemble
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
@@ -25,6 +25,8 @@ from outrider.outputs import RequestOutput
 from outrider.params import SamplingParams
 from outrider.runner.runner import LocalRunner
 from outrider.runner.step import DeviceStep
+from outrider.sched.scheduler import Update
+from outrider.spec.base import Drafter
 
 VOCAB = 256
 CPU = torch.device("cpu")
@@ -98,8 +100,7 @@ class DeepConfig(EngineConfig):
 
     depth: int = 2
 
-    @property
-    def steps_in_flight(self) -> int:
+    def steps_in_flight(self, on_cuda: bool) -> int:
         return self.depth
 
 
@@ -122,23 +123,24 @@ class Rig:
     `depth`: steps in flight, instead of two with overlap and one without."""
 
     def __init__(self, model: Model, *, depth: int | None = None, eos_ids: tuple[int, ...] = (),
-                 tokenizer: Tokenizer | None = None, poison: bool = True, **settings: Any) -> None:
+                 tokenizer: Tokenizer | None = None, drafter: Drafter | None = None, poison: bool = True,
+                 **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        self.engine = assemble(config, model, CPU, tokenizer=tokenizer, eos_ids=eos_ids)
-        self.watch(poison)
-
-    def watch(self, poison: bool) -> None:
+        self.engine = assemble(config, model, CPU, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
         self.scheduler = self.engine.scheduler
         assert isinstance(self.engine.runner, LocalRunner)
         self.runner: LocalRunner = self.engine.runner
         self.step: DeviceStep = self.runner._step
         self.batches: list[ScheduledBatch] = []
+        self.results: list[StepResult] = []
         self.num_poisoned = 0
         self.ended: list[str] = []  # request ids in the order they ended
         self._blank: dict[int, list[int]] = {}
         self._schedule = self.scheduler.schedule
+        self._update = self.scheduler.update
         self.scheduler.schedule = self._watched_schedule  # type: ignore[method-assign]
+        self.scheduler.update = self._watched_update  # type: ignore[method-assign]
         if poison:
             self.runner._before_step = self._poison
 
@@ -148,6 +150,10 @@ class Rig:
             self.batches.append(batch)
             self._blank[batch.step] = self.scheduler.cache.pool.blank_pages()
         return batch
+
+    def _watched_update(self, result: StepResult) -> list[Update]:
+        self.results.append(result)
+        return self._update(result)
 
     def _poison(self, batch: ScheduledBatch) -> None:
         """The pages that were blank when the step was scheduled: no step from then on may see them until they are

@@ -141,7 +141,7 @@ def test_a_refused_request_raises_where_it_is_read_and_nowhere_else() -> None:
 
 def test_a_request_that_fails_on_the_way_raises_in_its_own_stream() -> None:
     async def body(llm: AsyncLLM, rig: Rig) -> None:
-        nothing_allowed = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[7], bad_words_token_ids=((7,),))
+        nothing_allowed = SamplingParams(temperature=0, allowed_token_ids=[7], bad_words_token_ids=((7,),))
         bad, good = await asyncio.gather(
             last_of(llm.generate([5, 6], nothing_allowed)), last_of(llm.generate(ASKS[1].prompt, ASKS[1].params)),
             return_exceptions=True)  # fmt: skip

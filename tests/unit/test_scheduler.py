@@ -9,6 +9,7 @@ import pytest
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.params import SamplingParams
+from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
@@ -17,9 +18,12 @@ from tests.unit.schedule_driver import Driver, Scenario, Totals
 PARAMS = SamplingParams(max_tokens=None)
 
 
-def scheduler(num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2) -> Scheduler:
-    limits = Limits(max_requests, budget, 32, 0, 99, steps_in_flight=steps)
-    return Scheduler(CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=False), limits)
+def scheduler(
+    num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2, drafts: int = 0
+) -> Scheduler:
+    limits = Limits(max_requests, budget, 32, drafts, 99, steps_in_flight=steps)
+    cache = CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=False)
+    return Scheduler(cache, limits, drafts=FixedDrafts(drafts))
 
 
 def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
@@ -28,10 +32,10 @@ def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request
 
 
 def result_of(batch: ScheduledBatch, finish: dict[int, Finish] | None = None) -> StepResult:
-    """Every request that samples gets token 5."""
+    """Every request that samples gets token 5; no draft is accepted, and there are always more."""
     finish = finish or {}
     return StepResult(batch.step, [
-        RequestResult(i, e, [5] if s else [], k, 0, 0, finish=finish.get(i, Finish.NO))
+        RequestResult(i, e, [5] if s else [], k, 0, 0, 9, finish=finish.get(i, Finish.NO))
         for i, e, s, k in zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)
     ])  # fmt: skip
 
@@ -70,6 +74,24 @@ def test_requests_that_yield_tokens_go_before_prompts() -> None:
     assert tokens_of(scheduled(sched)) == {0: 4, 1: 2}
     sched.add(request(2, 9))
     assert tokens_of(scheduled(sched)) == {0: 1, 1: 1, 2: 6}
+
+
+def test_one_token_for_everyone_goes_before_drafts() -> None:
+    sched = scheduler(max_requests=4, budget=6, drafts=3)
+    for index in range(3):
+        sched.add(request(index, 2, new=9))
+    scheduled(sched)
+    batch = scheduled(sched)
+    assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1, 2: 1}, [3, 0, 0])
+
+
+def test_a_prompt_goes_on_beside_drafts() -> None:
+    sched = scheduler(max_requests=4, budget=4, drafts=3)
+    sched.add(request(0, 1, new=9))
+    sched.add(request(1, 20))
+    assert tokens_of(scheduled(sched)) == {0: 1, 1: 3}
+    batch = scheduled(sched)
+    assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1}, [2, 0])
 
 
 def test_no_more_steps_are_scheduled_than_end_a_request() -> None:
@@ -213,16 +235,16 @@ def test_ending_one_that_waits_or_is_unknown() -> None:
     assert scheduled(sched).request_ids == [0, 2]
 
 
-def test_a_row_taken_again_before_its_batch_has_one_admission() -> None:
+def test_a_row_may_be_taken_again_while_its_former_owner_is_in_flight() -> None:
     sched = scheduler(max_requests=1)
-    first, second = request(0, 3), request(1, 3)
-    sched.add(first)
-    sched.add(second)
-    batch = scheduled(sched)
+    for index in range(2):
+        sched.add(request(index, 3))
+    former = scheduled(sched)
     sched.end(0, Finish.ABORT)
-    again = scheduled(sched)
-    assert [a.row for a in batch.admissions] == [a.row for a in again.admissions] == [1]
-    assert again.admissions[0].token_ids == second.token_ids
+    batch = scheduled(sched)
+    assert former.rows == batch.rows == [1] and len(batch.admissions) == 1
+    assert sched.update(result_of(former)) == []
+    assert [update.request.id for update in sched.update(result_of(batch))] == [1]
 
 
 def test_bounds_are_exact_without_drafts_and_never_the_longest_length() -> None:

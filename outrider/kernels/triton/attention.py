@@ -30,16 +30,17 @@ from outrider.kernels.triton.common import (
 
 MIN_SPLIT = 128  # keys; smaller splits cost more in the merge than they save
 _MERGE = 32  # splits merged at once; fixed, so that the order of additions never depends on the grid
-_INTS = ["page_table", "query_starts", "lengths", "live"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts"]
 _VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window"]
 
 
 @triton.jit
-def _split_geometry(length, live, window, split_size, num_splits, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _split_geometry(length, live, window, first_key, split_size, num_splits, BLOCK_N: tl.constexpr,
+                    HAS_WINDOW: tl.constexpr):
     """(first position of split 0, keys per split, splits with work). The last split takes whatever is left."""
-    lowest = 0
+    lowest = first_key
     if HAS_WINDOW:
-        lowest = tl.maximum(length - live - window + 1, 0)
+        lowest = tl.maximum(length - live - window + 1, first_key)
     needed = tl.cdiv(length - lowest, num_splits)
     size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
     base = lowest // size * size
@@ -48,14 +49,14 @@ def _split_geometry(length, live, window, split_size, num_splits, BLOCK_N: tl.co
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out, part_out, part_lse,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, out, part_out, part_lse,
     scale, softcap, window, num_tokens, num_requests, split_size, num_splits,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -68,7 +69,12 @@ def _decode_kernel(
     length = tl.load(lengths + request)
     num_live = tl.load(live + request)
 
-    base, size, num_active = _split_geometry(length, num_live, window, split_size, num_splits, BLOCK_N, HAS_WINDOW)
+    first_key = 0
+    if HAS_STARTS:
+        first_key = tl.load(key_starts + request)
+    base, size, num_active = _split_geometry(
+        length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
+    )
     if SPLIT:
         if split >= num_active:
             return
@@ -88,10 +94,11 @@ def _decode_kernel(
 
     # Keys any query of this tile can see, cut to this split.
     highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
-    lowest = 0
+    lowest = first_key
     begin = base + split * size
     if HAS_WINDOW:
-        lowest = tl.maximum(length - num_live + tile * Q_TILE - window + 1, 0)
+        lowest = tl.maximum(length - num_live + tile * Q_TILE - window + 1, first_key)
+    if HAS_WINDOW or HAS_STARTS:
         begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
     if SPLIT:
         highest = tl.where(split + 1 < num_active, tl.minimum(highest, base + (split + 1) * size), highest)
@@ -132,11 +139,11 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _merge_kernel(
-    part_out, part_lse, query_starts, lengths, live, sinks, out,
+    part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out,
     window, num_tokens, num_requests, split_size, num_splits, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MAX_QUERY: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
-    PDL: tl.constexpr,
+    MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr,
+    FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     head = tl.program_id(0)
@@ -147,7 +154,12 @@ def _merge_kernel(
     scheduled = tl.load(query_starts + request + 1) - first_token
     length = tl.load(lengths + request)
     num_live = tl.load(live + request)
-    base, size, num_active = _split_geometry(length, num_live, window, split_size, num_splits, BLOCK_N, HAS_WINDOW)
+    first_key = 0
+    if HAS_STARTS:
+        first_key = tl.load(key_starts + request)
+    base, size, num_active = _split_geometry(
+        length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
+    )
     num_active = tl.where(query < num_live, num_active, 0)
 
     dim = tl.arange(0, D_PAD)
@@ -193,8 +205,10 @@ class DecodeConfig:
     num_stages: int = 5
 
 
-def decode_config(padded_dim: int) -> DecodeConfig:
+def decode_config(padded_dim: int, num_requests: int) -> DecodeConfig:
     # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
+    if padded_dim <= 128 and num_requests <= 2:
+        return DecodeConfig(block_n=128, max_rows=64, num_warps=8, num_stages=4)  # few programs: latency is all
     if padded_dim <= 128:
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
@@ -225,19 +239,19 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    max_query: int, max_length: int, split_size: int | None = None, num_splits: int | None = None,
+    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, split_size: int | None = None, num_splits: int | None = None,
     out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
     Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
+    key_starts [requests] is the first key each request may see. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
     results that do not depend on the grid; `num_splits` only overrides the number chosen from the bounds.
     """
     name = "decode_attention"
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
-                            window, softcap)
-    config = config or decode_config(shape.padded_dim)
+                            window, softcap, key_starts)
+    config = config or decode_config(shape.padded_dim, shape.num_requests)
     require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
     require(max_length <= page_table.shape[1] * shape.page_size, name, "max_length",
             f"is {max_length}, but page_table has {page_table.shape[1]} columns of {shape.page_size} tokens")
@@ -260,10 +274,12 @@ def decode_attention(
     part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device) if is_split else out
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device) if is_split else out
     shared = {"HEADS": shape.num_heads, "D": shape.head_dim, "D_PAD": shape.padded_dim, "BLOCK_N": config.block_n,
-              "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, **pdl_options(pdl)}
+              "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None,
+              "HAS_STARTS": key_starts is not None, "PDL": pdl, **pdl_options(pdl)}
     sinks = q if sinks is None else sinks
+    key_starts = lengths if key_starts is None else key_starts
     _decode_kernel[(shape.num_kv_heads, shape.num_requests, num_splits * num_tiles)](
-        q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out, part_out, part_lse,
+        q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, out, part_out, part_lse,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, split_size, num_splits,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
@@ -273,7 +289,7 @@ def decode_attention(
     )
     if is_split:
         _merge_kernel[(shape.num_heads, max_query, shape.num_requests)](
-            part_out, part_lse, query_starts, lengths, live, sinks, out, window or 0, shape.num_tokens,
+            part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out, window or 0, shape.num_tokens,
             shape.num_requests, split_size, num_splits, out.stride(0), out.stride(1),
             MAX_QUERY=max_query, MERGE=_MERGE, FILL_PADDING=fill_padding, num_warps=4, **shared,
         )

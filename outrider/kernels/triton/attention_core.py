@@ -119,7 +119,7 @@ class AttentionShape:
 def check_attention(
     kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, sinks: torch.Tensor | None,
-    out: torch.Tensor | None, window: int | None, softcap: float | None,
+    out: torch.Tensor | None, window: int | None, softcap: float | None, key_starts: torch.Tensor | None = None,
 ) -> AttentionShape:
     device, int32 = q.device, (torch.int32,)
     require_tensor(kernel, "q", q, (None, None, None), device, FLOATS)
@@ -137,6 +137,8 @@ def check_attention(
     require_tensor(kernel, "lengths", lengths, (num_requests,), device, int32)
     require_tensor(kernel, "query_starts", query_starts, (num_requests + 1,), device, int32)
     require_tensor(kernel, "live", live, (num_requests,), device, int32)
+    if key_starts is not None:
+        require_tensor(kernel, "key_starts", key_starts, (num_requests,), device, int32)
     if sinks is not None:
         require_tensor(kernel, "sinks", sinks, (num_heads,), device, FLOATS)
     if out is not None:

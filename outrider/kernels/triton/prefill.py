@@ -23,19 +23,20 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 
-_INTS = ["page_table", "query_starts", "lengths", "live", "tile_requests", "tile_indices"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, tile_requests, tile_indices, out,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, tile_requests, tile_indices, out,
     scale, softcap, window, num_tokens, num_requests, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -67,10 +68,14 @@ def _prefill_kernel(
     lowest = 0
     begin = 0
     whole_begin = 0
+    if HAS_STARTS:
+        lowest = tl.load(key_starts + request)
+        whole_begin = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
     if HAS_WINDOW:
-        lowest = tl.maximum(first_position - window + 1, 0)
+        lowest = tl.maximum(first_position - window + 1, lowest)
+        whole_begin = tl.maximum(tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N, whole_begin)
+    if HAS_WINDOW or HAS_STARTS:
         begin = lowest // BLOCK_N * BLOCK_N
-        whole_begin = tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N
     whole_end = tl.maximum(tl.minimum(first_position + 1, highest), 0) // BLOCK_N * BLOCK_N
     whole_begin = tl.minimum(whole_begin, whole_end)
     whole_begin = tl.maximum(whole_begin, begin)
@@ -81,7 +86,7 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if HAS_WINDOW:
+    if HAS_WINDOW or HAS_STARTS:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, tl.minimum(whole_begin, highest), lowest, highest,
             keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
@@ -158,13 +163,13 @@ def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool = False,
+    key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool = False,
 ) -> torch.Tensor:
     """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
     left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
-                            window, softcap)
+                            window, softcap, key_starts)
     num_tiles = tiles.requests.shape[0]
     for argument, tensor in (("tiles.requests", tiles.requests), ("tiles.indices", tiles.indices)):
         require_tensor(name, argument, tensor, (num_tiles,), q.device, (torch.int32,))
@@ -175,7 +180,8 @@ def prefill_attention(
     if shape.num_tokens == 0 or num_tiles == 0:
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
-        q, k_cache, v_cache, page_table, query_starts, lengths, live, q if sinks is None else sinks,
+        q, k_cache, v_cache, page_table, query_starts, lengths, live,
+        lengths if key_starts is None else key_starts, q if sinks is None else sinks,
         tiles.requests, tiles.indices, out,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
@@ -183,7 +189,7 @@ def prefill_attention(
         GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
         BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        HAS_SINKS=sinks is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

@@ -57,7 +57,7 @@ def _scan(logits, quad, vocab, heat, key, word1, word2, RANDOM: tl.constexpr, QU
         token = quad * 4 + lane
         valid = token < vocab
         score = tl.load(logits + token, mask=valid, other=float("-inf")).to(tl.float32)
-        score = tl.where(score == score, score, float("-inf"))
+        score = tl.where(score == score, score, float("inf"))  # a NaN is chosen, so that the caller sees it
         if RANDOM:
             score = tl.div_rn(score, heat) + _gumbel(bits[lane])
         best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)

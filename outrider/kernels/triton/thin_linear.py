@@ -66,6 +66,7 @@ def _matvec_kernel(
     x, weight, bias, norm_weight, residual, out, weight_stride, N, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr, PLUS_ONE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    EPILOGUE: tl.constexpr,
 ):
     release_dependents(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,6 +76,7 @@ def _matvec_kernel(
     wait_for_inputs(PDL)
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     square = tl.zeros([BLOCK_K], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -88,9 +90,20 @@ def _matvec_kernel(
         if PROLOGUE == _RMS_NORM:
             square += raw * raw
         acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
+        if EPILOGUE != _NONE:
+            w = tl.load(weight_row + N * weight_stride + column[None, :], mask=in_rows[:, None] & inside[None, :],
+                        other=0.0, eviction_policy="evict_first")
+            up += w.to(tl.float32) * value.to(tl.float32)[None, :]
     result = tl.sum(acc, axis=1)
     if PROLOGUE == _RMS_NORM:
         result *= tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    if EPILOGUE != _NONE:
+        other = tl.sum(up, axis=1)
+        if PROLOGUE == _RMS_NORM:
+            other *= tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+        # Rounded as the two products would be, had they been stored.
+        gate = result.to(out.dtype.element_ty).to(tl.float32)
+        result = gated(gate, other.to(out.dtype.element_ty).to(tl.float32), EPILOGUE == _GELU_TANH_MUL)
     if HAS_BIAS:
         result += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -161,11 +174,12 @@ def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
     measured = CONFIGS.get((num_rows == 1, n, k))
     if measured is not None:
         return measured
-    sizes = (8, 4, 2) if num_rows == 1 else (64, 32, 16, 8)
-    block_n = next((size for size in sizes if n >= 2 * sms * size * 15 // 16), sizes[-1])
     if num_rows == 1:
-        # 8 columns for each of 128 threads: inputs then need no exchange between threads.
-        return ThinConfig(block_n, 1024, 4, 1)
+        # 8 columns for each thread: inputs then need no exchange between threads. Two weight rows a program won at
+        # every shape measured: many programs keep more reads on their way than wide ones.
+        return ThinConfig(2, 2048, 8, 1) if k >= 2048 else ThinConfig(2, 1024, 4, 1)
+    sizes = (64, 32, 16, 8)
+    block_n = next((size for size in sizes if n >= 2 * sms * size * 15 // 16), sizes[-1])
     # Where the smallest tile leaves one program per multiprocessor, more stages keep enough bytes on their way.
     return ThinConfig(block_n, 128 if block_n == 64 else 256, 4, 8 if block_n == 8 else 4)
 
@@ -220,8 +234,33 @@ def _launch(
     norm_weight = x if norm_weight is None else norm_weight
     added = x if residual is None else residual
     if is_vector:
-        _matvec_kernel[grid](x, weight, bias, norm_weight, added, out, weight.stride(0), n, eps, **options)
+        _matvec_kernel[grid](x, weight, bias, norm_weight, added, out, weight.stride(0), n, eps, EPILOGUE=0, **options)
     else:
         _thin_kernel[grid](x, weight, bias, norm_weight, added, out, x.stride(0), weight.stride(0), added.stride(0),
                            out.stride(0), num_rows, n, eps, ROWS=MAX_ROWS, **options)
+    return out
+
+
+def gated_matvec(
+    x: torch.Tensor, weight: torch.Tensor, activation: str, *, norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """act(gate) * up for one token row: weight [2 * n, k] holds gate rows, then up rows. Returns [1, n].
+
+    With norm_weight x is normed first. No bias."""
+    name, device = "gated_matvec", x.device
+    require(activation in ("silu_mul", "gelu_tanh_mul"), name, "activation", f"is {activation!r}")
+    require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
+    n, k = weight.shape[0] // 2, weight.shape[1]
+    require_tensor(name, "x", x, (1, k), device, FLOATS)
+    if norm_weight is not None:
+        require_tensor(name, "norm_weight", norm_weight, (k,), device, FLOATS)
+    out = torch.empty(1, n, dtype=x.dtype, device=device)
+    config = thin_config(1, n, k, num_sms(device))
+    _matvec_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, x, x if norm_weight is None else norm_weight, x, out, weight.stride(0), n, eps, K=k,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROLOGUE=0 if norm_weight is None else 1, PLUS_ONE=False,
+        HAS_BIAS=False, HAS_RESIDUAL=False, LINES=8, PDL=False, EPILOGUE=_PROLOGUES[activation],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )
     return out

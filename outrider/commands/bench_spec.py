@@ -1,0 +1,120 @@
+"""`outrider bench spec`: plain decoding against speculation, side by side, by batch size and prompt set.
+
+Both engines share one model and take turns; the median of the rounds counts. A table, a plot, and JSON as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from outrider.commands.drive import Ask, Ran, first_error
+from outrider.commands.drive import run as run_asks
+from outrider.commands.loading import load
+from outrider.commands.parser import UsageError, engine_config, number_list
+from outrider.commands.prompt_sets import PromptSet, read_sets
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer
+from outrider.params import SamplingParams
+
+DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@dataclass(frozen=True)
+class Cell:
+    prompts: str
+    batch: int
+    plain_tok_s: float
+    spec_tok_s: float
+    ratio: float  # median of the rounds' own ratios
+    mean_run: float
+    mean_drafts: float  # chosen per request and step
+    drafted: int
+    accepted: int
+    acceptance_per_position: list[float]
+    equal_requests: int  # with the same tokens in both
+
+
+def run(args: argparse.Namespace) -> int:
+    sizes = number_list(args.batch_sizes)
+    if not sizes or min(sizes) < 1 or args.rounds < 1:
+        raise UsageError("--batch-sizes and --rounds must be at least 1")
+    sets = read_sets(args.prompts)
+    if args.plot:
+        _need_matplotlib()
+    config = engine_config(args, speculative_config=DEFAULT, enable_prefix_caching=False, max_num_seqs=max(sizes))
+    if config.speculative_config is None:
+        raise UsageError("--speculative-config null leaves nothing to compare")
+    loaded = load(config)
+    tokenizer = loaded.need_tokenizer()
+    engines = [loaded.engine(replace(config, speculative_config=None)), loaded.engine(config)]
+    cells = []
+    print(HEAD, flush=True)
+    try:
+        for prompts in sets:
+            for size in sizes:
+                cells.append(_measure(engines, prompts, tokenizer, size, args))
+                print(_line(cells[-1]), flush=True)
+    finally:
+        for engine in engines:
+            engine.close()
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        print("acceptance was synthetic: the text is not the model's")
+    if args.plot:
+        from outrider.commands.plot import plot_spec
+
+        written = plot_spec([asdict(cell) for cell in cells], Path(args.plot), loaded.name)
+        print(f"wrote {' and '.join(map(str, written))}")
+    print(json.dumps({"bench": "spec", "model": loaded.name, "device": str(loaded.device),
+                      "dtype": str(loaded.model.dtype).removeprefix("torch."), "rounds": args.rounds,
+                      "max_tokens": args.max_tokens, "speculative_config": config.speculative_config,
+                      "results": [asdict(cell) for cell in cells]}))
+    return 0
+
+
+def _measure(engines: list[Engine], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
+             args: argparse.Namespace) -> Cell:
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False)
+    asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, batch)]
+    before = engines[1].stats.copy()
+    speeds: tuple[list[float], list[float]] = ([], [])
+    last: list[Ran] = []
+    for i in range(args.rounds):
+        last = []
+        # Who goes first alternates, so that a machine that warms up favours neither.
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            ran = run_asks(engines[which], asks, label=f"{prompts.name} x {batch}, round {i + 1}")
+            if error := first_error(ran.outputs):
+                raise RuntimeError(f"a request failed: {error}")
+            speeds[which].append(ran.tokens_per_second)
+            last.append(ran)
+    stats = engines[1].stats.since(before)
+    tokens = [[output.outputs[0].token_ids for output in ran.outputs] for ran in last]
+    ratios = [spec / plain for plain, spec in zip(*speeds, strict=True)]
+    return Cell(
+        prompts.name, batch, round(statistics.median(speeds[0]), 2), round(statistics.median(speeds[1]), 2),
+        round(statistics.median(ratios), 3), round(stats.mean_run_length, 3), round(stats.mean_chosen, 2),
+        stats.num_draft_tokens, stats.num_accepted_tokens, [round(rate, 3) for rate in stats.acceptance_per_position],
+        sum(one == two for one, two in zip(*tokens, strict=True)),
+    )  # fmt: skip
+
+
+HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'ratio':>6} {'mean run':>8} "
+        f"{'drafts':>6} {'equal':>7}  acceptance by position")
+
+
+def _line(cell: Cell) -> str:
+    rates = " ".join(f"{rate:.2f}" for rate in cell.acceptance_per_position)
+    return (f"{cell.prompts:<14} {cell.batch:>5} {cell.plain_tok_s:>11.1f} {cell.spec_tok_s:>11.1f} {cell.ratio:>6.2f} "
+            f"{cell.mean_run:>8.2f} {cell.mean_drafts:>6.2f} {f'{cell.equal_requests}/{cell.batch}':>7}  {rates}")
+
+
+def _need_matplotlib() -> None:
+    """Before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error

@@ -1,0 +1,111 @@
+"""`outrider demo`: the default model answers four prompts at once, streamed; then one without and with drafts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+from outrider.commands.drive import Ask, chat_ids
+from outrider.commands.drive import run as run_asks
+from outrider.commands.loading import Loaded, load
+from outrider.config import EngineConfig
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+
+MODEL = "smollm2"
+PROMPTS = [
+    "What causes the tides? Answer in two sentences.",
+    "Give me three names for a grey cat.",
+    "Write a short poem about the sea.",
+    "What is the capital of France, and what is it known for?",
+]
+COPY = (
+    "1. Wash the apples and cut them into quarters.\n2. Mix the flour, the sugar and the butter in a large bowl.\n"
+    "3. Put the apples into a baking dish and spread the mixture over the apples.\n"
+    "4. Bake in the oven at 180 degrees for forty minutes.\n5. Let it cool for ten minutes and serve with cream.\n\n"
+    "Copy the text above word for word."
+)
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
+WIDTH = 88
+COLORS = (36, 33, 32, 35)
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    config = EngineConfig(MODEL, max_model_len=1024, max_num_seqs=len(PROMPTS))
+    loaded = load(config)
+    _answer_four(loaded, config, args.max_tokens, start)
+    _with_drafts(loaded, config)
+    return 0
+
+
+def _answer_four(loaded: Loaded, config: EngineConfig, max_tokens: int, start: float) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    asks = [Ask(chat_ids(loaded.need_tokenizer(), text), params, text) for text in PROMPTS]
+    engine = loaded.engine(config)
+    print(f"{MODEL} answers {len(asks)} prompts at once:\n")
+    for index, text in enumerate(PROMPTS):
+        print(_mark(index, f"[{index + 1}] {text}"))
+    print()
+    lines = _Lines(start)
+    ran = run_asks(engine, asks, on_output=lines.show)
+    engine.close()
+    print(f"\n{ran.num_tokens} tokens in {ran.seconds:.1f} s: {ran.tokens_per_second:.1f} tokens/s; first token "
+          f"{lines.first_token_seconds:.1f} s after the start, loading included\n")
+
+
+class _Lines:
+    """Several texts that grow at once, shown by whole lines, each with its number."""
+
+    def __init__(self, start: float) -> None:
+        self.first_token_seconds = 0.0
+        self._start = start
+        self._shown: dict[str, int] = {}
+
+    def show(self, output: RequestOutput) -> None:
+        self.first_token_seconds = self.first_token_seconds or time.perf_counter() - self._start
+        text = output.outputs[0].text
+        begin = self._shown.get(output.request_id, 0)
+        while end := _line_end(text, begin, output.finished):
+            for line in textwrap.wrap(text[begin:end], WIDTH):
+                print(_mark(int(output.request_id), f"[{int(output.request_id) + 1}] {line}"), flush=True)
+            begin = end
+        self._shown[output.request_id] = begin
+
+
+def _line_end(text: str, begin: int, is_last: bool) -> int:
+    """Where the next line to show ends; 0 if it is not there yet."""
+    newline = text.find("\n", begin)
+    if 0 <= newline <= begin + WIDTH:
+        return newline + 1
+    if len(text) - begin > WIDTH:
+        return max(text.rfind(" ", begin, begin + WIDTH) + 1, begin + 1)
+    return len(text) if is_last and len(text) > begin else 0
+
+
+def _mark(index: int, line: str) -> str:
+    return f"\033[{COLORS[index % len(COLORS)]}m{line}\033[0m" if sys.stdout.isatty() else line
+
+
+def _with_drafts(loaded: Loaded, config: EngineConfig) -> None:
+    """The same request without drafts and with them; a short run first, so that neither pays for the start."""
+    params = SamplingParams(temperature=0.0, max_tokens=96)
+    ids = chat_ids(loaded.need_tokenizer(), COPY)
+    speeds, texts = [], []
+    for drafts in (None, DRAFTS):
+        engine = loaded.engine(replace(config, speculative_config=drafts, enable_prefix_caching=False))
+        run_asks(engine, [Ask(ids, replace(params, max_tokens=4))])
+        ran = run_asks(engine, [Ask(ids, params)])
+        engine.close()
+        speeds.append(ran.tokens_per_second)
+        texts.append(ran.outputs[0].outputs[0].text)
+        if drafts is None:
+            print(f"A list to copy, without drafts: {ran.tokens_per_second:.1f} tokens/s")
+        else:
+            same = "the same text" if texts[0] == texts[1] else "OTHER TEXT"
+            print(f"The same with n-gram drafts:    {ran.tokens_per_second:.1f} tokens/s, a mean run of "
+                  f"{ran.mean_run_length:.2f} tokens, {speeds[1] / speeds[0]:.2f}x, {same}:\n")
+    print(textwrap.indent(texts[1].strip(), "    "))

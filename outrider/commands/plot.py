@@ -1,0 +1,39 @@
+"""The plot of `outrider bench spec`: speed-up by batch size, and acceptance by position. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]:
+    """Writes name.png and name.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for prompts in dict.fromkeys(cell["prompts"] for cell in cells):
+        own = [cell for cell in cells if cell["prompts"] == prompts]
+        left.plot([cell["batch"] for cell in own], [cell["ratio"] for cell in own], marker="o", label=prompts)
+        for cell in own:
+            rates = cell["acceptance_per_position"]
+            right.plot(range(1, len(rates) + 1), rates, marker="o", label=f"{prompts}, batch {cell['batch']}")
+    left.axhline(1.0, color="grey", linewidth=0.8)
+    left.set(title=f"{model}: speculation against plain", xlabel="requests at once", ylabel="speed-up", xscale="log")
+    batches = sorted({cell["batch"] for cell in cells})
+    left.set_xticks(batches, [str(batch) for batch in batches])
+    left.minorticks_off()
+    left.set_ylim(bottom=0)
+    right.set(title="acceptance by position", xlabel="position in the draft", ylabel="accepted", ylim=(0, 1.05))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    name.parent.mkdir(parents=True, exist_ok=True)
+    paths = [name.with_name(name.name + suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return paths

@@ -1,0 +1,266 @@
+"""`outrider verify`: the same requests run in many ways; tokens must not depend on the way.
+
+The reference runs every request alone, plainly. A difference is looked into: both runs are repeated for the scores of
+that step, which tell a near-tie of arithmetic from a fault. Knows no drafter by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.commands.compare import Difference, Recorder, describe, explain, first_difference
+from outrider.commands.drive import Ask, first_error, prompt_ids
+from outrider.commands.drive import run as run_asks
+from outrider.commands.loading import Loaded, bar, load
+from outrider.commands.parser import engine_config
+from outrider.commands.verify_prompts import PROMPTS
+from outrider.config import EngineConfig
+from outrider.core import ScheduledBatch, StepResult
+from outrider.engine.engine import Engine
+from outrider.params import SamplingParams
+
+SAMPLED = {"temperature": 1.0}
+ROWS = 4  # requests at once
+CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the requests, and what must have happened for it to count."""
+
+    name: str
+    drafts: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    alone: bool = False
+    rounds: int = 1  # the last one counts; more than one finds the first one's pages
+    pool: str = "ample"  # tight: too small for all; tighter: where prefix hits let requests share pages
+    expects: tuple[str, ...] = ()
+
+    def is_met(self, happened: dict[str, int]) -> bool:
+        return all(happened[name] > 0 for name in self.expects)
+
+
+def _ways(drafts: bool) -> list[Way]:
+    chunks = (("max_num_batched_tokens", CHUNK),)
+    prefix = (("enable_prefix_caching", True),)
+    padding = (("pad_requests", (ROWS, 2 * ROWS)), ("pad_tokens", (3, 7, 24, 96, 1024)))
+    also = ("drafts",) if drafts else ()
+    everything = Way("all of these", drafts, chunks + prefix + padding + (("overlap", True),), rounds=2,
+                     pool="tighter", expects=("hits", "chunks", "padded steps", "preemptions", *also))
+    return [
+        Way("batched", drafts, expects=("batch mates", *also)),
+        Way("overlap", drafts, (("overlap", True),), expects=("overlap", *also)),
+        Way("prefix cache", drafts, prefix, rounds=2, expects=("hits", *also)),
+        Way("chunked prompts", drafts, chunks, expects=("chunks", *also)),
+        Way("padded", drafts, padding, expects=("padded steps", *also)),
+        Way("small pool", drafts, pool="tight", expects=("preemptions", *also)),
+        everything,
+    ]
+
+
+def all_ways(speculative: bool) -> list[Way]:
+    if not speculative:
+        return _ways(False)
+    plain = [way for way in _ways(False) if way.name in ("batched", "all of these")]
+    return [*plain, Way("alone", True, alone=True, expects=("drafts",)), *_ways(True)]
+
+
+@dataclass
+class Row:
+    """What became of one way."""
+
+    way: str
+    drafts: bool
+    compared: int  # tokens
+    equal: int  # requests
+    requests: int
+    happened: dict[str, int]
+    is_met: bool
+    verdict: str  # equal, near-tie, fault
+    detail: str = ""
+
+
+class Check:
+    """The requests, the reference, and every way compared with it."""
+
+    def __init__(self, loaded: Loaded, config: EngineConfig, asks: Sequence[Ask]) -> None:
+        self._loaded = loaded
+        self._asks = list(asks)
+        longest = max(len(ask.token_ids) + (ask.params.max_tokens or 0) for ask in asks)
+        self._config = replace(config, max_model_len=min(longest + 1, loaded.model.max_positions), max_num_seqs=ROWS,
+                               enable_prefix_caching=False, overlap=False)
+        # Pages of the longest request, and of several that start: without and with drafts.
+        self._pages: dict[bool, tuple[int, int]] = {}
+        self.reference: list[list[int]] = []
+
+    def run_reference(self) -> None:
+        self.reference = self._tokens(Way("reference", alone=True))[0]
+
+    def run(self, way: Way) -> Row:
+        tokens, happened = self._tokens(way)
+        found = first_difference(self.reference, tokens)
+        equal = sum(ours == theirs for ours, theirs in zip(tokens, self.reference, strict=True))
+        row = Row(way.name, way.drafts, sum(map(len, tokens)), equal, len(tokens), happened, way.is_met(happened),
+                  "equal")
+        if found is not None:
+            difference = self._look_into(way, found)
+            row.verdict = "near-tie" if difference.is_near_tie else "fault"
+            row.detail = describe(difference, self._loaded.tokenizer)
+        return row
+
+    def _config_of(self, way: Way) -> EngineConfig:
+        settings = dict(way.settings)
+        if not way.drafts:
+            settings["speculative_config"] = None
+        elif self._config.speculative_config is not None:
+            # As many drafts as there may be, whatever they cost here: the more is checked.
+            settings["speculative_config"] = {"auto": False} | self._config.speculative_config
+        if way.pool != "ample":
+            settings["num_pages"] = self._small_pool(way)
+        return replace(self._config, **settings)
+
+    def _small_pool(self, way: Way) -> int:
+        """Room for the longest request, and (unless they share) for several to start, but not to end together."""
+        if way.drafts not in self._pages:
+            engine = self._loaded.engine(self._config_of(Way("probe", way.drafts)))
+            cache = engine.scheduler.cache
+            lengths = sorted((len(ask.token_ids) for ask in self._asks), reverse=True)[: ROWS - 1]
+            starts = sum(cache.pages_to_start(length + 1) for length in lengths)
+            self._pages[way.drafts] = (cache.pages_to_start(engine.limits.max_len), starts + 1)
+            engine.close()
+        one, several = self._pages[way.drafts]
+        return 1 + (one if way.pool == "tighter" else max(one, several))
+
+    def _tokens(self, way: Way) -> tuple[list[list[int]], dict[str, int]]:
+        engine = self._loaded.engine(self._config_of(way))
+        watch = engine.runner = _Watch(engine)
+        try:
+            tokens = self._run(engine, way)
+        finally:
+            engine.close()
+        return tokens, watch.happened()
+
+    def _run(self, engine: Engine, way: Way) -> list[list[int]]:
+        batches = [[ask] for ask in self._asks] if way.alone else [self._asks]
+        outputs: list[Any] = []
+        for _ in range(way.rounds):
+            outputs = [output for batch in batches for output in run_asks(engine, batch).outputs]
+        if error := first_error(outputs):
+            raise RuntimeError(f"{way.name}: a request failed: {error}")
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def _look_into(self, way: Way, found: tuple[int, int]) -> Difference:
+        index, position = found
+        scores = [self._scores(w, index, position) for w in (Way("reference", alone=True), way)]
+        dtype = str(self._loaded.model.dtype).removeprefix("torch.")
+        return explain(index, position, self._asks[index], scores[0], scores[1], dtype)
+
+    def _scores(self, way: Way, index: int, position: int) -> Recorder:
+        """The run again, with every log-probability of that step. Same batches, so the same arithmetic."""
+        config = replace(self._config_of(way), max_logprobs=self._loaded.model.vocab_size)
+        engine = self._loaded.engine(config)
+        ask = self._asks[index]
+        recorder = Recorder(engine.runner, index + len(self._asks) * (way.rounds - 1), len(ask.token_ids) + position)
+        engine.runner = recorder
+        whole = list(self._asks)
+        self._asks[index] = replace(ask, params=replace(ask.params, logprobs=-1))
+        try:
+            self._run(engine, way)
+        finally:
+            self._asks = whole
+            engine.close()
+        return recorder
+
+
+class _Watch:
+    """A runner around a runner that notices what happens in an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inner = engine.runner
+        self._chunks = self._mates = 0
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        self._chunks += sum(not samples for samples in batch.samples)
+        self._mates += batch.num_requests > 1
+        return self._inner.submit(batch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def happened(self) -> dict[str, int]:
+        stats, scheduler = self._engine.stats, self._engine.scheduler.stats
+        return {
+            "batch mates": self._mates, "hits": stats.num_hit_tokens, "chunks": self._chunks,
+            "padded steps": getattr(self._inner, "num_padded_steps", 0), "preemptions": scheduler.num_preemptions,
+            "overlap": int(scheduler.max_steps_in_flight > 1), "drafts": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+        }  # fmt: skip
+
+
+def make_asks(loaded: Loaded, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
+    """Every prompt greedy and sampled, in turn, so that both meet in one batch."""
+    if loaded.tokenizer is None:
+        source = torch.Generator().manual_seed(seed)
+        vocab = loaded.model.vocab_size
+        prompts = [torch.randint(0, vocab, (20 + 9 * i,), generator=source).tolist() for i in range(6)]
+    else:
+        prompts = [prompt_ids(loaded.tokenizer, text) for text in PROMPTS]
+    if quick:
+        prompts = prompts[:3]
+    ways = (SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False),
+            SamplingParams(**SAMPLED, max_tokens=max_tokens, detokenize=False))
+    return [Ask(prompt, params if params.is_greedy else replace(params, seed=seed + i))
+            for i, prompt in enumerate(prompts) for params in ways]
+
+
+def run(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        raise ValueError("synthetic acceptance changes the text on purpose: there is nothing to verify")
+    loaded = load(config, needs_text=False)
+    logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
+    asks = make_asks(loaded, args.quick, args.max_tokens or (16 if args.quick else 32), config.seed)
+    check = Check(loaded, config, asks)
+    ways = all_ways(config.speculative is not None)
+    rows: list[Row] = []
+    with bar(total=len(ways) + 1, desc="verifying", unit="runs") as progress:
+        check.run_reference()
+        for way in ways:
+            progress.update()
+            rows.append(check.run(way))
+    _print(rows, args.json, loaded)
+    return int(any(row.verdict == "fault" for row in rows))
+
+
+def _print(rows: list[Row], as_json: bool, loaded: Loaded) -> None:
+    faults = [row for row in rows if row.verdict == "fault"]
+    if as_json:
+        print(json.dumps({"model": loaded.name, "passed": not faults, "rows": [asdict(row) for row in rows]}))
+        return
+    print(f"{'run':<30} {'requests equal':>14} {'tokens':>7}  {'verdict':<9} what happened in it")
+    for row in rows:
+        name = row.way + (" + drafts" if row.drafts else "")
+        happened = ", ".join(f"{name} {count}" for name, count in row.happened.items() if count)
+        note = happened if row.is_met else f"{happened}  (NOT TRIED: its condition did not occur)"
+        print(f"{name:<30} {f'{row.equal} of {row.requests}':>14} {row.compared:>7}  {row.verdict:<9} {note}")
+    for row in rows:
+        if row.detail:
+            print(f"\n{row.way}{' + drafts' if row.drafts else ''}, first difference: {row.detail}")
+    ties = sum(row.verdict == "near-tie" for row in rows)
+    untried = sum(not row.is_met for row in rows)
+    tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""
+    print(f"\n{len(rows) - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
+          + (f"; {untried} not tried" if untried else "") + (f"; {len(faults)} FAULTS" if faults else ""))
+    if faults:
+        print("outrider: error: tokens depend on how they were computed; please report the text above with the output "
+              "of `outrider env`", file=sys.stderr)
