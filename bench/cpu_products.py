@@ -117,9 +117,9 @@ def bench_attention(repeats: int) -> None:
     for tokens, context in [*decode, (32, 512), (128, 512), (512, 512), (512, 2048), (2048, 2048)]:
         k_cache, v_cache, table = make_cache(context)
         q = torch.randn(tokens, HEADS, DIM)
-        counts = [torch.tensor(values, dtype=torch.int32) for values in ([0, tokens], [context], [tokens])]
+        starts, length, live = torch.tensor([0, tokens]), torch.tensor([context]), torch.tensor([tokens])
         runs: dict[str, Callable[[], object]] = {
-            "native": partial(native.paged_attention, q, k_cache, v_cache, table, *counts, scale=DIM**-0.5),
+            "native": partial(native.paged_attention, q, k_cache, v_cache, table, starts, length, live, DIM**-0.5),
             "gathered": partial(gathered_attention, q, k_cache, v_cache, table, context),
         }
         show(f"{tokens} tokens at {context}", interleaved(runs, repeats * 3))

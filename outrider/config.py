@@ -88,8 +88,9 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "gemma4_assistant")
+ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemma 4 assistant drafts from: the last ...
 SYNTHETIC_RATE = 0.6914  # the same at every position: 3 drafts give a mean run of 2.5
 
 
@@ -104,12 +105,14 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     auto: bool = True
     synthetic_rates: tuple[float, ...] | None = None
+    assistant_position: str = "sampled"
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
         fields = dict(given)
         known = ["method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "auto",
-                 "rejection_sample_method", "synthetic_acceptance_length", "synthetic_rates"]
+                 "rejection_sample_method", "synthetic_acceptance_length", "synthetic_rates",
+                 "assistant_position"]
         for key in fields:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
@@ -125,7 +128,9 @@ class SpeculativeConfig:
         low, high = fields.get("prompt_lookup_min", 2), fields.get("prompt_lookup_max", 4)
         if not 1 <= low <= high:
             raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be in [1, prompt_lookup_max ({high})]")
-        return cls(methods, k, model, low, high, bool(fields.get("auto", True)), _synthetic_rates(fields))
+        position = fields.get("assistant_position", "sampled")
+        _one_of("speculative_config: assistant_position", position, ASSISTANT_POSITIONS)
+        return cls(methods, k, model, low, high, bool(fields.get("auto", True)), _synthetic_rates(fields), position)
 
 
 def _methods(fields: dict[str, Any]) -> tuple[str, ...]:

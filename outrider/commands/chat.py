@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from outrider.commands.drive import abort_all, interruptible
+from outrider.commands.drive import abort_all, interruptible, raise_failed
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.engine.engine import Engine
@@ -45,6 +45,7 @@ class Conversation:
                 abort_all(self._engine, 1)
         if output is None:  # interrupted before the first token
             output = RequestOutput("0", text, [], [])
+        raise_failed([output])
         said = output.outputs[0].text if output.outputs else ""
         self.messages = [*asked, {"role": "assistant", "content": said}]
         return output
@@ -94,8 +95,8 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
     start = time.perf_counter()
     try:
         output = conversation.answer(text, _show)
-    except ValueError as error:  # too long a conversation, mostly
-        print(f"outrider: error: {error}\n(/reset starts over)", file=sys.stderr)
+    except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
+        print(f"outrider: error: {error} (/reset starts over)", file=sys.stderr)
         return
     print()
     if args.stats:

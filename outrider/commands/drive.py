@@ -80,8 +80,9 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def run(engine: Engine, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
-        label: str | None = None) -> Ran:
-    """All asks at once, to their ends. `label`: show a bar of finished requests. Raises before any is started."""
+        label: str | None = None, may_fail: bool = False) -> Ran:
+    """All asks at once, to their ends. A request that cannot be served raises before any is started, and one that
+    failed on the way at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
     for ask in asks:
         engine.checked(ask.token_ids, ask.params)
     start = time.perf_counter()
@@ -103,7 +104,10 @@ def run(engine: Engine, asks: Sequence[Ask], *, on_output: Callable[[RequestOutp
         except BaseException:
             abort_all(engine, len(asks))
             raise
-    return Ran([done[str(index)] for index in range(len(asks))], time.perf_counter() - start)
+    ran = Ran([done[str(index)] for index in range(len(asks))], time.perf_counter() - start)
+    if not may_fail:
+        raise_failed(ran.outputs)
+    return ran
 
 
 def abort_all(engine: Engine, count: int) -> None:
@@ -113,8 +117,10 @@ def abort_all(engine: Engine, count: int) -> None:
         engine.step()
 
 
-def first_error(outputs: Sequence[RequestOutput]) -> str | None:
-    return next((sample.error for output in outputs for sample in output.outputs if sample.error is not None), None)
+def raise_failed(outputs: Sequence[RequestOutput]) -> None:
+    errors = [sample.error for output in outputs for sample in output.outputs if sample.finish_reason == "error"]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(outputs)} requests failed: {errors[0]}")
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list[int]:

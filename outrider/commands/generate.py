@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.drive import Ask, Ran, chat_ids
+from outrider.commands.drive import Ask, Ran, chat_ids, raise_failed
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     streams = sys.stdout.isatty() and len(asks) == 1 and params.n == 1 and not args.json
     try:
         ran = run_asks(engine, asks, on_output=_Stream() if streams else None,
-                       label=None if streams else f"{len(asks)} prompts")
+                       label=None if streams else f"{len(asks)} prompts", may_fail=True)
     finally:
         engine.close()
     if streams:
@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(as_json(output)) if args.json else _as_text(output, len(asks) > 1))
     if args.stats:
         print(stats_line(ran), file=sys.stderr)
-    failed = [sample.error for output in ran.outputs for sample in output.outputs if sample.error is not None]
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {len(asks)} requests failed: {failed[0]}")
+    raise_failed(ran.outputs)  # after what there is
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import Difference, Recorder, describe, explain, first_difference
-from outrider.commands.drive import Ask, first_error, prompt_ids
+from outrider.commands.drive import Ask, prompt_ids
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import Loaded, bar, load
 from outrider.commands.parser import engine_config
@@ -26,9 +26,9 @@ from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.engine.engine import Engine
+from outrider.outputs import RequestOutput
 from outrider.params import SamplingParams
 
-SAMPLED = {"temperature": 1.0}
 ROWS = 4  # requests at once
 CHUNK = 16
 
@@ -151,11 +151,9 @@ class Check:
 
     def _run(self, engine: Engine, way: Way) -> list[list[int]]:
         batches = [[ask] for ask in self._asks] if way.alone else [self._asks]
-        outputs: list[Any] = []
+        outputs: list[RequestOutput] = []
         for _ in range(way.rounds):
             outputs = [output for batch in batches for output in run_asks(engine, batch).outputs]
-        if error := first_error(outputs):
-            raise RuntimeError(f"{way.name}: a request failed: {error}")
         return [output.outputs[0].token_ids for output in outputs]
 
     def _look_into(self, way: Way, found: tuple[int, int]) -> Difference:
@@ -217,10 +215,10 @@ def make_asks(loaded: Loaded, quick: bool, max_tokens: int, seed: int) -> list[A
         prompts = [prompt_ids(loaded.tokenizer, text) for text in PROMPTS]
     if quick:
         prompts = prompts[:3]
-    ways = (SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False),
-            SamplingParams(**SAMPLED, max_tokens=max_tokens, detokenize=False))
+    modes = (SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False),
+             SamplingParams(temperature=1, max_tokens=max_tokens, detokenize=False))
     return [Ask(prompt, params if params.is_greedy else replace(params, seed=seed + i))
-            for i, prompt in enumerate(prompts) for params in ways]
+            for i, prompt in enumerate(prompts) for params in modes]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,8 +91,13 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its reader gets what there is, with finish_reason "abort". An unknown id is no error."""
-        done = asyncio.get_running_loop().create_future()
-        self._owner.abort(request_id, lambda: _tell(done.get_loop(), _resolve, done))
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            _tell(loop, _resolve, done)
+
+        self._owner.abort(request_id, tell)
         await done
 
     def get_tokenizer(self) -> Tokenizer:
@@ -121,11 +126,13 @@ class AsyncLLM:
             salt = prompt.get("cache_salt")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
-            prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            return None, list(prompt), salt
+            text: Any = prompt["prompt"]
+        else:
+            text = prompt
+        if not isinstance(text, str):
+            return None, list(text), salt
         encode = self.get_tokenizer().encode
-        return prompt, await asyncio.to_thread(encode, prompt) if len(prompt) > LONG_TEXT else encode(prompt), salt
+        return text, await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text), salt
 
 
 class _Stream:

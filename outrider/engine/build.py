@@ -15,6 +15,7 @@ from outrider.cache.manager import CacheManager
 from outrider.cache.pool import DevicePool
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Limits
+from outrider.engine.costs import measure_costs
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.kernels import native, ops
@@ -24,7 +25,6 @@ from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
-from outrider.runner.costs import measure_costs
 from outrider.runner.cuda import CudaRunner
 from outrider.runner.memory import fit_max_len, plan_memory
 from outrider.runner.runner import LocalRunner, Padding, Runner

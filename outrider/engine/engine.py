@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 
-from outrider.core import Finish, Limits, StepResult
+from outrider.core import Finish, Limits, RequestResult, StepResult
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
 from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
+from outrider.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.runner.runner import Runner
 from outrider.sample.rows import check_params
 from outrider.sched.request import Request
@@ -34,6 +34,12 @@ class _Live:
     output: RequestOutput
     samples: dict[int, SampleOutput]  # by the scheduler's request id
     prompt_logprobs: PromptLogprobsOutput | None
+
+    def take(self, request: Request, result: RequestResult) -> bool:
+        """Add what a step gave to one of the samples. True if that ends it, though the device does not know."""
+        if self.prompt_logprobs is not None and result.prompt_logprobs is not None and request.sample_index == 0:
+            self.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
+        return bool(result.run or result.finish) and self.samples[request.id].take(result)
 
 
 class Engine:
@@ -99,8 +105,8 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
             raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no room "
-                "for an answer: shorten the prompt or raise max_model_len"
+                f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no "
+                "room for an answer: shorten the prompt or raise max_model_len"
             )
         for token in prompt_token_ids:
             if not isinstance(token, int):
@@ -109,7 +115,8 @@ class Engine:
                 raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and (value > self._max_logprobs or (value < 0 and self._max_logprobs < limits.vocab_size)):
+            most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
+            if most is not None and most > self._max_logprobs:
                 raise ValueError(f"{name}={value} exceeds max_logprobs={self._max_logprobs} of this engine")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
@@ -177,14 +184,18 @@ class Engine:
         self.stats.observe(result)
         if result.num_accepted:
             live.output.metrics.observe_drafts(result.num_accepted)
-        if live.prompt_logprobs is not None and result.prompt_logprobs is not None and request.sample_index == 0:
-            live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
         if result.run and live.output.metrics.first_token_time is None:
             live.output.metrics.first_token_time = time.perf_counter()
-        if (result.run or result.finish) and live.samples[request.id].take(result):
-            self.scheduler.end(request.id, Finish.STOP)
-        elif result.finish:
+        try:
+            is_stopped = live.take(request, result)
+        except Exception as error:  # one request's text must not take its batch mates' tokens along
+            log.exception("a request's output failed")
+            live.samples[request.id].end(Finish.ERROR, f"the output failed: {error!r}")
+            is_stopped = True
+        if result.finish:
             self._end(request)
+        elif is_stopped:
+            self.scheduler.end(request.id, Finish.STOP)
         return request_id
 
     def _end(self, request: Request) -> str:
@@ -215,7 +226,7 @@ class Engine:
         if not params.bad_words or params.bad_words_token_ids:
             return params
         if self.tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias or allowed_token_ids")
+            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias, allowed_token_ids")
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             # At the start of a text and after a space a word has different tokens: forbid both.

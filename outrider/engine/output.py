@@ -23,7 +23,7 @@ class SampleOutput:
         self.completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if self._tokenizer and tokenizer else None
+        self._detokenizer = self._tokenizer and Detokenizer(self._tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
     def take(self, result: RequestResult) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 from outrider.core import RequestResult, ScheduledBatch
 
@@ -87,13 +87,15 @@ class EngineStats:
         return sum(k * times for k, times in enumerate(self.chosen)) / total if total else 0.0
 
     def copy(self) -> EngineStats:
-        return replace(self, **{name: list(getattr(self, name)) for name in _LISTS})
+        return self.since(EngineStats())
 
     def since(self, before: EngineStats) -> EngineStats:
         """What has been added to an earlier copy."""
-        counts = {name: getattr(self, name) - getattr(before, name) for name in _COUNTS}
-        lists = {name: _minus(getattr(self, name), getattr(before, name)) for name in _LISTS}
-        return EngineStats(**counts, **lists)
+        result = EngineStats()
+        for part in fields(self):
+            now, then = getattr(self, part.name), getattr(before, part.name)
+            setattr(result, part.name, _minus(now, then) if isinstance(now, list) else now - then)
+        return result
 
     def line(self) -> str:
         rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_per_position)
@@ -106,11 +108,6 @@ class EngineStats:
             f"Tokens: {self.num_prompt_tokens} prompt ({self.num_hit_tokens} hits), "
             f"{self.num_generation_tokens} generated"
         )
-
-
-_LISTS = ("drafted_per_position", "accepted_per_position", "chosen")
-_COUNTS = ("num_requests", "num_prompt_tokens", "num_generation_tokens", "num_hit_tokens", "num_runs", "num_drafts",
-           "num_draft_tokens", "num_accepted_tokens")
 
 
 class StatsLog:

@@ -79,19 +79,14 @@ def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-# For a single row (`is_single`): products with what stands before and after them
+# For a single row (`is_single`): products with what follows them. A norm before a product is better done once, by its
+# own kernel: every program of the product would read and scale the whole input again.
 
 
-def norm_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor,
-                bias: torch.Tensor | None) -> torch.Tensor:
-    result: torch.Tensor = _triton().thin_linear(x, weight, bias, prologue="rms_norm", norm_weight=norm, eps=eps)
-    return result
-
-
-def norm_gated_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor,
-                      activation: str) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up with weight [gate | up, in]."""
     kind = "silu_mul" if activation == "silu" else "gelu_tanh_mul"
-    result: torch.Tensor = _triton().gated_matvec(x, weight, kind, norm_weight=norm, eps=eps)
+    result: torch.Tensor = _triton().gated_matvec(x, weight, kind)
     return result
 
 

@@ -50,8 +50,7 @@ class SelfAttention:
 
     def add_single(self, residual: torch.Tensor, norm: RMSNorm, angles: Angles, attend: Attend) -> None:
         """residual += attention(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
-        qkv = ops.norm_linear(residual, norm.scale, norm.eps, self.qkv.format.weight, self.qkv.format.bias)
-        mixed = self.mix(qkv, angles, attend)
+        mixed = self.mix(self.qkv(norm(residual)), angles, attend)
         ops.linear_add(residual, mixed, self.out.format.weight, self.out.format.bias)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:

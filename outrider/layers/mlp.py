@@ -43,9 +43,9 @@ class GatedMLP:
 
     def add_single(self, residual: torch.Tensor, norm: RMSNorm) -> None:
         """residual += mlp(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
-        gate_up, down = self.gate_up.format, self.down.format
-        if gate_up.bias is None:
-            x = ops.norm_gated_linear(residual, norm.scale, norm.eps, gate_up.weight, self.activation)
+        x = norm(residual)
+        if self.gate_up.format.bias is None:
+            x = ops.gated_linear(x, self.gate_up.format.weight, self.activation)
         else:
-            x = ops.gated(ops.norm_linear(residual, norm.scale, norm.eps, gate_up.weight, gate_up.bias), self.activation)
-        ops.linear_add(residual, x, down.weight, down.bias)
+            x = ops.gated(self.gate_up(x), self.activation)
+        ops.linear_add(residual, x, self.down.format.weight, self.down.format.bias)

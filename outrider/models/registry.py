@@ -15,8 +15,10 @@ import torch
 from outrider.models.base import Model
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma3 import Gemma3
+from outrider.models.gemma4 import Gemma4
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
 from outrider.models.loader import load_dummy, load_weights, safetensors_tensors
+from outrider.models.qwen3_moe import Qwen3Moe
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -25,7 +27,12 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4,
+    "Gemma4UnifiedForCausalLM": Gemma4,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4,
 }
 
 
@@ -77,7 +84,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a model folder holds a config.json and its weights")
-    return _read_json(path)
+    config = _read_json(path)
+    generation = path.with_name("generation_config.json")
+    # What a model must never say is part of what it computes, and newer checkpoints keep it in the other file.
+    suppressed = _read_json(generation).get("suppress_tokens") if generation.is_file() else None
+    return config if suppressed is None else config | {"suppress_tokens": suppressed}
 
 
 def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
@@ -91,6 +102,8 @@ def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
 
 def _eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
+    if value is None and isinstance(config.get("text_config"), Mapping):
+        value = config["text_config"].get("eos_token_id")
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

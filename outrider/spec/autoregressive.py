@@ -205,7 +205,7 @@ class AutoregressiveDrafter(Drafter):
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        rows, begin = to_device([(a.row, a.computed) for a in admitted], torch.int64, self._device).unbind(1)
+        rows, begin = to_device([[a.row for a in admitted], [a.computed for a in admitted]], torch.int64, self._device)
         request_of_row = torch.zeros(self._valid_from.shape[0], dtype=torch.int64, device=self._device)
         view = step.batch.padded
         request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))

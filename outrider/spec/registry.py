@@ -15,6 +15,7 @@ from outrider.spec.base import DraftBuild, Drafter
 from outrider.spec.combined import CombinedDrafter
 from outrider.spec.draft_model import DraftModelNetwork
 from outrider.spec.eagle import eagle_drafter
+from outrider.spec.gemma_assistant import assistant_drafter, is_assistant
 from outrider.spec.mtp import mtp_drafter
 from outrider.spec.ngram import NgramDrafter
 
@@ -46,6 +47,10 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
             return AutoregressiveDrafter(method, network, k)
         case "eagle" | "eagle3":
             return eagle_drafter(method, config, build)
+        case "gemma4_assistant":
+            return assistant_drafter(config, build)
+        case "mtp" if config.model is not None and is_assistant(config.model):
+            return assistant_drafter(config, build)
         case "mtp":
             return mtp_drafter(config, build)
         case _:

@@ -27,7 +27,7 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 96, 256, 4, 4, 2
 HEAD_DIM, THETA, EPS = HIDDEN // HEADS, 10000.0, 1e-5
 TAPS = (1, 2, 4)
 LENGTH, BATCH, UNROLL = 40, 64, 4
-TARGET_STEPS, HEAD_STEPS = 220, 320
+TARGET_STEPS, HEAD_STEPS = 150, 230
 
 Params = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]

@@ -152,16 +152,31 @@ def test_a_request_that_fails_on_the_way_raises_in_its_own_stream() -> None:
     with_llm(body)
 
 
+def explode(*_: Any) -> None:
+    raise MemoryError("no pages left")
+
+
+def test_a_failed_step_raises_in_the_requests_that_were_in_it() -> None:
+    async def body(llm: AsyncLLM, rig: Rig) -> None:
+        streams = [llm.generate(ask.prompt, greedy(60)) for ask in ASKS[:3]]
+        for stream in streams:
+            await anext(stream)
+        rig.runner._before_step = explode
+        found = await asyncio.gather(*(last_of(stream) for stream in streams), return_exceptions=True)
+        assert all(isinstance(error, RequestError) and "no pages left" in str(error) for error in found)
+        rig.runner._before_step = None
+        output = await last_of(llm.generate(ASKS[1].prompt, ASKS[1].params))
+        assert tokens_of([output]) == expected(ASKS[1:2]) and llm.is_running
+
+    with_llm(body)
+
+
 def test_a_failed_engine_raises_everywhere_with_the_cause() -> None:
     async def body(llm: AsyncLLM, rig: Rig) -> None:
         streams = [llm.generate(ask.prompt, greedy(60)) for ask in ASKS[:3]]
         for stream in streams:
             await anext(stream)
-
-        def explode(*_: Any) -> None:
-            raise MemoryError("no pages left")
-
-        rig.runner._before_step = explode
+        rig.scheduler.schedule = explode  # type: ignore[assignment]
         found = await asyncio.gather(*(last_of(stream) for stream in streams), return_exceptions=True)
         assert all(isinstance(error, EngineError) and isinstance(error.__cause__, MemoryError) for error in found)
         with pytest.raises(EngineError, match="no pages left") as later:

@@ -189,19 +189,17 @@ CURSED = 7
 
 
 def cursed_model(config: dict[str, Any] = LLAMA) -> Model:
-    """Whatever follows token 7 is NaN."""
+    """Whatever follows token 7 is NaN. The head has weights of its own, so nobody else meets them."""
     model = random_model(config, torch.float64, seed=3)
     model.embed_tokens.weight[CURSED] = torch.nan
     return model
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", "sliding"])
 def test_nan_ends_its_own_request_only(family: str, overlap: bool) -> None:
     """In a prompt, and on the way when the request itself picks the token. Its pages serve others afterwards."""
-    model = cursed_model(CONFIGS[family] | {"tie_word_embeddings": False}) if family != "gemma3" else None
-    if model is None:
-        pytest.skip("gemma3 ties its embeddings: NaN would be in everyone's logits")
+    model = cursed_model(CONFIGS[family])
     never = {CURSED: -100.0}
     asks = [
         Ask([5, CURSED, 9], greedy(6)),

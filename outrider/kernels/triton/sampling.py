@@ -1,6 +1,7 @@
 """Choosing tokens from logits: greedy, or Gumbel-max with counter-based noise, over the whole vocabulary.
 
-A logit row's token depends on its logits and its key alone. Ties go to the lowest id; NaN counts as minus infinity.
+A logit row's token depends on its logits and its key alone. Ties go to the lowest id; a NaN is
+chosen before all else, so that the caller sees it.
 Knows nothing of penalties or truncation: those change the logits before they come here.
 """
 

@@ -1,0 +1,218 @@
+"""Mixture of experts: which experts a token row takes, and what they make of it. Plain torch, and the choice by device.
+
+A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. Knows tensors only: where weights come
+from, shared experts and norms are for layers. Any float type; sums are in float32, or float64 in a float64 model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels import native, ops, reference
+from outrider.kernels.cpu_linear import NATIVE_MAX_ROWS
+
+GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
+PLAIN = ("relu2",)  # the square of relu, of one projection
+SCORINGS = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2")  # a group is worth its best expert, or the sum of its two best
+
+# Most weight elements gathered at a time where no kernel reads them in place; bounds that path's memory.
+MAX_GATHERED = 1 << 26
+# Added to a sum that divides: sigmoid scores may all vanish.
+TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class RouteRule:
+    """How a router chooses, whatever its weights are."""
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"
+    renormalise: bool = True  # the chosen weights add up to one, before `scale`
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1  # groups that may be chosen from
+    group_score: str = "max"
+
+    def __post_init__(self) -> None:
+        assert self.scoring in SCORINGS and self.group_score in GROUP_SCORES
+        assert self.num_experts % self.num_groups == 0 and 1 <= self.top_groups <= self.num_groups
+        assert 1 <= self.top_k <= self.top_groups * self.group_size
+        assert self.num_groups == 1 or self.group_score == "max" or self.group_size >= 2
+
+    @property
+    def group_size(self) -> int:
+        return self.num_experts // self.num_groups
+
+
+class Routed(NamedTuple):
+    ids: Tensor  # [tokens, k] int64, best first; ties go to the lowest id
+    weights: Tensor  # [tokens, k] float32, or float64
+
+
+@lru_cache(maxsize=1)
+def _triton() -> ModuleType | None:
+    if ops.triton_kernels() is None:
+        return None
+    from outrider.kernels.triton import moe
+
+    return moe
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    return _triton() if x.is_cuda and x.dtype != torch.float64 else None
+
+
+def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_scale: Tensor | None = None) -> Routed:
+    """logits [tokens, experts], float32 or float64. bias [experts] counts for the choice and not for the weights;
+    expert_scale [experts] multiplies the weights of chosen experts at the end.
+    """
+    kernels = _kernels(logits)
+    if kernels is not None and kernels.can_route(rule):
+        return Routed(*kernels.route(logits, rule, bias, expert_scale))
+    return route_reference(logits, rule, bias, expert_scale)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """The weighted sum of each token row's experts: x [tokens, hidden] -> [tokens, hidden].
+
+    ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
+    [experts, width, hidden] where the activation takes no gate.
+    """
+    check_experts(x, ids, weights, gate_up, down, activation)
+    if x.is_cpu:
+        return _experts_on_cpu(x, ids, weights, gate_up, down, activation)
+    kernels = _kernels(x)
+    if kernels is None:
+        return experts_reference(x, ids, weights, gate_up, down, activation)
+    result: Tensor = kernels.experts(x, ids, weights, gate_up, down, activation)
+    return result
+
+
+def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
+    if activation not in GATED + PLAIN:
+        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")
+    num_experts, hidden, width = down.shape
+    rows = 2 * width if activation in GATED else width
+    for name, tensor, shape in (
+        ("x", x, (ids.shape[0], hidden)),
+        ("ids", ids, (x.shape[0], ids.shape[-1])),
+        ("weights", weights, tuple(ids.shape)),
+        ("gate_up", gate_up, (num_experts, rows, hidden)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"experts: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+
+
+# What the operations mean
+
+
+def route_reference(
+    logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_scale: Tensor | None = None
+) -> Routed:
+    logits = _widened(logits)
+    scores = logits.softmax(dim=-1) if rule.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    # A dead token row may hold anything; what is not a number ranks last, so its ids are in range all the same.
+    ranked = ranked.nan_to_num(nan=torch.finfo(ranked.dtype).min)
+    if rule.top_groups < rule.num_groups:
+        ranked = _in_best_groups(ranked, rule)
+    # A stable sort, since topk does not say which of two equals it takes.
+    ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k].contiguous()
+    weights = scores.gather(-1, ids)
+    if rule.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    weights = weights * rule.scale
+    return Routed(ids, weights if expert_scale is None else weights * expert_scale[ids])
+
+
+def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
+    """The scores with those outside of the best groups at minus infinity."""
+    grouped = ranked.view(-1, rule.num_groups, rule.group_size)
+    worth = grouped.topk(1 if rule.group_score == "max" else 2, dim=-1).values.sum(dim=-1)
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~chosen[..., None], -torch.inf).view_as(ranked)
+
+
+def experts_reference(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """Fixed shapes and no host reads on any device, at the price of a copy of each pair's weights."""
+    num_tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    token = torch.arange(flat.shape[0], device=x.device) // top_k
+    chunk = max(1, MAX_GATHERED // (gate_up[0].numel() + down[0].numel()))
+    parts = []
+    for rows, chosen in zip(token.split(chunk), flat.split(chunk), strict=True):
+        projected = torch.einsum("ph,pnh->pn", _widened(x[rows]), _widened(gate_up[chosen]))
+        hidden = _widened(activate(projected, activation).to(x.dtype))
+        parts.append(torch.einsum("pw,phw->ph", hidden, _widened(down[chosen])).to(x.dtype))
+    made = torch.cat(parts) if parts else x
+    return combine(made.view(num_tokens, top_k, -1), weights)
+
+
+def activate(projected: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return reference.silu_mul(projected)
+    return reference.gelu_tanh_mul(projected) if activation in GATED else F.relu(projected).square()
+
+
+def combine(made: Tensor, weights: Tensor) -> Tensor:
+    """made [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden], added in the order of k on every device."""
+    total = _widened(made[:, 0]) * weights[:, :1]
+    for slot in range(1, made.shape[1]):
+        total = total + _widened(made[:, slot]) * weights[:, slot, None]
+    return total.to(made.dtype)
+
+
+def distinct_experts(ids: Tensor, num_experts: int) -> Tensor:
+    """How many experts some token row takes, as a device scalar: each one's weights are read."""
+    taken = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    return taken.scatter_(0, ids.reshape(-1), 1).sum()
+
+
+# The CPU
+
+
+def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
+    """The experts that have pairs, each with its pairs in order. Reads ids on the host, which only the CPU may: there
+    it waits for nothing, no graph can hold a step, and a product per expert needs to know its number of rows.
+    """
+    flat = ids.reshape(-1)
+    counts = flat.bincount(minlength=num_experts).tolist()
+    parts = flat.argsort(stable=True).split(counts)
+    return [(expert, pairs) for expert, pairs in enumerate(parts) if counts[expert]]
+
+
+def _experts_on_cpu(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    made = x.new_empty(num_tokens * top_k, x.shape[1])
+    for expert, pairs in plan_on_host(ids, down.shape[0]):
+        projected = _product(x[pairs // top_k], gate_up[expert])
+        gated = ops.gated(projected, activation) if activation in GATED else activate(projected, activation)
+        made[pairs] = _product(gated.to(x.dtype), down[expert]).to(x.dtype)
+    return combine(made.view(num_tokens, top_k, -1), weights)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, inputs] times weight [outputs, inputs] transposed; 16-bit operands give float32."""
+    if x.dtype == torch.float32 and x.shape[0] <= NATIVE_MAX_ROWS and native.available():
+        return native.linear(x, weight)
+    return F.linear(_widened(x), _widened(weight))
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

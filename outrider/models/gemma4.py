@@ -1,0 +1,415 @@
+"""Gemma 4, the language part: sliding and full layers of different heads, keys that serve as values, layers that read
+another's cache, per-layer embeddings, experts beside the MLP.
+
+Serves text-only checkpoints, and of multimodal ones the tensors of the language model. Knows nothing of images or sound.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.cache.spec import LayerCache
+from outrider.kernels.moe import RouteRule
+from outrider.layers.embedding import Embedding
+from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import Experts
+from outrider.layers.norm import RMSNorm, widened
+from outrider.layers.rotary import Angles, Rotary, rotate
+from outrider.layers.router import Router
+from outrider.models.base import Decoder, Hidden
+from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported, rope_params
+
+ACTIVATION = "gelu_pytorch_tanh"
+ROPES = (FULL, SLIDING)  # the order of a model's rotaries
+SCALE = 1.0  # of attention scores: q and k are normed
+DEFAULT_ROPES: dict[str, dict[str, object]] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+# Parts of a multimodal checkpoint beside its language model.
+OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What distinguishes one layer from the next."""
+
+    attention: AttentionLayer
+    kind: str
+    reads: int | None  # the layer whose cache it reads, where it has none of its own
+    has_v: bool  # False: its values are its keys before their norm
+    intermediate_size: int
+
+
+class Gemma4Attention:
+    """q, k and v are normed, v without weights. Only q where the layer reads another's cache."""
+
+    def __init__(self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        layer = self.layer = shape.attention
+        self.q_size, self.kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        self.has_v = shape.has_v
+        parts = {"q_proj": self.q_size}
+        if layer.writes:
+            parts |= {"k_proj": self.kv_size} | ({"v_proj": self.kv_size} if shape.has_v else {})
+        self.qkv = FusedLinear(sizes.hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        self.out = Linear(self.q_size, sizes.hidden_size, bias=bias, dtype=dtype, device=device)
+        self.q_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
+        self.k_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
+        self.v_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
+        self.v_norm.weight.fill_(1)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj") | self.q_norm.weights(f"{prefix}.q_norm")
+        return slots | self.k_norm.weights(f"{prefix}.k_norm") if self.layer.writes else slots
+
+    def finalize(self) -> None:
+        self.qkv.finalize()
+        self.out.finalize()
+
+    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """x: [tokens, hidden]."""
+        layer = self.layer
+        qkv = self.qkv(x)
+        q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
+        if not layer.writes:
+            return self.out(attend(layer.index, q, None, None))
+        kv = qkv[:, self.q_size :].view(-1, 1 + self.has_v, layer.num_kv_heads, layer.head_dim)
+        k, v = rotate(self.k_norm(kv[:, 0]), angles), self.v_norm(kv[:, -1])
+        return self.out(attend(layer.index, q, k, v))
+
+
+class PerLayerInputs:
+    """What every layer is told of a token beside the residual stream, from a table and from its embedding."""
+
+    def __init__(self, vocab_size: int, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = (-1, sizes.num_layers, size)
+        width = sizes.num_layers * size
+        self.table = Embedding(vocab_size, width, dtype=dtype, device=device, scale=size**0.5)
+        self.projection = Linear(sizes.hidden_size, width, bias=False, dtype=dtype, device=device)
+        self.projection_scale = sizes.hidden_size**-0.5
+        self.norm = RMSNorm(size, sizes.eps, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.table.weights(f"{prefix}.embed_tokens_per_layer")
+            | self.projection.weights(f"{prefix}.per_layer_model_projection")
+            | self.norm.weights(f"{prefix}.per_layer_projection_norm")
+        )
+
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """[tokens, layers, size]"""
+        projected = self.norm((self.projection(embedded) * self.projection_scale).view(self.shape))
+        return (projected + self.table(tokens).view(self.shape)) * 2.0**-0.5
+
+
+class PerLayerGate:
+    """One layer's use of its input: gated by the residual stream, it adds to it."""
+
+    def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.gate = Linear(sizes.hidden_size, size, bias=False, dtype=dtype, device=device)
+        self.projection = Linear(size, sizes.hidden_size, bias=False, dtype=dtype, device=device)
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.gate.weights(f"{prefix}.per_layer_input_gate")
+            | self.projection.weights(f"{prefix}.per_layer_projection")
+            | self.norm.weights(f"{prefix}.post_per_layer_input_norm")
+        )
+
+    def __call__(self, x: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * told))
+
+
+class ExpertsBeside:
+    """Experts beside the MLP, which choose by the residual stream; what both make is normed and added."""
+
+    def __init__(self, index: int, rule: RouteRule, expert_size: int, sizes: Sizes, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+
+        self.mlp_norm, self.input_norm, self.output_norm, self.router_norm = norm(), norm(), norm(), norm()
+        self.router = Router(index, sizes.hidden_size, rule, has_expert_scale=True, dtype=dtype, device=device)
+        self.experts = Experts(rule.num_experts, sizes.hidden_size, expert_size, activation=ACTIVATION, is_fused=True,
+                               dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.mlp_norm.weights(f"{prefix}.post_feedforward_layernorm_1")
+            | self.input_norm.weights(f"{prefix}.pre_feedforward_layernorm_2")
+            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm_2")
+            | {f"{prefix}.router.scale": WeightSlot.of(self.router_norm.weight)}
+            | self.router.weights(f"{prefix}.router", "proj")
+            | self.experts.weights(f"{prefix}.experts")
+        )
+
+    def finalize(self) -> None:
+        self.router.finalize()
+        self.experts.finalize()
+        self.router_norm.scale = widened(self.router_norm.weight) * self.router_norm.size**-0.5
+
+    def __call__(self, residual: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        routed = self.router(self.router_norm(residual))
+        return self.mlp_norm(dense) + self.output_norm(self.experts(self.input_norm(residual), routed))
+
+
+class Gemma4Layer:
+    """Attention and MLP, each between two norms; then the per-layer input; then all of it times a scalar.
+
+    The scalar is applied to the residual stream here and to what is added to it by the last norm's weight."""
+
+    def __init__(
+        self, shape: LayerShape, sizes: Sizes, *, attention_bias: bool = False, per_layer_size: int = 0,
+        experts: ExpertsBeside | None = None, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        def norm() -> RMSNorm:
+            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+
+        self.rotary = ROPES.index(shape.kind)
+        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norm(), norm(), norm(), norm()
+        self.attention = Gemma4Attention(shape, sizes, bias=attention_bias, dtype=dtype, device=device)
+        self.mlp = GatedMLP(
+            sizes.hidden_size, shape.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device
+        )
+        self.experts = experts
+        self.per_layer = PerLayerGate(per_layer_size, sizes, dtype=dtype, device=device) if per_layer_size else None
+        self.scalar = torch.ones(1, dtype=dtype, device=device)
+        self.factor = 1.0  # the scalar, once loaded
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = (
+            self.input_norm.weights(f"{prefix}.input_layernorm")
+            | self.attention.weights(f"{prefix}.self_attn")
+            | self.attention_norm.weights(f"{prefix}.post_attention_layernorm")
+            | self.mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
+            | self.mlp.weights(f"{prefix}.mlp")
+            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm")
+            | {f"{prefix}.layer_scalar": WeightSlot.of(self.scalar)}
+        )
+        if self.experts is not None:
+            slots |= self.experts.weights(prefix)
+        return slots if self.per_layer is None else slots | self.per_layer.weights(prefix)
+
+    def finalize(self) -> None:
+        self.attention.finalize()
+        self.mlp.finalize()
+        if self.experts is not None:
+            self.experts.finalize()
+        self.factor = self.scalar.item()
+        last = self.output_norm if self.per_layer is None else self.per_layer.norm
+        last.scale = widened(last.weight) * self.factor
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend,
+        told: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """told: [tokens, size], this layer's input, where the model has such."""
+        x, residual = self.input_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.attention_norm(self.attention(x, angles, attend)), residual)
+        x = self.mlp(x)
+        delta = self.output_norm(x if self.experts is None else self.experts(residual, x))
+        if self.per_layer is not None:
+            assert told is not None
+            residual = residual.add_(delta)
+            delta = self.per_layer(residual, told)
+        return delta, residual if self.factor == 1.0 else residual.mul_(self.factor)
+
+
+class ProportionalRotary(Rotary):
+    """Only the fastest part of a head's pairs rotates, each as fast as if all did; the rest stands still."""
+
+    def __init__(self, rope: ConfigReader, head_dim: int, *, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
+        exponents = torch.arange(0, 2 * turning, 2, dtype=wide) / head_dim
+        frequencies = rope.required("rope_theta", float) ** -exponents / rope.get("factor", float, 1.0)
+        angles = torch.arange(max_len, dtype=wide)[:, None] * F.pad(frequencies, (0, head_dim // 2 - turning))
+        self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+class Gemma4(Decoder):
+    """Gemma4ForCausalLM, and the language model of Gemma4ForConditionalGeneration and the unified architectures."""
+
+    layers: list[Gemma4Layer]
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        text = text_section(config)
+        self.prefix = "model" if text is config else "model.language_model"
+        sizes = read_sizes(text)
+        super().__init__(text, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
+        self.softcap = text.optional("final_logit_softcapping", float)
+        self.shapes = read_shapes(text, sizes)
+        self.attention_layers = [shape.attention for shape in self.shapes]
+        self.rotaries = read_rotaries(text, self.shapes, max_len=max_len or sizes.max_positions, dtype=dtype,
+                                      device=device)
+        size = text.get("hidden_size_per_layer_input", int, 0 if _is_unified(text) else 256)
+        self.per_layer = None
+        if size:
+            vocab_size = text.get("vocab_size_per_layer_input", int, sizes.vocab_size)
+            if vocab_size < sizes.vocab_size:
+                raise text.refusal("vocab_size_per_layer_input", f"it must be at least vocab_size ({sizes.vocab_size})")
+            self.per_layer = PerLayerInputs(vocab_size, size, sizes, dtype=dtype, device=device)
+        bias = text.get("attention_bias", bool, False)
+        self.layers = [
+            Gemma4Layer(shape, sizes, attention_bias=bias, per_layer_size=size, dtype=dtype, device=device,
+                        experts=read_experts(text, shape.attention.index, sizes, dtype=dtype, device=device))
+            for shape in self.shapes
+        ]
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        suppressed = sorted(set(config.get("suppress_tokens", list, [])))
+        self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
+
+    def weights(self) -> dict[str, WeightSlot]:
+        slots = super().weights()
+        if self.per_layer is not None:
+            slots |= self.per_layer.weights("model")
+        return {re.sub("^model", self.prefix, name): slot for name, slot in slots.items()}
+
+    def ignores(self, name: str) -> bool:
+        if super().ignores(name) or name.startswith(tuple(f"model.{part}." for part in OTHER_PARTS)):
+            return True
+        found = re.fullmatch(rf"{re.escape(self.prefix)}\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+        # Layers that read another's cache may have been saved with projections of their own, which nobody uses.
+        return found is not None and int(found[1]) < self.num_layers and self.shapes[int(found[1])].reads is not None
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [LayerCache(shape.attention.index, self._cache_spec(shape.attention), shape.reads)
+                for shape in self.shapes]
+
+    def owner(self, kind: str) -> LayerShape | None:
+        """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""
+        return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
+    ) -> Hidden:
+        if self.per_layer is None:
+            return super().forward(tokens, positions, attend, taps)
+        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
+        angles = [rotary.at(positions) for rotary in self.rotaries]
+        residual, delta = self.embed_tokens(tokens), None
+        told = self.per_layer(tokens, residual)
+        seen: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in taps:
+                seen[index] = residual.clone() if delta is None else residual + delta
+            delta, residual = layer(delta, residual, angles[layer.rotary], attend, told[:, index])
+        final, before_norm = self.norm.add_norm(delta, residual)
+        seen[self.num_layers] = before_norm
+        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.without_suppressed(super().logits(hidden))
+
+    def without_suppressed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens that the model must not say (those that stand for images, say) can never be chosen."""
+        return logits if self.suppressed is None else logits.index_fill_(1, self.suppressed, -torch.inf)
+
+
+def text_section(config: ConfigReader) -> ConfigReader:
+    return config.section("text_config") if config.values.get("text_config") is not None else config
+
+
+def _is_unified(text: ConfigReader) -> bool:
+    return text.get("model_type", str, "").startswith("gemma4_unified")
+
+
+def read_sizes(text: ConfigReader) -> Sizes:
+    refuse_unsupported(text)
+    text.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
+    text.must_equal("use_bidirectional_attention", None, False, "vision")  # text is causal with "vision" too
+    return Sizes.read(text, head_dim=256, is_tied=True)
+
+
+def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
+    """`layer_types`, or every sixth one full; the last always is."""
+    kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]))
+    return [*kinds[:-1], FULL]
+
+
+def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
+    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is for the caller."""
+    kinds = read_kinds(text, sizes.num_layers)
+    windows = layer_windows(text, kinds)
+    softcap = text.optional("attn_logit_softcapping", float)
+    num_own = sizes.num_layers - text.get("num_kv_shared_layers", int, 0)
+    if not 0 <= num_own <= sizes.num_layers:
+        raise text.refusal("num_kv_shared_layers", f"there are {sizes.num_layers} layers")
+    is_wide = text.get("use_double_wide_mlp", bool, False) and num_own > 0
+    shapes: list[LayerShape] = []
+    for index, kind in enumerate(kinds):
+        kv_heads, head_dim = read_heads(text, sizes, index, kind)
+        reads = None
+        if index >= num_own > 0:
+            if kind not in kinds[:num_own]:
+                raise text.refusal("num_kv_shared_layers", f"no {kind} layer is left whose cache layer {index} could read")
+            reads = max(i for i in range(num_own) if kinds[i] == kind)
+        layer = AttentionLayer(first_layer + index, sizes.num_heads, kv_heads, head_dim, SCALE, windows[index], softcap,
+                               writes=index < num_own)
+        has_v = kind == SLIDING or not text.get("attention_k_eq_v", bool, False)
+        width = sizes.intermediate_size * (2 if is_wide and index >= num_own else 1)
+        shapes.append(LayerShape(layer, kind, reads, has_v, width))
+    return shapes
+
+
+def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple[int, int]:
+    """(KV heads, head size) of a layer: `per_layer_config` by index, or the older keys for all full layers."""
+    if text.values.get("per_layer_config") is not None:
+        by_layer = text.section("per_layer_config")
+        key = next((key for key in by_layer.values if str(key).isdecimal() and int(key) == index), None)
+        own = ConfigReader({} if key is None else by_layer.values[key], f"{by_layer.source}: {key}")
+        for name in own.values:
+            if name not in ("head_dim", "num_key_value_heads"):
+                raise own.refusal(name, "supported are head_dim and num_key_value_heads")
+        heads = own.get("num_key_value_heads", int, sizes.num_kv_heads), own.get("head_dim", int, sizes.head_dim)
+    elif kind == SLIDING:
+        heads = sizes.num_kv_heads, sizes.head_dim
+    else:
+        own_count = text.get("attention_k_eq_v", bool, False)
+        count = text.get("num_global_key_value_heads", int, sizes.num_kv_heads) if own_count else sizes.num_kv_heads
+        heads = count, text.get("global_head_dim", int, 512)
+    if heads[0] < 1 or sizes.num_heads % heads[0]:
+        raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")
+    return heads
+
+
+def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.dtype,
+                 device: torch.device) -> ExpertsBeside | None:
+    if not text.get("enable_moe_block", bool, False):
+        return None
+    count, top_k = text.required("num_experts", int), text.required("top_k_experts", int)
+    if not 1 <= top_k <= count:
+        raise text.refusal("top_k_experts", f"it must be from 1 to num_experts ({count})")
+    return ExpertsBeside(index, RouteRule(count, top_k), text.required("moe_intermediate_size", int), sizes, dtype=dtype,
+                         device=device)
+
+
+def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
+                  device: torch.device) -> list[Rotary]:
+    """In the order of ROPES. A kind that no layer has gets the other's head size; nobody asks for it."""
+    given = text.section("rope_parameters") if text.values.get("rope_parameters") else ConfigReader({}, text.source)
+    rotaries: list[Rotary] = []
+    for kind in ROPES:
+        sizes = {shape.attention.head_dim for shape in shapes if shape.kind == kind} or {shapes[0].attention.head_dim}
+        if len(sizes) > 1:
+            raise text.refusal("per_layer_config", f"all {kind} layers must have heads of one size")
+        values = given.values.get(kind) or DEFAULT_ROPES[kind]
+        rope = ConfigReader(values, f"{given.source}: {kind}")
+        if rope.values.get("rope_type") == "proportional":
+            rotaries.append(ProportionalRotary(rope, sizes.pop(), max_len=max_len, dtype=dtype, device=device))
+        else:
+            theta = DEFAULT_ROPES[kind]["rope_theta"]
+            assert isinstance(theta, float)
+            rotaries.append(Rotary(rope_params(text, rope, sizes.pop(), theta), max_len=max_len, dtype=dtype,
+                                   device=device))
+    return rotaries

@@ -1,0 +1,185 @@
+"""The Gemma 4 assistant: a small decoder of queries only, which reads the keys and values of a target's last layers.
+
+It keeps no cache, computes no prompt and guesses any number of tokens from one position. It knows nothing of pages,
+rows or drafts; which positions and lengths are meant is for its drafter to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from outrider.attention.base import Attend
+from outrider.cache.spec import LayerCache
+from outrider.layers.embedding import Embedding
+from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.norm import RMSNorm
+from outrider.models.base import Hidden, Model
+from outrider.models.config import ConfigReader
+from outrider.models.gemma4 import (
+    Gemma4,
+    Gemma4Layer,
+    LayerShape,
+    read_rotaries,
+    read_shapes,
+    read_sizes,
+    text_section,
+)
+from outrider.models.head import DraftHead
+from outrider.models.loader import WeightError
+
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+TOKEN_ORDERING = "masked_embedding.token_ordering"
+
+
+class CentroidHead:
+    """Logits of the tokens nearest to a few centroids; all others cannot be chosen."""
+
+    def __init__(self, embedding: torch.Tensor, num_centroids: int, num_chosen: int) -> None:
+        vocab_size, hidden_size = embedding.shape
+        self.embedding, self.num_chosen = embedding, num_chosen
+        options = {"dtype": embedding.dtype, "device": embedding.device}
+        self.centroids = Linear(hidden_size, num_centroids, bias=False, **options)  # type: ignore[arg-type]
+        # [centroids, tokens of each]; a checkpoint brings its own
+        self.members = torch.arange(vocab_size, device=embedding.device).view(num_centroids, -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden]. Returns [n, vocabulary]."""
+        nearest = self.centroids.wide(hidden).topk(self.num_chosen, dim=-1).indices
+        ids = self.members[nearest].flatten(1)  # [n, tokens]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        scores = torch.bmm(self.embedding[ids], hidden[:, :, None]).squeeze(2).to(wide)
+        logits = scores.new_full((hidden.shape[0], self.embedding.shape[0]), -torch.inf)
+        return logits.scatter_(1, ids, scores)
+
+
+class Gemma4Assistant(DraftHead):
+    """Gemma4AssistantForCausalLM and Gemma4UnifiedAssistantForCausalLM, for one target."""
+
+    target: Gemma4
+
+    def __init__(self, config: ConfigReader, target: Gemma4, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        text = text_section(config)
+        self.sizes = sizes = read_sizes(text)
+        check_fits(config, text, target)
+        super().__init__(target, target.hidden_size, dtype=dtype, device=device)
+        self.shapes = [_reading(text, target, shape) for shape in read_shapes(text, sizes, first_layer)]
+        self.attention_layers = [shape.attention for shape in self.shapes]
+        self.rotaries = read_rotaries(text, self.shapes, max_len=max_len, dtype=dtype, device=device)
+        bias = text.get("attention_bias", bool, False)
+        self.layers = [Gemma4Layer(s, sizes, attention_bias=bias, dtype=dtype, device=device) for s in self.shapes]
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.pre = Linear(2 * target.hidden_size, sizes.hidden_size, bias=False, dtype=dtype, device=device)
+        self.post = Linear(sizes.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
+        self.output = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device)  # only its head uses it
+        self.lm_head = Linear.sharing(self.output.weight)
+        self.centroids = _centroids(config, self.output.weight)
+
+    def weights(self) -> dict[str, WeightSlot]:
+        slots = self.output.weights("model.embed_tokens") | self.norm.weights("model.norm")
+        slots |= self.pre.weights("pre_projection") | self.post.weights("post_projection")
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weights(f"model.layers.{index}")
+        if self.centroids is not None:
+            slots |= self.centroids.centroids.weights("masked_embedding.centroids")
+        return slots
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name == "lm_head.weight"  # tied
+
+    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        has_order = False
+        for name, tensor in tensors:
+            if name == TOKEN_ORDERING and self.centroids is not None:
+                self.centroids.members = _ordered(tensor, self.centroids.members)
+                has_order = True
+            else:
+                yield name, tensor
+        if self.centroids is not None and not has_order:
+            raise WeightError(f"the weights do not fit the model; missing: {TOKEN_ORDERING}")
+
+    def finalize(self) -> None:
+        for layer in self.layers:
+            layer.finalize()
+        for part in (self.norm, self.pre, self.post, self.lm_head):
+            part.finalize()
+
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        return hidden.final
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens, positions [n]: the last token and where its query stands; hidden [n, target's hidden]."""
+        angles = [rotary.at(positions) for rotary in self.rotaries]
+        residual, delta = self.pre(torch.cat((self.target.embed_tokens(tokens), hidden), dim=-1)), None
+        for layer in self.layers:
+            delta, residual = layer(delta, residual, angles[layer.rotary], attend)
+        final, _ = self.norm.add_norm(delta, residual)
+        return final, self.post(final)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head.wide(hidden) if self.centroids is None else self.centroids.logits(hidden)
+        return self.target.without_suppressed(logits)  # what the target cannot say is not worth a guess
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [LayerCache(s.attention.index, self._cache_spec(s.attention), s.reads) for s in self.shapes]
+
+
+def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
+                    device: torch.device) -> Gemma4Assistant:
+    """An assistant without its weights."""
+    config.must_equal("model_type", *MODEL_TYPES)
+    if not isinstance(target, Gemma4):
+        raise ValueError(
+            f"{config.source}: a Gemma 4 assistant reads the cache of a Gemma 4 model, and the target is a "
+            f"{type(target).__name__}: use another drafter"
+        )
+    return Gemma4Assistant(config, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+
+
+def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None:
+    """What the assistant was made for must be what the target has."""
+    config.must_equal("backbone_hidden_size", target.hidden_size)
+    config.must_equal("tie_word_embeddings", True, default=True)
+    text.must_equal("vocab_size", target.vocab_size)
+    text.must_equal("hidden_size_per_layer_input", 0, default=0)
+    text.must_equal("enable_moe_block", False, default=False)
+    text.must_equal("use_double_wide_mlp", False, default=False)
+    text.must_equal("num_kv_shared_layers", text.required("num_hidden_layers", int), 0, default=0)
+
+
+def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShape:
+    """The layer as a reader of the target's last layer of its kind, whose geometry it must have."""
+    owner = target.owner(shape.kind)
+    if owner is None:
+        raise text.refusal("layer_types", f"the target has no {shape.kind} layer to read")
+    own, theirs = shape.attention, owner.attention
+    if (own.num_kv_heads, own.head_dim, own.window) != (theirs.num_kv_heads, theirs.head_dim, theirs.window):
+        raise ValueError(
+            f"{text.source}: {shape.kind} layers have {own.num_kv_heads} KV heads of {own.head_dim} and a window of "
+            f"{own.window}; the target's layer {theirs.index} has {theirs.num_kv_heads} of {theirs.head_dim} and "
+            f"{theirs.window}: use the assistant that was made for this target"
+        )
+    return replace(shape, attention=replace(own, writes=False), reads=theirs.index)
+
+
+def _centroids(config: ConfigReader, embedding: torch.Tensor) -> CentroidHead | None:
+    if not config.get("use_ordered_embeddings", bool, False):
+        return None
+    count, chosen = config.get("num_centroids", int, 2048), config.get("centroid_intermediate_top_k", int, 32)
+    if count < 1 or embedding.shape[0] % count:
+        raise config.refusal("num_centroids", f"it must divide the vocabulary ({embedding.shape[0]})")
+    if not 1 <= chosen <= count:
+        raise config.refusal("centroid_intermediate_top_k", f"it must be from 1 to num_centroids ({count})")
+    return CentroidHead(embedding, count, chosen)
+
+
+def _ordered(order: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's order of the vocabulary, centroid by centroid."""
+    flat = order.to(device=members.device, dtype=torch.int64).flatten()
+    if not torch.equal(flat.sort().values, torch.arange(members.numel(), device=members.device)):
+        raise WeightError(f"tensor {TOKEN_ORDERING} must hold every one of the {members.numel()} token ids once")
+    return flat.view_as(members)

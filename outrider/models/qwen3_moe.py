@@ -1,0 +1,142 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those the config leaves dense.
+
+One file for the family; everything about experts that others share is in the layers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels.moe import RouteRule
+from outrider.layers.attention import SelfAttention
+from outrider.layers.linear import WeightSlot
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.rotary import Angles, Rotary
+from outrider.layers.router import Router
+from outrider.models.base import Decoder
+from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
+
+ACTIVATION = "silu"
+
+
+class Qwen3MoeLayer:
+    """Norm, attention, norm, experts or MLP; each half adds to the residual stream."""
+
+    rotary = 0
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        sizes: Sizes,
+        mlp: FeedForward,
+        *,
+        attention_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        self.input_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.attention = SelfAttention(
+            layer,
+            sizes.hidden_size,
+            qkv_bias=attention_bias,
+            out_bias=attention_bias,
+            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device),
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.mlp = mlp
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.input_norm.weights(f"{prefix}.input_layernorm")
+            | self.attention.weights(f"{prefix}.self_attn")
+            | self.mlp_norm.weights(f"{prefix}.post_attention_layernorm")
+            | self.mlp.weights(f"{prefix}.mlp")
+        )
+
+    def finalize(self) -> None:
+        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
+            part.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
+        return self.mlp(x), residual
+
+
+class Qwen3Moe(Decoder):
+    """Qwen3MoeForCausalLM."""
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
+        sizes = Sizes.read(config)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        rope = read_rope(config, sizes.head_dim)
+        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        window, scale = read_window(config), sizes.head_dim**-0.5
+        self.attention_layers = [
+            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=scale, window=window)
+            for index in range(sizes.num_layers)
+        ]
+        bias = config.get("attention_bias", bool, False)
+        self.layers = [
+            Qwen3MoeLayer(
+                layer, sizes, self._feed_forward(layer.index), attention_bias=bias, dtype=dtype, device=device
+            )
+            for layer in self.attention_layers
+        ]
+        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+
+    def _feed_forward(self, index: int) -> FeedForward:
+        hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
+        if not is_sparse(self.config, index):
+            width = self.sizes.intermediate_size
+            return GatedMLP(hidden_size, width, activation=ACTIVATION, bias=False, dtype=dtype, device=device)
+        rule = read_rule(self.config)
+        width = self.config.required("moe_intermediate_size", int)
+        return MoE(
+            Router(index, hidden_size, rule, dtype=dtype, device=device),
+            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=dtype, device=device),
+        )
+
+
+def read_rule(config: ConfigReader) -> RouteRule:
+    num_experts = config.required(_experts_key(config), int)
+    top_k = config.required("num_experts_per_tok", int)
+    if not 1 <= top_k <= num_experts:
+        raise config.refusal("num_experts_per_tok", f"it must be from 1 to the number of experts ({num_experts})")
+    return RouteRule(num_experts, top_k, renormalise=config.get("norm_topk_prob", bool, False))
+
+
+def is_sparse(config: ConfigReader, index: int) -> bool:
+    """Whether a layer has experts: every `decoder_sparse_step`-th one, but those in `mlp_only_layers`."""
+    step = config.get("decoder_sparse_step", int, 1)
+    if step < 1:
+        raise config.refusal("decoder_sparse_step", "it must be at least 1")
+    has_experts = config.get(_experts_key(config), int, 0) > 0
+    return has_experts and (index + 1) % step == 0 and index not in config.get("mlp_only_layers", list, [])
+
+
+def read_window(config: ConfigReader) -> int | None:
+    """The window of all layers, if they slide."""
+    if not config.get("use_sliding_window", bool, False):
+        return None
+    window = config.optional("sliding_window", int)
+    if window is not None and window < 1:
+        raise config.refusal("sliding_window", "it must be at least 1")
+    return window
+
+
+def _experts_key(config: ConfigReader) -> str:
+    """Newer versions of transformers save the number of experts under another name."""
+    return "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"

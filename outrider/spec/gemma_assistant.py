@@ -1,0 +1,93 @@
+"""A Gemma 4 assistant as drafter: it reads the target's own keys and values and keeps nothing of its own.
+
+All drafts of a step are guessed from one place. The query stands behind the last computed token, over that token's
+context; only its rope position is in question, and the same for all drafts:
+
+    computed tokens   0 .. n-1      keys and values that exist, in both groups
+    last known token  n             its embedding goes in; it has no keys and values yet
+    "sampled"         position n    as transformers has it
+    "computed"        position n-1  as others have it
+
+So one view serves every draft, nothing is written, no prompt is computed, and a step without drafts leaves no gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.attention.base import BatchView
+from outrider.attention.cached import CachedLayers
+from outrider.config import SpeculativeConfig
+from outrider.core import Admission, Limits
+from outrider.models.config import ConfigReader
+from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
+from outrider.models.head import load_dummy_head, load_head
+from outrider.models.sources import resolve
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.base import DraftBuild, Drafts, Step
+from outrider.spec.eagle import HeadNetwork
+
+
+class AssistantDrafter(AutoregressiveDrafter):
+    def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
+        super().__init__("gemma4_assistant", HeadNetwork(assistant), max_drafts)
+        self.lookahead = 0  # it writes no slots
+        self._behind = {"sampled": 1, "computed": 2}[position]  # known tokens from the rope position on
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        self._cached, self._max_len = cached, limits.max_len
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Nothing is kept of rows."""
+
+    def skip(self, step: Step) -> None:
+        """Nothing is missed."""
+
+    def propose(self, step: Step) -> Drafts:
+        batch, rows = step.batch.padded, step.batch.padded.rows
+        view = self.view(step)
+        attend = self._cached.on(view)
+        known = step.known[rows]
+        positions = torch.where(view.live > 0, known - self._behind, 0).clamp_min(0)
+        last = (batch.query_starts[:-1] + step.num_computed - 1).clamp_min(0)
+        tokens, feedback = view.token_ids, step.hidden.final[last]
+        chosen: list[torch.Tensor] = []
+        for index in range(step.most):
+            output, feedback = self.network.forward(tokens, positions, feedback, attend)
+            tokens = self._choose(step, output, index)
+            chosen.append(tokens)
+        room = (self._max_len - known).clamp_min(0)
+        return Drafts(torch.stack(chosen, dim=1), room.clamp_max(step.most))
+
+    def view(self, step: Step) -> BatchView:
+        """The step's batch with one query for each request that guesses, at its last computed token."""
+        batch, rows = step.batch.padded, step.batch.padded.rows
+        requests = torch.arange(batch.num_requests + 1, device=rows.device)
+        computed = step.computed_before + step.num_computed
+        tokens = step.tokens[rows, computed.clamp_max(self._max_len - 1)]
+        nowhere = torch.full_like(rows, -1)
+        return replace(
+            batch, num_tokens=batch.num_requests, query_lens=(1,) * batch.num_requests, query_starts=requests,
+            request_of=requests[:-1], token_ids=torch.where(step.guesses, tokens, 0),
+            positions=(computed - 1).clamp_min(0), lengths=torch.where(step.guesses, computed, 0),
+            live=step.guesses.long(), token_slots=tuple(nowhere for _ in batch.token_slots),
+        )  # fmt: skip
+
+
+def is_assistant(model: str) -> bool:
+    """Whether a model's files are those of a Gemma 4 assistant."""
+    return resolve(model, weights=False).config.get("model_type") in MODEL_TYPES
+
+
+def assistant_drafter(config: SpeculativeConfig, build: DraftBuild) -> AssistantDrafter:
+    assert config.model is not None
+    source = resolve(config.model, weights=build.load_format != "dummy")
+    assistant = build_assistant(ConfigReader(source.config, source.name), build.target, first_layer=build.first_layer,
+                                max_len=build.max_len, dtype=build.dtype, device=build.device)
+    if build.load_format == "dummy":
+        load_dummy_head(assistant, build.seed)
+    else:
+        load_head(assistant, source.tensors())
+    return AssistantDrafter(assistant, config.num_speculative_tokens, config.assistant_position)

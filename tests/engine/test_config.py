@@ -1,0 +1,106 @@
+"""EngineConfig: what is decided for a caller, and what is refused, by name."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.core import Axis, Limits
+from outrider.engine.build import pick_backend, pick_device, pick_dtype
+from outrider.models.sources.base import ModelSource
+from tests.engine.harness import Rig, tiny_model
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": "int8"}, "dtype must be one of auto, float32.*got 'int8'"),
+    "device": ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+    "load_format": ({"load_format": "pt"}, "load_format must be one of"),
+    "attention_backend": ({"attention_backend": "flash"}, "attention_backend must be one of"),
+    "logprobs_mode": ({"logprobs_mode": "odd"}, "logprobs_mode must be one of raw, processed"),
+    "max_model_len": ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+    "max_num_seqs": ({"max_num_seqs": -1}, "max_num_seqs must be at least 1, got -1"),
+    "gpu_memory_utilization": ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\]"),
+    "two sizes of the pool": ({"num_pages": 9, "kv_cache_memory_bytes": 9}, "say the same thing: give one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_out_of_range_are_named(name: str) -> None:
+    fields, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("x", **fields)
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig("x").seed = 1  # type: ignore[misc]
+
+
+def limits_of(on_cuda: bool = False, max_drafts: int = 0, **fields: Any) -> Limits:
+    return EngineConfig("x", **fields).limits(
+        on_cuda=on_cuda, max_positions=4096, vocab_size=100, max_drafts=max_drafts
+    )
+
+
+def test_what_is_left_open_is_decided() -> None:
+    limits = limits_of()
+    assert (limits.max_len, limits.vocab_size, limits.steps_in_flight) == (4096, 100, 2)
+    assert limits_of(on_cuda=True).max_requests > limits.max_requests
+    assert limits_of(overlap=False).steps_in_flight == 1
+    assert limits_of(max_model_len=77).max_len == 77
+    with pytest.raises(ValueError, match=r"max_model_len \(5000\) exceeds the 4096 positions"):
+        limits_of(max_model_len=5000)
+
+
+def test_the_token_budget_serves_every_request_with_its_drafts() -> None:
+    limits = limits_of(max_num_seqs=300, max_drafts=7)
+    assert limits.max_batched_tokens >= 300 * 8
+    assert limits.extent(Axis.LOGIT_ROWS) == 300 * 8
+
+
+@pytest.mark.parametrize("axis", Axis)
+def test_every_axis_has_an_extent(axis: Axis) -> None:
+    assert limits_of(max_drafts=3).extent(axis) > 0
+
+
+def test_rows_have_room_for_the_null_row() -> None:
+    limits = limits_of(max_num_seqs=5)
+    assert limits.extent(Axis.ROWS) == 6 and limits.extent(Axis.REQUESTS) == 5
+
+
+def source_of(**config: Any) -> ModelSource:
+    return ModelSource("x", None, config, (), lambda: iter(()), dict)  # type: ignore[arg-type]
+
+
+def test_devices_and_types() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert pick_device("cpu") == cpu
+    assert pick_dtype("auto", source_of(dtype="bfloat16"), cpu) == torch.float32
+    assert pick_dtype("auto", source_of(torch_dtype="float16"), cuda) == torch.float16
+    assert pick_dtype("float64", source_of(), cpu) == torch.float64
+    with pytest.raises(ValueError, match="float64.*use float32 or bfloat16"):
+        pick_dtype("float64", source_of(), cuda)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_said() -> None:
+    with pytest.raises(ValueError, match="no CUDA device that torch can use; use device='cpu'"):
+        pick_device("cuda")
+
+
+def test_a_backend_that_cannot_serve_the_model_is_refused() -> None:
+    for name in ("triton", "cpu"):
+        with pytest.raises(ValueError, match=f"attention_backend='{name}' does not serve torch.float64 on cpu"):
+            pick_backend(EngineConfig("x", attention_backend=name), tiny_model("llama"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_every_type_runs_on_the_cpu(dtype: torch.dtype) -> None:
+    from tests.engine.harness import Ask, greedy, prompt_of
+
+    with Rig(tiny_model("gemma3", dtype)) as rig:
+        (output,) = rig.run([Ask(prompt_of(1, 30), greedy(6))])
+        assert len(output.outputs[0].token_ids) == 6 and rig.step.pool.data.dtype == dtype

@@ -1,0 +1,77 @@
+"""Tiny Gemma 4 checkpoints saved by transformers: targets of every shape and assistants for them.
+
+Other tests import `TARGETS`, `save_target`, `save_assistant` and `candidates` from here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, WINDOW = 256, 16
+SLIDING, FULL = "sliding_attention", "full_attention"
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 512, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+}  # fmt: skip
+TARGETS: dict[str, dict[str, Any]] = {
+    "dense": _BASE | {"final_logit_softcapping": 30.0},
+    "shared": _BASE | {
+        "num_hidden_layers": 6, "num_key_value_heads": 1, "num_global_key_value_heads": None, "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True, "layer_types": [SLIDING, SLIDING, SLIDING, FULL, SLIDING, FULL],
+    },
+    "moe": _BASE | {
+        "intermediate_size": 64, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
+NOT_UNIFIED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")  # keys that unified configs lack
+
+
+def spread(model: Any, seed: str) -> None:
+    """Weights drawn so that greedy text varies: layers must outweigh the scaled embedding. Equal calls, equal weights."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    for name, value in sorted(model.state_dict().items()):
+        if not value.is_floating_point():
+            continue
+        mean = 0.0
+        if "norm" in name or name.endswith(("scale", "scalar")):
+            mean = 4.0 if "layernorm" in name and "post_" in name else 1.0
+        value.normal_(mean, 0.2, generator=generator)
+
+
+def save_target(name: str, path: Path, **changes: Any) -> Path:
+    import transformers
+
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**TARGETS[name] | changes))
+    spread(model, name)
+    model.save_pretrained(path)
+    return path
+
+
+def save_assistant(name: str, path: Path, *, centroids: bool = False, **changes: Any) -> Path:
+    """An assistant for the target of that name: three layers, two of them sliding, narrower than the target."""
+    import transformers
+
+    target = TARGETS[name]
+    text = {key: target[key] for key in ("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v")}
+    text = _BASE | text | {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
+                           "layer_types": [SLIDING, FULL, FULL], "num_attention_heads": 2, "num_kv_shared_layers": 3}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**text | changes), backbone_hidden_size=target["hidden_size"],
+        use_ordered_embeddings=centroids, num_centroids=16, centroid_intermediate_top_k=3,
+    )  # fmt: skip
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    spread(model, f"assistant {name}")
+    if centroids:
+        order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+        model.masked_embedding.token_ordering.copy_(order)
+    model.save_pretrained(path)
+    return path

