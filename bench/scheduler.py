@@ -1,9 +1,9 @@
 """What the host pays per step: microseconds of schedule() and update(), by running requests and context length.
 
 Decode steps with two in flight, on a runner that answers without computing; building its answer is not timed. Times
-are CPU time of the thread, the mean of the quietest of several windows of steps (each longer than a page), so that
-neighbours on the machine disturb them little. It never imports torch. Bars: 256 requests below 1 ms, linear in
-requests, flat in context.
+are CPU time of the thread, the mean of the quietest of several windows of steps (each longer than a page), with
+windows of all contexts in turn, so that neighbours on the machine disturb them little. It never imports torch.
+Bars: 256 requests below 1 ms, linear in requests, flat in context.
 
     python bench/scheduler.py
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.cache.groups import CacheLayout, plan_groups
@@ -82,13 +83,18 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     return scheduler
 
 
-def measure(num_requests: int, context: int, num_windows: int, drafts: int) -> Timing:
-    layout = plan_groups(LAYERS, PAGE_TOKENS)
-    scheduler = running(layout, num_requests, context, num_windows * WINDOW_STEPS + num_requests, drafts)
-    answers: deque[StepResult] = deque()
-    windows = [_window(scheduler, answers, context) for _ in range(num_windows)]
-    assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
-    return min(windows, key=lambda timing: timing.step_us)
+def measure(num_requests: int, contexts: Sequence[int], num_windows: int, drafts: int) -> list[Timing]:
+    layout, num_steps = plan_groups(LAYERS, PAGE_TOKENS), num_windows * WINDOW_STEPS + num_requests
+    schedulers = {context: running(layout, num_requests, context, num_steps, drafts) for context in contexts}
+    answers: dict[int, deque[StepResult]] = {context: deque() for context in contexts}
+    best: dict[int, Timing] = {}
+    for _ in range(num_windows):
+        for context, scheduler in schedulers.items():
+            timing = _window(scheduler, answers[context], context)
+            best[context] = min(best.get(context, timing), timing, key=lambda t: t.step_us)
+    for scheduler in schedulers.values():
+        assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
+    return list(best.values())
 
 
 def _window(scheduler: Scheduler, answers: deque[StepResult], context: int) -> Timing:
@@ -110,7 +116,7 @@ def _window(scheduler: Scheduler, answers: deque[StepResult], context: int) -> T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=5, help=f"windows of {WINDOW_STEPS} steps; the quietest counts")
+    parser.add_argument("--windows", type=int, default=8, help=f"windows of {WINDOW_STEPS} steps; the quietest counts")
     parser.add_argument("--drafts", type=int, default=0, help="drafts per request and step")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
@@ -118,11 +124,10 @@ def main() -> None:
     timings: list[Timing] = []
     print("".join(f"{name:>10}" for name in ("requests", "context", *COLUMNS)) + "   (us)")
     for num_requests in args.requests:
-        for context in args.contexts:
-            t = measure(num_requests, context, args.windows, args.drafts)
+        for t in measure(num_requests, args.contexts, args.windows, args.drafts):
             timings.append(t)
             figures = (t.schedule_us, t.update_us, t.step_us, t.step_us / num_requests)
-            print(f"{num_requests:10}{context:10}" + "".join(f"{figure:10.1f}" for figure in figures), flush=True)
+            print(f"{t.requests:10}{t.context:10}" + "".join(f"{figure:10.1f}" for figure in figures), flush=True)
     at_bar = [t.step_us for t in timings if t.requests == BAR_REQUESTS]
     print(json.dumps({
         "bench": "scheduler", "drafts": args.drafts, "in_flight": IN_FLIGHT,

@@ -48,9 +48,8 @@ class NativeBackend:
 
     def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
-        starts = {} if view.key_starts is None else {"key_starts": view.key_starts}
         out = native.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                     layer.scale, layer.window or 0, layer.softcap or 0.0, **starts)
+                                     layer.scale, layer.window or 0, layer.softcap or 0.0, key_starts=view.key_starts)
         return out.view(-1, layer.num_heads * layer.head_dim)
 
 

@@ -68,9 +68,8 @@ class TritonBackend:
 
     def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out}
-        if plan.key_starts is not None:
-            options["key_starts"] = plan.key_starts
+        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
+                                   "key_starts": plan.key_starts}
         tensors = (q, cache.k, cache.v, plan.page_table, plan.query_starts, plan.lengths)
         if plan.short_query:
             live = plan.live if plan.short_live is None else plan.short_live

@@ -382,6 +382,7 @@ typedef struct {
     float *out;
     int64_t q_stride, k_stride, v_stride; /* of a token, a page, a page */
     const void *page_table, *query_starts, *lengths, *live;
+    const int64_t *key_starts; /* first key a request may see, or null */
     int64_t table_stride, table_width, num_pages, page_size;
     int64_t tokens, requests, heads, kv_heads, dim, window; /* window 0: all keys */
     float scale, softcap;                                   /* softcap 0: none */
@@ -391,7 +392,7 @@ typedef struct {
 /* Some tokens of one request, one kv head, tiles of keys [from, to). Partial results go to `partial` when tiles are
  * shared among threads, and are merged at once otherwise. */
 typedef struct {
-    int64_t request, token, count, position, head, from, to;
+    int64_t request, token, count, position, head, from, to, first_key;
     float *partial;
 } Item;
 
@@ -527,8 +528,10 @@ static float weigh(float *scores, int64_t from, int64_t to, int64_t first, int64
 /* One tile of keys for all rows of an item: part[row] = max, sum, weighted values. */
 static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scratch *s, float *part) {
     int64_t group = a->heads / a->kv_heads, rows = item->count * group, base = tile * KEYS, dim = a->dim;
+    int64_t begin = item->first_key - base; /* as seen from this tile */
     int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
     int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
+    low = low < begin ? begin : low;
     low = low < 0 ? 0 : low;
     high = high > KEYS ? KEYS : high;
     if (!find_keys(a, item, base, low, high, s->k_rows, s->v_rows)) return 0;
@@ -538,6 +541,7 @@ static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scrat
     score_keys(a, s, rows, from, to);
     for (int64_t r = 0; r < rows; r++) {
         int64_t last = item->position + r / group - base, first = a->window > 0 ? last - a->window + 1 : 0;
+        first = first < begin ? begin : first;
         part[r * (dim + 2)] = weigh(s->scores + r * KEYS, from, to, first < 0 ? 0 : first, last < -1 ? -1 : last,
                                     a->softcap, part + r * (dim + 2) + 1);
     }
@@ -606,14 +610,17 @@ static int64_t list_items(const Attention *a, int share, Item *items, float *par
         int64_t end = integer(a->query_starts, a->wide_starts, r + 1);
         int64_t live = integer(a->live, a->wide_live, r), length = integer(a->lengths, a->wide_lengths, r);
         if (start < 0 || start > end || end > a->tokens || live > end - start || live > length) return -1;
+        if (a->key_starts && live > 0 && (a->key_starts[r] < 0 || a->key_starts[r] > length - live)) return -1;
         for (int64_t t = 0; t < live; t += per_tile) {
             int64_t count = live - t < per_tile ? live - t : per_tile, position = length - live + t;
-            int64_t low = a->window > 0 && position - a->window + 1 > 0 ? (position - a->window + 1) / KEYS : 0;
+            int64_t first_key = a->key_starts ? a->key_starts[r] : 0, low = first_key;
+            if (a->window > 0 && position - a->window + 1 > low) low = position - a->window + 1;
+            low /= KEYS;
             int64_t high = (position + count - 1) / KEYS + 1;
             for (int64_t h = 0; h < a->kv_heads; h++)
                 for (int64_t from = low; from < high; from = share ? from + 1 : high, n++)
                     if (items) {
-                        items[n] = (Item){r, start + t, count, position, h, from, high, share ? partials : NULL};
+                        items[n] = (Item){r, start + t, count, position, h, from, high, first_key, share ? partials : NULL};
                         if (share) partials += count * group * (a->dim + 2);
                     }
         }

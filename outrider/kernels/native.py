@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 # The structs Rope and Attention of native.c. Packing bytes is several times cheaper than a ctypes.Structure.
 _ROPE = struct.Struct("@PP qqqqq qqqqqqq PP ff")
-_ATTENTION = struct.Struct("@PPPP qqq PPPP qqqq qqqqqq ff iiii")
+_ATTENTION = struct.Struct("@PPPP qqq PPPPP qqqq qqqqqq ff iiii")
 _ATTENTION_ERRORS = {
     1: "query starts, lengths and live counts do not fit each other",
     2: "a page table is too short for its length, or names a page that does not exist",
@@ -306,6 +306,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
+    key_starts: Tensor | None = None,
 ) -> Tensor:
     requests, columns = page_table.shape
     rows = (requests, lengths.shape[0], live.shape[0], query_starts.shape[0] - 1)
@@ -313,16 +314,19 @@ def paged_attention(
     tokens, heads, dim = q.shape
     num_pages, page_size, kv_heads, _ = k_cache.shape
     assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim and heads % kv_heads == 0
+    assert key_starts is None or key_starts.shape == (requests,), "one first key per request"
     lib = _load()[0]
     result = None
+    if key_starts is not None and not (key_starts.dtype is torch.int64 and key_starts.is_contiguous()):
+        key_starts = key_starts.long().contiguous()
     if lib is not None and _takes_attention(q, k_cache, v_cache, page_table, query_starts, lengths, live):
         result = _output(out, tokens, heads, dim)
     if lib is None or result is None:
-        arguments = (q, k_cache, v_cache, page_table, query_starts, lengths, live, scale, window, softcap, out)
+        arguments = (q, k_cache, v_cache, page_table, query_starts, lengths, live, scale, window, softcap, out, key_starts)
         return reference.paged_attention(*arguments)
     settings = _ATTENTION.pack(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), result.data_ptr(), q.stride(0), k_cache.stride(0),
-        v_cache.stride(0), page_table.data_ptr(), query_starts.data_ptr(), lengths.data_ptr(), live.data_ptr(),
+        v_cache.stride(0), page_table.data_ptr(), query_starts.data_ptr(), lengths.data_ptr(), live.data_ptr(), _pointer(key_starts),
         page_table.stride(0), columns, num_pages, page_size, tokens, requests, heads, kv_heads, dim, window,
         scale, softcap, page_table.dtype is torch.int64, query_starts.dtype is torch.int64,
         lengths.dtype is torch.int64, live.dtype is torch.int64,

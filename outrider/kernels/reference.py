@@ -145,11 +145,13 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
+    key_starts: Tensor | None = None,
 ) -> Tensor:
     """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
 
     Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]; its position is
-    lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position.
+    lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position,
+    none before key_starts[r].
     page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
     """
     if lengths.shape[0] == 0:
@@ -159,6 +161,8 @@ def paged_attention(
     visible = is_live[:, None] & (key <= position[:, None])
     if window > 0:
         visible &= key > position[:, None] - window
+    if key_starts is not None:
+        visible &= key >= key_starts[request][:, None]
     table = page_table.clamp(0, k_cache.shape[0] - 1)
     chunk = max(1, MAX_GATHERED // max(1, len(key) * k_cache.shape[2] * k_cache.shape[3]))
     parts = [

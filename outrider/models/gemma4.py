@@ -1,18 +1,17 @@
 """Gemma 4, the language part: sliding and full layers of different heads, keys that serve as values, layers that read
 another's cache, per-layer embeddings, experts beside the MLP.
 
-Serves text-only checkpoints, and of multimodal ones the tensors of the language model. Knows nothing of images or sound.
+Serves text-only checkpoints, and of multimodal ones the language model's tensors. Knows nothing of images or sound.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from outrider.attention.base import Attend, AttentionLayer
+from outrider.attention.base import Attend
 from outrider.cache.spec import LayerCache
 from outrider.kernels.moe import RouteRule
 from outrider.layers.embedding import Embedding
@@ -23,11 +22,10 @@ from outrider.layers.norm import RMSNorm, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.models.base import Decoder, Hidden
-from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported, rope_params
+from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
+from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
 
-ACTIVATION = "gelu_pytorch_tanh"
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
-SCALE = 1.0  # of attention scores: q and k are normed
 DEFAULT_ROPES: dict[str, dict[str, object]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -36,21 +34,12 @@ DEFAULT_ROPES: dict[str, dict[str, object]] = {
 OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What distinguishes one layer from the next."""
-
-    attention: AttentionLayer
-    kind: str
-    reads: int | None  # the layer whose cache it reads, where it has none of its own
-    has_v: bool  # False: its values are its keys before their norm
-    intermediate_size: int
-
-
 class Gemma4Attention:
     """q, k and v are normed, v without weights. Only q where the layer reads another's cache."""
 
-    def __init__(self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         layer = self.layer = shape.attention
         self.q_size, self.kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         self.has_v = shape.has_v
@@ -65,7 +54,8 @@ class Gemma4Attention:
         self.v_norm.weight.fill_(1)
 
     def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj") | self.q_norm.weights(f"{prefix}.q_norm")
+        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj")
+        slots |= self.q_norm.weights(f"{prefix}.q_norm")
         return slots | self.k_norm.weights(f"{prefix}.k_norm") if self.layer.writes else slots
 
     def finalize(self) -> None:
@@ -252,7 +242,7 @@ class Gemma4(Decoder):
         self.attention_layers = [shape.attention for shape in self.shapes]
         self.rotaries = read_rotaries(text, self.shapes, max_len=max_len or sizes.max_positions, dtype=dtype,
                                       device=device)
-        size = text.get("hidden_size_per_layer_input", int, 0 if _is_unified(text) else 256)
+        size = text.get("hidden_size_per_layer_input", int, 0 if is_unified(text) else 256)
         self.per_layer = None
         if size:
             vocab_size = text.get("vocab_size_per_layer_input", int, sizes.vocab_size)
@@ -316,73 +306,6 @@ class Gemma4(Decoder):
         return logits if self.suppressed is None else logits.index_fill_(1, self.suppressed, -torch.inf)
 
 
-def text_section(config: ConfigReader) -> ConfigReader:
-    return config.section("text_config") if config.values.get("text_config") is not None else config
-
-
-def _is_unified(text: ConfigReader) -> bool:
-    return text.get("model_type", str, "").startswith("gemma4_unified")
-
-
-def read_sizes(text: ConfigReader) -> Sizes:
-    refuse_unsupported(text)
-    text.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
-    text.must_equal("use_bidirectional_attention", None, False, "vision")  # text is causal with "vision" too
-    return Sizes.read(text, head_dim=256, is_tied=True)
-
-
-def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
-    """`layer_types`, or every sixth one full; the last always is."""
-    kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]))
-    return [*kinds[:-1], FULL]
-
-
-def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
-    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is for the caller."""
-    kinds = read_kinds(text, sizes.num_layers)
-    windows = layer_windows(text, kinds)
-    softcap = text.optional("attn_logit_softcapping", float)
-    num_own = sizes.num_layers - text.get("num_kv_shared_layers", int, 0)
-    if not 0 <= num_own <= sizes.num_layers:
-        raise text.refusal("num_kv_shared_layers", f"there are {sizes.num_layers} layers")
-    is_wide = text.get("use_double_wide_mlp", bool, False) and num_own > 0
-    shapes: list[LayerShape] = []
-    for index, kind in enumerate(kinds):
-        kv_heads, head_dim = read_heads(text, sizes, index, kind)
-        reads = None
-        if index >= num_own > 0:
-            if kind not in kinds[:num_own]:
-                raise text.refusal("num_kv_shared_layers", f"no {kind} layer is left whose cache layer {index} could read")
-            reads = max(i for i in range(num_own) if kinds[i] == kind)
-        layer = AttentionLayer(first_layer + index, sizes.num_heads, kv_heads, head_dim, SCALE, windows[index], softcap,
-                               writes=index < num_own)
-        has_v = kind == SLIDING or not text.get("attention_k_eq_v", bool, False)
-        width = sizes.intermediate_size * (2 if is_wide and index >= num_own else 1)
-        shapes.append(LayerShape(layer, kind, reads, has_v, width))
-    return shapes
-
-
-def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple[int, int]:
-    """(KV heads, head size) of a layer: `per_layer_config` by index, or the older keys for all full layers."""
-    if text.values.get("per_layer_config") is not None:
-        by_layer = text.section("per_layer_config")
-        key = next((key for key in by_layer.values if str(key).isdecimal() and int(key) == index), None)
-        own = ConfigReader({} if key is None else by_layer.values[key], f"{by_layer.source}: {key}")
-        for name in own.values:
-            if name not in ("head_dim", "num_key_value_heads"):
-                raise own.refusal(name, "supported are head_dim and num_key_value_heads")
-        heads = own.get("num_key_value_heads", int, sizes.num_kv_heads), own.get("head_dim", int, sizes.head_dim)
-    elif kind == SLIDING:
-        heads = sizes.num_kv_heads, sizes.head_dim
-    else:
-        own_count = text.get("attention_k_eq_v", bool, False)
-        count = text.get("num_global_key_value_heads", int, sizes.num_kv_heads) if own_count else sizes.num_kv_heads
-        heads = count, text.get("global_head_dim", int, 512)
-    if heads[0] < 1 or sizes.num_heads % heads[0]:
-        raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")
-    return heads
-
-
 def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.dtype,
                  device: torch.device) -> ExpertsBeside | None:
     if not text.get("enable_moe_block", bool, False):
@@ -390,8 +313,8 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
     count, top_k = text.required("num_experts", int), text.required("top_k_experts", int)
     if not 1 <= top_k <= count:
         raise text.refusal("top_k_experts", f"it must be from 1 to num_experts ({count})")
-    return ExpertsBeside(index, RouteRule(count, top_k), text.required("moe_intermediate_size", int), sizes, dtype=dtype,
-                         device=device)
+    expert_size = text.required("moe_intermediate_size", int)
+    return ExpertsBeside(index, RouteRule(count, top_k), expert_size, sizes, dtype=dtype, device=device)
 
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,

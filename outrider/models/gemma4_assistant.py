@@ -18,15 +18,8 @@ from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
-from outrider.models.gemma4 import (
-    Gemma4,
-    Gemma4Layer,
-    LayerShape,
-    read_rotaries,
-    read_shapes,
-    read_sizes,
-    text_section,
-)
+from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
+from outrider.models.gemma4_config import LayerShape, read_shapes, read_sizes, text_section
 from outrider.models.head import DraftHead
 from outrider.models.loader import WeightError
 
@@ -74,7 +67,8 @@ class Gemma4Assistant(DraftHead):
         self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
         self.pre = Linear(2 * target.hidden_size, sizes.hidden_size, bias=False, dtype=dtype, device=device)
         self.post = Linear(sizes.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
-        self.output = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device)  # only its head uses it
+        # Tokens come in by the target's embedding; its own is its output.
+        self.output = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device)
         self.lm_head = Linear.sharing(self.output.weight)
         self.centroids = _centroids(config, self.output.weight)
 

@@ -369,3 +369,22 @@ def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(native.BuildError, match="no C compiler"):
         native.build()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_sees_no_key_before_its_start(window: int) -> None:
+    """A drafter's slots before its valid range were never written: NaN there must not reach an output."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(30, 16, 2, 32, generator=generator) for _ in range(2))
+    table = torch.randperm(29, generator=generator)[:27].view(3, 9).add(1).int()
+    lengths, live, starts = torch.tensor([130, 70, 33]), torch.tensor([3, 1, 2]), torch.tensor([0, 3, 5, 7])
+    first = torch.tensor([37, 0, 31])
+    for request in range(3):
+        for position in range(int(first[request])):
+            k[table[request, position // 16], position % 16] = torch.nan
+            v[table[request, position // 16], position % 16] = torch.nan
+    q = torch.randn(7, 4, 32, generator=generator)
+    arguments = (q, k, v, table, starts, lengths, live, 0.2, window)
+    got = native.paged_attention(*arguments, key_starts=first)
+    torch.testing.assert_close(got, reference.paged_attention(*arguments, key_starts=first))
+    assert got.isfinite().all()

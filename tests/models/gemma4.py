@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.models.oracle import hf_model
+
 VOCAB, WINDOW = 256, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
 _BASE: dict[str, Any] = {
@@ -36,7 +38,7 @@ NOT_UNIFIED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")  # k
 
 
 def spread(model: Any, seed: str) -> None:
-    """Weights drawn so that greedy text varies: layers must outweigh the scaled embedding. Equal calls, equal weights."""
+    """Weights drawn so that greedy text varies: layers must outweigh the scaled embedding. The same on every call."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     for name, value in sorted(model.state_dict().items()):
         if not value.is_floating_point():
@@ -75,3 +77,34 @@ def save_assistant(name: str, path: Path, *, centroids: bool = False, **changes:
         model.masked_embedding.token_ordering.copy_(order)
     model.save_pretrained(path)
     return path
+
+
+class Candidates:
+    """transformers' own candidate generator, asked as its generation loop asks it after a step of one token.
+
+    Then the target's cache holds what ours does: every computed token in full layers, and in sliding ones the window of
+    the last one. (After a prompt it holds more, and after a rejection keys of rejected tokens: see docs.)"""
+
+    def __init__(self, target: Path, assistant: Path, num_drafts: int) -> None:
+        from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Generator
+
+        self.target, self.assistant = hf_model(target), hf_model(assistant)
+        self.assistant.generation_config.num_assistant_tokens = num_drafts
+        config = self.target.generation_config
+        config.max_length, config.eos_token_id = 10_000, None
+        self.assistant.generation_config.eos_token_id = None
+        self.generator = Generator(torch.zeros(1, 1, dtype=torch.int64), self.assistant,
+                                   self.target.get_input_embeddings(), config, {})
+
+    @torch.no_grad()
+    def after(self, known: tuple[int, ...]) -> list[int]:
+        """Drafts that follow `known`, of which all but the last are computed."""
+        import transformers
+
+        ids, cache = torch.tensor([known]), transformers.DynamicCache(config=self.target.config)
+        if len(known) > 2:
+            self.target(ids[:, :-2], past_key_values=cache)
+        outputs = self.target(ids[:, -2:-1], past_key_values=cache, output_hidden_states=True,
+                              return_shared_kv_states=True)
+        found, _ = self.generator.get_candidates(ids, {}, outputs, is_first_iteration=False, n_last_matches=0)
+        return found[0, len(known) :].tolist()

@@ -1,0 +1,324 @@
+"""Products of token rows with the experts they chose, in fixed shapes: nothing is read on the host.
+
+A pair is one (token row, chosen expert). Programs take a tile of pairs of one expert and a tile of its outputs. Which
+pairs those are, a program of a small batch finds in the ids by itself; otherwise they are sorted by expert first. A
+pair's result depends on no other pair. Knows nothing of routers or shared experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.triton.common import (
+    FLOATS,
+    gated,
+    next_power_of_two,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.router import can_route, route
+
+__all__ = ["METHODS", "TileConfig", "can_route", "combine", "experts", "route", "sort_pairs", "tile_config"]
+
+METHODS = ("few", "tiles", "library")
+FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
+LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one
+
+_NONE, _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(4))
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
+_CHUNK = 2048  # ids that a sorting program looks at together
+_COLUMNS = 1024
+
+
+@triton.jit
+def _few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The tile that starts with pair `first`: (expert, pairs [BLOCK_M], which of them exist, whether a tile starts
+    here). Equal experts are tiled in the order of their pairs; a tile starts at every BLOCK_M-th."""
+    pair = tl.arange(0, PAIRS)
+    expert = tl.load(ids + first)
+    same = tl.load(ids + pair, mask=pair < P, other=-1) == expert
+    before = tl.sum((same & (pair < first)).to(tl.int32), axis=0)
+    rank = tl.cumsum(same.to(tl.int32), axis=0) - 1 - before
+    here = same[None, :] & (rank[None, :] == tl.arange(0, BLOCK_M)[:, None])
+    pairs = tl.sum(tl.where(here, pair[None, :], 0), axis=1)
+    return expert, pairs, tl.sum(here.to(tl.int32), axis=1) > 0, before % BLOCK_M == 0
+
+
+@triton.jit
+def _sorted_pairs(order, ends, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The same for the tile of this number, of tiles numbered expert by expert; there may be fewer."""
+    index = tl.arange(0, EXPERTS)
+    start = tl.load(ends + index - 1, mask=(index > 0) & (index < E), other=0)
+    end = tl.load(ends + index, mask=index < E, other=0)
+    tiles = tl.where(index < E, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_end = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((tiles_end <= tile).to(tl.int32), axis=0)
+    mine = index == expert
+    first = tl.sum(tl.where(mine, start + (tile - tiles_end + tiles) * BLOCK_M, 0), axis=0)
+    row = first + tl.arange(0, BLOCK_M)
+    exists = row < tl.sum(tl.where(mine, end, 0), axis=0)
+    return expert.to(tl.int64), tl.load(order + row, mask=exists, other=0), exists, expert < E
+
+
+@triton.jit
+def _load_weight(pointer, mask, FEW: tl.constexpr):
+    if FEW:
+        # Read once: it need not stay in the cache.
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _expert_kernel(
+    x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, E, N,
+    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):
+    """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
+
+    With a gated activation weight rows 0 to N are the gate and the next N are what it gates."""
+    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    if FEW:
+        expert, pairs, exists, is_tile = _few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
+    else:
+        expert, pairs, exists, is_tile = _sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
+    if is_tile:
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_rows = row < N
+        weight_row = weight + expert * expert_stride + row.to(tl.int64)[:, None] * weight_stride
+        up_row = weight_row + N.to(tl.int64) * weight_stride
+        x_row = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in range(0, K, BLOCK_K):
+            column = start + tl.arange(0, BLOCK_K)[None, :]
+            if K % BLOCK_K == 0:
+                x_mask, w_mask = exists[:, None], in_rows[:, None]
+            else:
+                x_mask, w_mask = exists[:, None] & (column < K), in_rows[:, None] & (column < K)
+            value = tl.load(x_row + column, mask=x_mask, other=0.0)
+            w = _load_weight(weight_row + column, w_mask, FEW)
+            acc = tl.dot(value, tl.trans(w), acc, input_precision="ieee")
+            if GATED:
+                w = _load_weight(up_row + column, w_mask, FEW)
+                up = tl.dot(value, tl.trans(w), up, input_precision="ieee")
+        if GATED:
+            acc = gated(acc, up, ACTIVATION == _GELU_TANH)
+        elif ACTIVATION == _RELU2:
+            # Not a maximum with zero, which would turn NaN into a number.
+            acc = tl.where(acc < 0, 0.0, acc * acc)
+        mask = exists[:, None] & in_rows[None, :]
+        out_row = out + pairs.to(tl.int64)[:, None] * out_stride
+        tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One program for an expert: counts the pairs of lower experts, then lists its own behind them, in order."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    expert = tl.program_id(0)
+    index = tl.arange(0, CHUNK)
+    lower = 0
+    for start in range(0, P, CHUNK):
+        inside = start + index < P
+        lower += tl.sum(((tl.load(ids + start + index, mask=inside, other=0) < expert) & inside).to(tl.int32), axis=0)
+    for start in range(0, P, CHUNK):
+        pair = start + index
+        mine = tl.load(ids + pair, mask=pair < P, other=-1) == expert
+        position = lower + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        tl.store(order + position, pair, mask=mine)
+        tl.store(place + pair, position, mask=mine)
+        lower += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(ends + expert, lower)
+
+
+@triton.jit
+def _combine_kernel(
+    made, weights, place, out, made_stride, out_stride, width, K: tl.constexpr, HAS_PLACE: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    for slot in tl.static_range(K):
+        row = token * K + slot
+        weight = tl.load(weights + row)
+        if HAS_PLACE:
+            row = tl.load(place + row).to(tl.int64)
+        total += weight * tl.load(made + row * made_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Pairs, outputs and inputs per tile, and what the compiler is told. A gated product has two tiles of outputs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int) -> TileConfig:
+    """By the shapes alone, so that it is known without reading ids. Few pairs an expert: the time is that of reading
+    weights, and narrow tiles give every multiprocessor some. Many: tiles that reuse what they have read."""
+    rows = num_pairs / num_experts
+    if rows <= 32:
+        block_m = 16 if rows <= 8 else 32
+        sizes = (32, 16) if is_gated else (64, 32, 16)
+        block_n = next((size for size in sizes if min(num_pairs, num_experts) * n >= 2 * sms * size), sizes[-1])
+        return TileConfig(block_m, block_n, 128, 4, 4)
+    if rows <= 128:
+        return TileConfig(64, 64 if is_gated else 128, 64, 4, 4)
+    return TileConfig(128, 64 if is_gated else 128, 64, 8, 3)
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most tiles that any choice of experts makes: each taken expert has a first pair, the rest fill whole tiles."""
+    taken = min(num_pairs, num_experts)
+    return taken + (num_pairs - taken) // block_m
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs by expert, and within an expert in order."""
+
+    order: torch.Tensor  # [pairs] int32, the pair at each position
+    place: torch.Tensor  # [pairs] int32, the position of each pair
+    ends: torch.Tensor  # [experts] int32, the position after each expert's last pair
+
+
+def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pairs:
+    """ids [tokens, k] int64, packed; every id is below num_experts."""
+    require_tensor("sort_pairs", "ids", ids, (None, None), ids.device, (torch.int64,), inner_contiguous=2)
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    place = torch.empty_like(order)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    chunk = min(_CHUNK, next_power_of_two(ids.numel()))
+    _sort_kernel[(num_experts,)](
+        ids, order, place, ends, ids.numel(), CHUNK=chunk, PDL=pdl, num_warps=4, **pdl_options(pdl)
+    )
+    return Pairs(order, place, ends)
+
+
+def combine(
+    made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, *, pdl: bool = False
+) -> torch.Tensor:
+    """made [pairs, width], weights [tokens, k] float32 -> [tokens, width], added in the order of k. place: the row of
+    each pair in `made`, where it is another than its own."""
+    name, (num_tokens, top_k), width = "combine", weights.shape, made.shape[1]
+    require_tensor(name, "made", made, (num_tokens * top_k, width), weights.device, FLOATS)
+    require_tensor(name, "weights", weights, (num_tokens, top_k), made.device, (torch.float32,), inner_contiguous=2)
+    if place is not None:
+        require_tensor(name, "place", place, (num_tokens * top_k,), made.device, (torch.int32,))
+    out = torch.empty(num_tokens, width, dtype=made.dtype, device=made.device)
+    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    _combine_kernel[grid](
+        made, weights, weights if place is None else place, out, made.stride(0), out.stride(0), width, K=top_k,
+        HAS_PLACE=place is not None, COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4,
+        **pdl_options(pdl),
+    )
+    return out
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: str, *, method: str | None = None, up_config: TileConfig | None = None,
+    down_config: TileConfig | None = None, pdl: bool = False,
+) -> torch.Tensor:
+    """As kernels.moe.experts. method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
+    "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
+    name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
+    require(activation in _ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
+    rows = width if activation == "relu2" else 2 * width
+    require_tensor(name, "x", x, (None, hidden), device, FLOATS)
+    require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
+    require_tensor(name, "down", down, (num_experts, hidden, width), device, (x.dtype,))
+    require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
+    require_tensor(name, "weights", weights, tuple(ids.shape), device, (torch.float32,), inner_contiguous=2)
+    require(method is None or method in METHODS, name, "method", f"is {method!r}, known are {list(METHODS)}")
+    if ids.numel() == 0:
+        return torch.empty_like(x)
+    method = method or choose_method(ids.numel(), gate_up, down)
+    pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
+    if method == "library":
+        assert pairs is not None
+        return combine(_library(x, ids.shape[1], pairs, gate_up, down, activation), weights, pairs.place)
+    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, up_config, pdl)
+    return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, pdl=pdl)
+
+
+def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:
+    if num_pairs <= FEW_PAIRS:
+        return "few"
+    is_large = num_pairs >= LIBRARY_PAIRS_PER_EXPERT * down.shape[0]
+    return "library" if is_large and _library_serves(gate_up, down) else "tiles"
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
+    activation: str | None, config: TileConfig | None, pdl: bool,
+) -> torch.Tensor:
+    """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
+    num_pairs, num_experts = ids.numel(), weight.shape[0]
+    config = config or tile_config(num_pairs, num_experts, n, weight.shape[1] == 2 * n, num_sms(x.device))
+    out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
+    tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
+    # Outputs first: programs that run together share a tile of x, and read one expert's weights.
+    grid = (triton.cdiv(n, config.block_n), tiles)
+    order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
+    _expert_kernel[grid](
+        x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
+        num_pairs, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
+        ACTIVATION=_ACTIVATIONS[activation], FEW=pairs is None,
+        PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, **pdl_options(pdl),
+    )
+    return out
+
+
+def _library(
+    x: torch.Tensor, top_k: int, pairs: Pairs, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """[pairs, hidden] in sorted order."""
+    rows = x.index_select(0, pairs.order // top_k)
+    projected = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=pairs.ends)
+    match activation:
+        case "silu":
+            made = silu_mul(projected)
+        case "gelu_pytorch_tanh":
+            made = gelu_tanh_mul(projected)
+        case _:
+            made = projected.relu().square()
+    result: torch.Tensor = torch._grouped_mm(made, down.transpose(1, 2), offs=pairs.ends)
+    return result
+
+
+@lru_cache(maxsize=16)
+def _has_grouped_product(device: torch.device) -> bool:
+    """Elsewhere torch's grouped product reads its offsets on the host."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _library_serves(gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    is_aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
+    return gate_up.dtype == torch.bfloat16 and is_aligned and _has_grouped_product(gate_up.device)

@@ -1,0 +1,92 @@
+"""Configs of Gemma 4 models and assistants: what distinguishes one layer from the next.
+
+Knows the keys of old and new checkpoints; what a layer computes is for `gemma4` to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.attention.base import AttentionLayer
+from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
+
+ACTIVATION = "gelu_pytorch_tanh"
+SCALE = 1.0  # of attention scores: q and k are normed
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What distinguishes one layer from the next."""
+
+    attention: AttentionLayer
+    kind: str
+    reads: int | None  # the layer whose cache it reads, where it has none of its own
+    has_v: bool  # False: its values are its keys before their norm
+    intermediate_size: int
+
+
+def text_section(config: ConfigReader) -> ConfigReader:
+    return config.section("text_config") if config.values.get("text_config") is not None else config
+
+
+def is_unified(text: ConfigReader) -> bool:
+    return text.get("model_type", str, "").startswith("gemma4_unified")
+
+
+def read_sizes(text: ConfigReader) -> Sizes:
+    refuse_unsupported(text)
+    text.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
+    text.must_equal("use_bidirectional_attention", None, False, "vision")  # text is causal with "vision" too
+    return Sizes.read(text, head_dim=256, is_tied=True)
+
+
+def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
+    """`layer_types`, or every sixth one full; the last always is."""
+    kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]))
+    return [*kinds[:-1], FULL]
+
+
+def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
+    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is not known here."""
+    kinds = read_kinds(text, sizes.num_layers)
+    windows = layer_windows(text, kinds)
+    softcap = text.optional("attn_logit_softcapping", float)
+    num_own = sizes.num_layers - text.get("num_kv_shared_layers", int, 0)
+    if not 0 <= num_own <= sizes.num_layers:
+        raise text.refusal("num_kv_shared_layers", f"there are {sizes.num_layers} layers")
+    is_wide = text.get("use_double_wide_mlp", bool, False) and num_own > 0
+    shapes: list[LayerShape] = []
+    for index, kind in enumerate(kinds):
+        kv_heads, head_dim = read_heads(text, sizes, index, kind)
+        reads = None
+        if index >= num_own > 0:
+            if kind not in kinds[:num_own]:
+                raise text.refusal("num_kv_shared_layers", f"layer {index} has no {kind} layer before it to read")
+            reads = max(i for i in range(num_own) if kinds[i] == kind)
+        layer = AttentionLayer(first_layer + index, sizes.num_heads, kv_heads, head_dim, SCALE, windows[index], softcap,
+                               writes=index < num_own)
+        has_v = kind == SLIDING or not text.get("attention_k_eq_v", bool, False)
+        width = sizes.intermediate_size * (2 if is_wide and index >= num_own else 1)
+        shapes.append(LayerShape(layer, kind, reads, has_v, width))
+    return shapes
+
+
+def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple[int, int]:
+    """(KV heads, head size) of a layer: `per_layer_config` by index, or the older keys for all full layers."""
+    if text.values.get("per_layer_config") is not None:
+        by_layer = text.section("per_layer_config")
+        key = next((key for key in by_layer.values if str(key).isdecimal() and int(key) == index), None)
+        own = ConfigReader({} if key is None else by_layer.values[key], f"{by_layer.source}: {key}")
+        for name in own.values:
+            if name not in ("head_dim", "num_key_value_heads"):
+                raise own.refusal(name, "supported are head_dim and num_key_value_heads")
+        heads = own.get("num_key_value_heads", int, sizes.num_kv_heads), own.get("head_dim", int, sizes.head_dim)
+    elif kind == SLIDING:
+        heads = sizes.num_kv_heads, sizes.head_dim
+    else:
+        own_count = text.get("attention_k_eq_v", bool, False)
+        count = text.get("num_global_key_value_heads", int, sizes.num_kv_heads) if own_count else sizes.num_kv_heads
+        heads = count, text.get("global_head_dim", int, 512)
+    if heads[0] < 1 or sizes.num_heads % heads[0]:
+        raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")
+    return heads

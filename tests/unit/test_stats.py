@@ -1,0 +1,85 @@
+"""EngineStats and its log line: counts from batches and results, differences, and when a line is due."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from outrider.core import Admission, RequestResult, ScheduledBatch
+from outrider.engine.stats import EngineStats, StatsLog
+from outrider.outputs import RequestMetrics
+from outrider.params import SamplingParams
+
+
+def result(run: int, drafted: int = 0, accepted: int = 0) -> RequestResult:
+    return RequestResult(0, 0, [1] * run, run, drafted, accepted)
+
+
+def batch(drafts: list[int], samples: list[bool], hits: list[int]) -> ScheduledBatch:
+    count = len(drafts)
+    params = [SamplingParams()] * count
+    admissions = [Admission(i + 1, [1, 2, 3], 3, hit, 9, (), params[0], 0, 0) for i, hit in enumerate(hits)]
+    rows = list(range(1, count + 1))
+    return ScheduledBatch(0, rows, [0] * count, rows, [1] * count, drafts, samples, [1] * count, params, admissions)
+
+
+def filled() -> EngineStats:
+    stats = EngineStats()
+    stats.add(10, samples=2)
+    stats.observe_batch(batch([3, 0, 2, 0], [True, True, True, False], hits=[2, 0]))
+    for part in (result(3, 3, 2), result(1, 3, 0), result(1), result(0), result(4, 3, 3), result(2, 1, 1)):
+        stats.observe(part)
+    return stats
+
+
+def test_counts() -> None:
+    stats = filled()
+    assert (stats.num_requests, stats.num_prompt_tokens, stats.num_hit_tokens) == (1, 20, 2)
+    assert (stats.num_runs, stats.num_generation_tokens, stats.num_drafts) == (5, 11, 4)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (10, 6)
+    assert stats.drafted_per_position == [4, 3, 3] and stats.accepted_per_position == [3, 2, 1]
+    assert stats.acceptance_per_position == [3 / 4, 2 / 3, 1 / 3]
+    assert stats.mean_run_length == 11 / 5 and stats.mean_acceptance_length == 2.5
+    assert stats.chosen == [1, 0, 1, 1] and stats.mean_chosen == 5 / 3
+
+
+def test_a_copy_stays_and_the_rest_is_what_came_after() -> None:
+    stats = filled()
+    before = stats.copy()
+    assert before == stats and before.chosen is not stats.chosen
+    stats.observe(result(5, 4, 4))
+    recent = stats.since(before)
+    assert (recent.num_runs, recent.num_generation_tokens, recent.accepted_per_position) == (1, 5, [1, 1, 1, 1])
+    assert before.num_runs == 5
+
+
+def test_the_line_can_be_grepped() -> None:
+    line = filled().line()
+    assert line.startswith("Mean acceptance length: 2.50, Accepted/drafted: 6/10, "
+                           "Per-position acceptance rate: 0.750, 0.667, 0.333, Avg Draft acceptance rate: 60.0%")
+    assert EngineStats().line().startswith("Mean acceptance length: 1.00")
+
+
+def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogCaptureFixture,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+    now = 0.0
+    stats = EngineStats()
+    log = StatsLog(stats, clock=lambda: now)
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        for now in (1.0, 9.9, 10.0, 11.0, 19.0, 21.0, 40.0):
+            if now < 30:
+                stats.observe(result(2, 1, 1))
+            log.tick()
+        log.close()
+    assert [message.split("Tokens")[0].split("Accepted/drafted: ")[1].split(",")[0] for message in caplog.messages] == [
+        "3/3", "3/3", "6/6"]  # fmt: skip
+    assert caplog.messages[-1].startswith("in all: Mean acceptance length")
+
+
+def test_a_requests_own_positions() -> None:
+    metrics = RequestMetrics()
+    for accepted in (2, 0, 3, 1):
+        metrics.observe_drafts(accepted)
+    assert metrics.accepted_per_position == [3, 2, 1]
