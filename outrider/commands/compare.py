@@ -98,21 +98,22 @@ def explain(index: int, position: int, ask: Ask, reference: Recorder, other: Rec
         nan = (float("nan"), float("nan"))
         return Difference(index, position, ask.params.is_greedy, (ours, theirs), (nan, nan), float("nan"), tolerance,
                           False)
-    noise = _noise(ask, len(ask.token_ids) + position, (ours, theirs))
+    noise = noise_of(ask, len(ask.token_ids) + position, (ours, theirs))
     heat = ask.params.temperature or 1.0
-    scores = [tuple(run.logprobs[token] / heat + extra for token, extra in zip((ours, theirs), noise, strict=True))
-              for run in (reference, other)]
+    first, second = ((run.logprobs[ours] / heat + noise[0], run.logprobs[theirs] / heat + noise[1])
+                     for run in (reference, other))
     largest = _largest_change(reference.logprobs, other.logprobs)
-    is_tie = all(abs(a - b) <= tolerance for a, b in scores) and largest <= tolerance
-    return Difference(index, position, ask.params.is_greedy, (ours, theirs), (scores[0], scores[1]),  # type: ignore[arg-type]
-                      largest, tolerance, is_tie)
+    is_tie = all(abs(a - b) <= tolerance for a, b in (first, second)) and largest <= tolerance
+    pair = (ours, theirs)
+    return Difference(index, position, ask.params.is_greedy, pair, (first, second), largest, tolerance, is_tie)
 
 
-def _noise(ask: Ask, position: int, tokens: tuple[int, int]) -> list[float]:
+def noise_of(ask: Ask, position: int, tokens: Sequence[int]) -> list[float]:
+    """What the sampler adds to these tokens' logits there."""
     if ask.params.is_greedy:
-        return [0.0, 0.0]
-    key = [torch.tensor([value]) for value in (ask.params.seed or 0, 0, position)]
-    return gumbel(key[0], key[1], key[2], torch.tensor(tokens), 2, torch.float32)[0].tolist()
+        return [0.0] * len(tokens)
+    seed, index, at = (torch.tensor([value]) for value in (ask.params.seed or 0, 0, position))
+    return gumbel(seed, index, at, torch.tensor(tokens), len(tokens), torch.float32)[0].tolist()
 
 
 def _largest_change(one: dict[int, float], two: dict[int, float]) -> float:

@@ -22,8 +22,9 @@ class SampleOutput:
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         self._params = params
-        self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = self._tokenizer and Detokenizer(self._tokenizer, params.skip_special_tokens)
+        own = tokenizer if params.detokenize else None
+        self._tokenizer = own
+        self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
     def take(self, result: RequestResult) -> bool:

@@ -27,6 +27,7 @@ GROUP_SCORES = ("max", "top2")  # a group is worth its best expert, or the sum o
 MAX_GATHERED = 1 << 26
 # Added to a sum that divides: sigmoid scores may all vanish.
 TINY = 1e-20
+LOWEST = -1e38  # below any score, and the sum of two is still above minus infinity
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def route_reference(
     logits = _widened(logits)
     scores = logits.softmax(dim=-1) if rule.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
-    # A dead token row may hold anything; what is not a number ranks last, so its ids are in range all the same.
-    ranked = ranked.nan_to_num(nan=torch.finfo(ranked.dtype).min)
+    # A dead token row may hold anything; what is not a number ranks last, so its ids are in range and distinct.
+    ranked = ranked.nan_to_num(nan=LOWEST)
     if rule.top_groups < rule.num_groups:
         ranked = _in_best_groups(ranked, rule)
     # A stable sort, since topk does not say which of two equals it takes.

@@ -31,7 +31,7 @@ DEFAULT_ROPES: dict[str, dict[str, object]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 # Parts of a multimodal checkpoint beside its language model.
-OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
+OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 
 
 class Gemma4Attention:

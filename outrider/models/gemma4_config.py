@@ -47,7 +47,7 @@ def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
 
 
 def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
-    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is not known here."""
+    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is left open."""
     kinds = read_kinds(text, sizes.num_layers)
     windows = layer_windows(text, kinds)
     softcap = text.optional("attn_logit_softcapping", float)

@@ -1,4 +1,4 @@
-"""A small trained target with its EAGLE-3 head (tests/assets): the head works, and these tests could tell if it did not.
+"""A small trained target with its EAGLE-3 head (tests/assets): the head works, and these tests can tell if it does not.
 
 Random heads are checked token by token elsewhere; here acceptance itself is, on prompts that neither has seen, together
 with three ways to break a head that leave the text untouched. float64, so that equal drafts means equal.
@@ -179,7 +179,7 @@ def test_a_broken_head_shows_in_the_mean_run_only(harm: Callable[[Autoregressive
 
 @pytest.mark.parametrize("params", [greedy(LENGTH), sampled()], ids=["greedy", "sampled"])
 def test_exact_with_chunks_padding_overlap_and_a_small_pool(params: SamplingParams) -> None:
-    with Rig(target(), speculative_config=EAGLE3, overlap=True, max_num_seqs=4, max_num_batched_tokens=27, num_pages=12,
+    with Rig(target(), speculative_config=EAGLE3, overlap=True, max_num_seqs=4, max_num_batched_tokens=27, num_pages=9,
              max_model_len=96, pad_requests=(3, 6), pad_tokens=(10, 30)) as rig:
         outputs = rig.run(asks(params))
         assert tokens_of(outputs) == plain(params)

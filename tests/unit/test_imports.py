@@ -28,10 +28,10 @@ COLUMNS = [
     {"spec"},
     {"runner"},
     {"engine", "sched"},
-    {"llm", "server", "cli", "__main__"},
+    {"llm", "server", "commands", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
-TORCH_FREE = ("core", "params", "config", "outputs", "cache", "sched", "server")
+TORCH_FREE = ("core", "params", "config", "outputs", "cache", "sched", "server", "cli")
 MAY_USE_TORCH = ("outrider.cache.pool",)
 
 

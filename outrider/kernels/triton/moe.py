@@ -192,7 +192,7 @@ def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: i
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that any choice of experts makes: each taken expert has a first pair, the rest fill whole tiles."""
+    """The most tiles that any choice makes: each expert taken has a first pair, and the others fill whole tiles."""
     taken = min(num_pairs, num_experts)
     return taken + (num_pairs - taken) // block_m
 

@@ -1,0 +1,164 @@
+"""Trains the small Gemma 4 and its assistant that lie beside this file: `python tests/assets/train_gemma4.py`.
+
+transformers' own models on one CPU thread, some minutes, the same files on every run of one machine. It shares no code
+with outrider.
+
+The language is that of `train_eagle3.py` with more streams than drafts: a first token names a mode, then streams of
+symbols take turns, and each goes on by the mode's own permutation, with a little noise. So every draft depends on a
+token some places back, which the assistant can only find by position in the target's cache, and on the mode.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+
+HERE = Path(__file__).parent
+VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 80, 64, 3, 5, 0.02
+WINDOW, LENGTH, BATCH, DRAFTS = 16, 48, 32, 3
+TARGET_STEPS, ASSISTANT_STEPS = 450, 600
+SLIDING, FULL = "sliding_attention", "full_attention"
+SHAPE = {
+    "vocab_size": VOCAB, "head_dim": 32, "global_head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": WINDOW, "max_position_embeddings": 512,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+class Language:
+    """Symbols are scattered over the vocabulary; the first ids name the modes."""
+
+    def __init__(self, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.symbols = (torch.randperm(VOCAB - MODES, generator=generator)[:SYMBOLS] + MODES).sort().values
+        self.follows = torch.empty(MODES, SYMBOLS, dtype=torch.int64)
+        for mode in range(MODES):
+            cycle = torch.randperm(SYMBOLS, generator=generator)
+            self.follows[mode, cycle] = cycle.roll(-1)
+
+    def texts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        """[count, length] token ids."""
+        mode = torch.randint(MODES, (count,), generator=generator)
+        index = torch.empty(count, length, dtype=torch.int64)
+        index[:, :STREAMS] = torch.randint(SYMBOLS, (count, STREAMS), generator=generator)
+        noise = torch.rand(count, length, generator=generator) < NOISE
+        other = torch.randint(SYMBOLS, (count, length), generator=generator)
+        for t in range(STREAMS, length):
+            index[:, t] = torch.where(noise[:, t], other[:, t], self.follows[mode, index[:, t - STREAMS]])
+        return torch.cat((mode[:, None], self.symbols[index[:, : length - 1]]), dim=1)
+
+
+def fit(model: torch.nn.Module, steps: int, rate: float, loss_of: Callable[[], torch.Tensor], name: str) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    start = time.perf_counter()
+    for step in range(steps):
+        warm, progress = min(1.0, (step + 1) / 50), step / steps
+        for group in optimizer.param_groups:
+            group["lr"] = rate * warm * (0.5 + 0.5 * math.cos(math.pi * progress))
+        loss = loss_of()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 25 == 24:
+            print(f"{name} {step + 1}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def spread(model: torch.nn.Module, seed: int) -> None:
+    """Wide enough to learn from in a few hundred steps."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+
+
+def rounded(model: torch.nn.Module) -> None:
+    """As it will be saved, so that the assistant is trained for the target that is."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+
+
+def train_target(language: Language) -> Gemma4ForCausalLM:
+    config = Gemma4TextConfig(hidden_size=96, intermediate_size=192, num_hidden_layers=4,
+                              layer_types=[SLIDING, SLIDING, SLIDING, FULL], **SHAPE)
+    model = Gemma4ForCausalLM(config)
+    spread(model, seed=2)
+    generator = torch.Generator().manual_seed(3)
+
+    def loss() -> torch.Tensor:
+        tokens = language.texts(BATCH, LENGTH, generator)
+        logits = model(tokens, use_cache=False).logits
+        return F.cross_entropy(logits[:, STREAMS:-1].flatten(0, 1), tokens[:, STREAMS + 1 :].flatten())
+
+    fit(model, TARGET_STEPS, 3e-3, loss, "target")
+    rounded(model)
+    return model.eval()
+
+
+def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, tokens: torch.Tensor,
+                      hidden: torch.Tensor, caches: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Logits of draft 0, 1, ... at every place p whose token is the last known one: each sees keys up to p - 1, stands
+    at position p and is given the right draft before it."""
+    count = tokens.shape[1] - DRAFTS
+    places = torch.arange(1, count)
+    behind = places[:, None] - torch.arange(tokens.shape[1])  # how far a key lies behind a query
+    masks = {FULL: behind >= 1, SLIDING: (behind >= 1) & (behind <= WINDOW)}
+    masks = {kind: mask.expand(tokens.shape[0], 1, -1, -1) for kind, mask in masks.items()}
+    state = hidden[:, : count - 1]
+    logits: list[torch.Tensor] = []
+    for draft in range(DRAFTS):
+        embedded = target.get_input_embeddings()(tokens[:, 1 + draft : count + draft])
+        out = model.model(
+            inputs_embeds=model.pre_projection(torch.cat((embedded, state), dim=-1)), attention_mask=masks,
+            position_ids=places[None], shared_kv_states=caches, use_cache=False,
+        ).last_hidden_state  # fmt: skip
+        logits.append(model.lm_head(out))
+        state = model.post_projection(out)
+    return logits
+
+
+def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
+    text = Gemma4TextConfig(hidden_size=64, intermediate_size=192, num_hidden_layers=2, layer_types=[SLIDING, FULL],
+                            num_kv_shared_layers=2, **SHAPE)
+    model = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=text, backbone_hidden_size=96))
+    spread(model, seed=4)
+    generator = torch.Generator().manual_seed(5)
+
+    def loss() -> torch.Tensor:
+        tokens = language.texts(BATCH, LENGTH, generator)
+        with torch.no_grad():
+            out = target(tokens, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
+            wanted = out.logits.softmax(dim=-1)
+        total = torch.zeros(())
+        for draft, guess in enumerate(drafts_everywhere(model, target, tokens, out.hidden_states[-1],
+                                                        out.shared_kv_states)):
+            # The draft after place p + draft is what the target says there.
+            right = wanted[:, 1 + draft : 1 + draft + guess.shape[1]]
+            total = total + F.cross_entropy(guess[:, STREAMS:].flatten(0, 1), right[:, STREAMS:].flatten(0, 1))
+        return total / DRAFTS
+
+    fit(model, ASSISTANT_STEPS, 3e-3, loss, "assistant")
+    rounded(model)
+    return model.eval()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    language = Language()
+    target = train_target(language)
+    target.half().save_pretrained(HERE / "gemma4")
+    assistant = train_assistant(language, target.float())
+    assistant.half().save_pretrained(HERE / "gemma4_assistant")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Experts and routers in Triton: every method and activation against the plain twin, and pairs that do not meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.kernels.moe import RouteRule, experts_reference, route_reference
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels.triton import moe  # noqa: E402
+
+SMALL = moe.TileConfig(16, 32, 32, 4, 2)
+ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2"]
+
+
+def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Rows are packed, and further apart than they are long."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) / 4).to(device, dtype)[..., : shape[-1]]
+
+
+class Case:
+    """Inputs of `experts`, with odd sizes: no axis is a multiple of a tile."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, num_tokens: int, *, top_k: int = 2, num_experts: int = 5,
+        activation: str = "silu", hidden: int = 34, width: int = 20, seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        self.ids = scores.topk(top_k, dim=-1).indices.to(device)
+        self.weights = torch.rand(num_tokens, top_k, generator=generator).to(device)
+        self.x = draw(device, dtype, num_tokens, hidden, seed=seed)
+        rows = width if activation == "relu2" else 2 * width
+        self.gate_up = draw(device, dtype, num_experts, rows, hidden, seed=seed + 1)
+        self.down = draw(device, dtype, num_experts, hidden, width, seed=seed + 2)
+        self.activation = activation
+
+    def run(self, method: str | None = None, config: moe.TileConfig | None = SMALL) -> torch.Tensor:
+        return moe.experts(
+            self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, method=method,
+            up_config=config, down_config=config,
+        )
+
+    def wanted(self) -> torch.Tensor:
+        wide = [t.double() for t in (self.x, self.weights, self.gate_up, self.down)]
+        return experts_reference(wide[0], self.ids, wide[1], wide[2], wide[3], self.activation)
+
+    def cut(self, tokens: slice) -> Case:
+        part = Case.__new__(Case)
+        part.__dict__ = self.__dict__ | {n: getattr(self, n)[tokens].contiguous() for n in ("x", "ids", "weights")}
+        return part
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    limit = 2e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    assert float((actual.double() - wanted).norm() / wanted.norm()) < limit
+
+
+@pytest.mark.parametrize("method", ["few", "tiles"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, activation: str, method: str) -> None:
+    case = Case(device, dtype, num_tokens, activation=activation)
+    assert_close(case.run(method), case.wanted())
+
+
+@pytest.mark.parametrize("config", [moe.TileConfig(16, 64, 64, 4, 2), moe.TileConfig(32, 16, 16, 4, 2), None])
+def test_tile_shapes_do_not_matter(device: torch.device, dtype: torch.dtype, config: moe.TileConfig | None) -> None:
+    case = Case(device, dtype, 3, hidden=64, width=32)
+    for method in ("few", "tiles"):
+        assert_close(case.run(method, config), case.wanted())
+
+
+@pytest.mark.parametrize("method", ["few", "tiles"])
+def test_an_expert_with_more_pairs_than_a_tile(device: torch.device, dtype: torch.dtype, method: str) -> None:
+    case = Case(device, dtype, 19, num_experts=3, hidden=32, width=16)
+    case.ids[:, 0], case.ids[:, 1] = 2, 0
+    case.ids[15:, 1] = 2  # an expert twice in one token row: nothing needs them to be distinct
+    assert_close(case.run(method), case.wanted())
+
+
+def test_the_grouped_product_of_the_library(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("the card's grouped product takes bfloat16")
+    for activation in ACTIVATIONS:
+        case = Case(device, dtype, 5, activation=activation, hidden=64, width=32)
+        case.x = case.x.contiguous()
+        case.gate_up, case.down = case.gate_up.contiguous(), case.down.contiguous()
+        assert_close(case.run("library"), case.wanted())
+
+
+@pytest.mark.parametrize("method", ["few", "tiles"])
+def test_a_token_row_does_not_depend_on_the_others(device: torch.device, dtype: torch.dtype, method: str) -> None:
+    case = Case(device, dtype, 5)
+    whole = case.run(method)
+    assert torch.equal(case.cut(slice(2, 5)).run(method), whole[2:])
+    assert torch.equal(case.cut(slice(4, 5)).run(method), whole[4:])
+    poisoned = case.cut(slice(0, 5))
+    poisoned.x, poisoned.ids = case.x.clone(), case.ids.clone()
+    poisoned.x[:2] = float("nan")
+    poisoned.ids[:2] = case.ids[4]  # dead token rows that sit in the same tiles
+    result = poisoned.run(method)
+    assert torch.equal(result[2:], whole[2:]) and result[:2].isnan().all()
+
+
+def test_both_ways_to_find_pairs_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, 6)
+    assert torch.equal(case.run("few"), case.run("tiles"))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (30, 9), (1000, 3)])
+def test_pairs_are_sorted_by_expert_and_in_order(device: torch.device, num_tokens: int, num_experts: int) -> None:
+    ids = torch.randint(0, num_experts, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    ids[ids == 1] = 2  # an expert without pairs
+    pairs = moe.sort_pairs(ids, num_experts)
+    order = ids.flatten().sort(stable=True).indices
+    assert torch.equal(pairs.order.long(), order)
+    assert torch.equal(pairs.place.long()[order], torch.arange(ids.numel(), device=device))
+    assert torch.equal(pairs.ends.long(), ids.flatten().bincount(minlength=num_experts).cumsum(0))
+
+
+def test_no_choice_makes_more_tiles_than_there_are_programs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        num_pairs, num_experts, block = (int(torch.randint(1, n, (), generator=generator)) for n in (90, 20, 17))
+        # Pairs fall on few experts or on many; the tightest choice is one pair for each expert and the rest on one.
+        skew = torch.rand(num_pairs, generator=generator) ** int(torch.randint(1, 6, (), generator=generator))
+        counts = (skew * num_experts).long().bincount(minlength=num_experts)
+        assert int((-(-counts // block)).sum()) <= moe.max_tiles(num_pairs, num_experts, block)
+    assert moe.max_tiles(7 + 17, 8, 16) == 9  # seven experts with a pair each, one with 17
+
+
+def test_configs_give_every_multiprocessor_work() -> None:
+    for num_pairs in (8, 64, 128, 512, 4096, 65536):
+        for n, is_gated in ((768, True), (2048, False)):
+            config = moe.tile_config(num_pairs, 128, n, is_gated, 132)
+            programs = min(num_pairs, 128) * -(-n // config.block_n)
+            assert programs >= 132 and config.block_m * config.block_n <= 128 * 128
+
+
+RULES = {
+    "softmax": RouteRule(7, 3),
+    "softmax, as it is": RouteRule(7, 3, renormalise=False, scale=2.5),
+    "sigmoid": RouteRule(8, 2, scoring="sigmoid", scale=1.5),
+    "groups by two": RouteRule(16, 4, scoring="sigmoid", num_groups=4, top_groups=2, group_score="top2"),
+    "groups by best": RouteRule(16, 3, num_groups=8, top_groups=3),
+    "one": RouteRule(3, 1),
+    "all": RouteRule(4, 4),
+}
+
+
+@pytest.mark.parametrize("extra", ["none", "bias", "expert scale"])
+@pytest.mark.parametrize("name", RULES)
+def test_route(device: torch.device, name: str, extra: str) -> None:
+    rule = RULES[name]
+    logits = 8 * draw(device, torch.float32, 13, rule.num_experts)
+    bias = draw(device, torch.float32, 1, rule.num_experts, seed=1)[0] if extra == "bias" else None
+    scale = draw(device, torch.float32, 1, rule.num_experts, seed=2)[0] if extra == "expert scale" else None
+    assert moe.can_route(rule)
+    ids, weights = moe.route(logits, rule, bias, scale)
+    wanted = route_reference(logits, rule, bias, scale)
+    assert torch.equal(ids, wanted.ids) and ids.dtype == torch.int64
+    torch.testing.assert_close(weights, wanted.weights)
+
+
+def test_ties_go_to_the_lowest_id_and_dead_rows_stay_in_range(device: torch.device) -> None:
+    rule = replace(RULES["groups by two"], top_k=6)  # more than a group has
+    logits = torch.zeros(3, 16, device=device)
+    logits[0, [5, 9]] = 1.0
+    logits[1] = float("nan")
+    ids, weights = moe.route(logits, rule)
+    assert ids.tolist() == [[5, 9, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert torch.equal(ids, route_reference(logits, rule).ids)
+    assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
+
+
+def test_groups_that_are_no_power_of_two_are_left_to_torch(device: torch.device) -> None:
+    rule = RouteRule(12, 2, num_groups=3, top_groups=1)
+    assert not moe.can_route(rule) and moe.can_route(RouteRule(12, 2, num_groups=3, top_groups=3))
+    with pytest.raises(ValueError, match="route: rule "):
+        moe.route(torch.zeros(1, 12, device=device), rule)
+
+
+def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, 2)
+    for argument, changes in (
+        ("x", {"x": case.x[:, :9]}),
+        ("gate_up", {"gate_up": case.gate_up[:, 1:]}),
+        ("down", {"down": case.down.double()}),
+        ("ids", {"ids": case.ids.int()}),
+        ("ids", {"ids": case.ids[:1]}),
+        ("weights", {"weights": case.weights.double()}),
+        ("activation", {"activation": "tanh"}),
+    ):
+        broken = case.cut(slice(0, 2))
+        broken.__dict__.update(changes)
+        with pytest.raises(ValueError, match=f"experts: {argument} "):
+            broken.run()
+    with pytest.raises(ValueError, match="experts: method "):
+        case.run("all")
+    with pytest.raises(ValueError, match="combine: made "):
+        moe.combine(case.x, case.weights)
