@@ -58,13 +58,20 @@ def prof(llm, b=1, out="prof"):
         llm.generate(pr, SamplingParams(temperature=0,max_tokens=12,ignore_eos=True,detokenize=False))
     s=p.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70)
     open(f"{OUT}/{out}.txt","w").write(s)
+SPEC={"llama8b":{"method":"eagle3","model":"bench/configs/llama8b-eagle3"},"gemma4-4b":{"method":"mtp","model":"bench/configs/gemma4-4b-assistant"},"nemotronh-15b-a2b":{"method":"mtp"}}
+def attempt(f):
+    try: return f()
+    except Exception: traceback.print_exc()
 if __name__=="__main__":
     what=sys.argv[1:]
-    if "check" in what: check()
-    for name in ("qwen06b","llama8b"):
-        if name in what:
-            try:
-                llm=bench(name, [(1,128,256),(8,128,256),(64,128,256),(256,128,256)])
-                prof(llm,1,f"{name}_b1"); prof(llm,64,f"{name}_b64")
-                llm.close(); del llm; torch.cuda.empty_cache()
-            except Exception: traceback.print_exc()
+    shapes=[tuple(map(int,x.split("x"))) for x in os.environ.get("SHAPES","1x128x256,8x128x256,64x128x256,256x128x256").split(",")]
+    for w in what:
+        name,_,mode=w.partition(":")
+        if name=="check": check(); continue
+        kw={}
+        if mode.startswith("spec"): kw["speculative_config"]=dict(SPEC[name], num_speculative_tokens=3, rejection_sample_method="synthetic", **({"auto":False} if mode=="specfix" else {}))
+        def go():
+            llm=bench(name, shapes, **kw)
+            if "prof" in os.environ: prof(llm,int(os.environ["prof"]),f"{name}_{mode}_b{os.environ['prof']}")
+            llm.close()
+        attempt(go); import gc; gc.collect(); torch.cuda.empty_cache()

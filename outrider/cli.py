@@ -10,7 +10,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from outrider import __version__
@@ -139,7 +140,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "verify", "check that nothing but the request decides the tokens", VERIFY_EXAMPLES)
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="answer tokens (default: 32, quick: 16)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="answer tokens (default: 24, quick: 16)")
     parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
@@ -153,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             build_parser().print_help()
             return BAD_INPUT
-        _set_up_logging(args.verbose)
-        return int(import_module(f"outrider.commands.{args.module}").run(args))
+        with _logging(args.verbose):
+            return int(import_module(f"outrider.commands.{args.module}").run(args))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
@@ -182,13 +183,20 @@ class _Formatter(logging.Formatter):
         return f"outrider: {record.levelname.lower()}: {record.getMessage()}"
 
 
-def _set_up_logging(verbose: bool) -> None:
+@contextmanager
+def _logging(verbose: bool) -> Iterator[None]:
+    """Lines on stderr while a command runs; a caller in the same process gets its own logging back."""
     logger = logging.getLogger("outrider")
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    before = logger.level, logger.handlers, logger.propagate
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter())
-    logger.handlers = [handler]  # not another one for every call in one process
-    logger.propagate = False
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[1], before[2]
+        logger.setLevel(before[0])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class RequestPages:
 class CacheStats:
     queried_tokens: int = 0
     hit_tokens: int = 0
-    evicted_pages: int = 0
 
 
 @dataclass(slots=True)

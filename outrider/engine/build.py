@@ -56,7 +56,9 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
              eos_ids: tuple[int, ...] = (), drafter: Drafter | None = None) -> Engine:
     """An engine around a model that is already loaded, and around a drafter where the config does not make one."""
     speculative = config.speculative
-    max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    max_drafts = 0 if drafter is None else drafter.max_drafts
+    if speculative is not None:
+        max_drafts = max(max_drafts, speculative.num_speculative_tokens)
     on_cuda = device.type == "cuda"
     limits = config.limits(on_cuda=on_cuda, max_positions=model.max_positions, vocab_size=model.vocab_size,
                            max_drafts=max_drafts)
@@ -75,9 +77,12 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     backend = pick_backend(config, model)
     if drafter is not None:
         drafter.bind(CachedLayers(drafter.attention_layers, pool, backend), limits, plan.num_pages, device)
-    rates = None if speculative is None else speculative.synthetic_rates
+    synthetic = None
+    if speculative is not None and speculative.synthetic_rates is not None:
+        synthetic = SyntheticAcceptance(speculative.synthetic_rates)
+        synthetic.bind(limits.max_drafts, device)
     step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len, drafter=drafter,
-                      synthetic=None if rates is None else SyntheticAcceptance(rates),
+                      synthetic=synthetic,
                       logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
     padding = Padding(config.pad_requests, config.pad_tokens)
     runner: Runner

@@ -157,8 +157,7 @@ def experts_reference(
         projected = torch.einsum("ph,pnh->pn", _widened(x[rows]), _widened(gate_up[chosen]))
         hidden = _widened(activate(projected, activation).to(x.dtype))
         parts.append(torch.einsum("pw,phw->ph", hidden, _widened(down[chosen])).to(x.dtype))
-    made = torch.cat(parts) if parts else x
-    return combine(made.view(num_tokens, top_k, -1), weights)
+    return combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
@@ -198,14 +197,12 @@ def _experts_on_cpu(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     num_tokens, top_k = ids.shape
-    if num_tokens == 0:
-        return torch.empty_like(x)
     made = x.new_empty(num_tokens * top_k, x.shape[1])
     for expert, pairs in plan_on_host(ids, down.shape[0]):
         projected = _product(x[pairs // top_k], gate_up[expert])
         gated = ops.gated(projected, activation) if activation in GATED else activate(projected, activation)
         made[pairs] = _product(gated.to(x.dtype), down[expert]).to(x.dtype)
-    return combine(made.view(num_tokens, top_k, -1), weights)
+    return combine(made.view(num_tokens, top_k, x.shape[1]), weights)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

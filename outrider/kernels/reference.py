@@ -81,7 +81,7 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
     if values.shape[0] == 0:
         return
     has_slot = slots >= 0
-    donor = has_slot.to(torch.uint8).argmax()
+    donor = has_slot.to(torch.uint8).argmax(keepdim=True)  # one element: a 0-dim index would be read by the host
     target = torch.where(has_slot, slots, slots[donor].clamp(min=0))
     page, offset = target // cache.shape[1], target % cache.shape[1]
     values = torch.where(has_slot[:, None, None], values, values[donor])

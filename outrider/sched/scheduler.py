@@ -167,6 +167,7 @@ class Scheduler:
                 bound = request.end_len
             if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
                 short = True
+                self._host_drafts = [draft for draft in self._host_drafts if draft.row != request.row]
                 continue
             budget -= 1 + num_drafts
             batch.add(request, 1, num_drafts, True, bound)

@@ -60,6 +60,11 @@ class SyntheticAcceptance:
         if not rates or not all(0 <= rate <= 1 for rate in rates):
             raise ValueError(f"synthetic rates must be in [0, 1], got {list(rates)}")
         self.rates = tuple(rates)
+        self._table: torch.Tensor | None = None  # rates by position, made outside of any capture
+
+    def bind(self, most: int, device: torch.device) -> None:
+        rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(most)]
+        self._table = torch.tensor(rates, dtype=torch.float32, device=device)
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
@@ -68,11 +73,10 @@ class SyntheticAcceptance:
             return sampled
         index = logit_rows.draft_index.clamp_max(drafts.shape[1] - 1)
         draft = drafts[logit_rows.request, index]
-        rates = torch.tensor([self.rates[min(j, len(self.rates) - 1)] for j in range(drafts.shape[1])],
-                             dtype=torch.float32, device=sampled.device)
+        assert self._table is not None, "bind first"
         # Uniform in (0, 1), keyed by position, so that a run repeats.
         noise = gumbel(seed, torch.zeros_like(seed), logit_rows.position, None, 1, torch.float32).squeeze(1)
-        accepted = torch.exp(-torch.exp(-noise)) < rates[index]
+        accepted = torch.exp(-torch.exp(-noise)) < self._table[index]
         other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
         chosen = torch.where(accepted, draft, other)
         return torch.where(logit_rows.draft_index < drafts.shape[1], chosen, sampled)

@@ -45,7 +45,7 @@ def spread(model: Any, seed: str) -> None:
             continue
         mean = 0.0
         if "norm" in name or name.endswith(("scale", "scalar")):
-            mean = 4.0 if "layernorm" in name and "post_" in name else 1.0
+            mean = 6.0 if "layernorm" in name and "post_" in name else 1.0
         value.normal_(mean, 0.2, generator=generator)
 
 

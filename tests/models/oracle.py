@@ -1,6 +1,6 @@
 """Tiny random models saved by transformers, and a dense attention to run ours without pages.
 
-Other tests import `make_folder`, `hf_model`, `FAMILIES`, `DenseAttend` and `greedy` from here.
+Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `DenseAttend` and `greedy` from here.
 """
 
 from __future__ import annotations
@@ -62,12 +62,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", _GEMMA),
     "gemma3_capped": ("Gemma3", _GEMMA | {"final_logit_softcapping": 5.0, "attention_bias": True}),
 }
+_QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+# Apart from the others: transformers holds experts in other tensors than it saves, so names cannot be compared.
+MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        _QWEN3_MOE | {"mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True, "sliding_window": 16},
+    ),
+    "qwen3_moe_every_second": ("Qwen3Moe", _QWEN3_MOE | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+}
+_ALL = FAMILIES | MOE_FAMILIES
 
 
 def hf_config(family: str, **changes: Any) -> Any:
     import transformers
 
-    name, values = FAMILIES[family]
+    name, values = _ALL[family]
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     return config_class(**_BASE | values | changes)
 
@@ -77,9 +93,9 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     import transformers
 
     torch.manual_seed(zlib.crc32(family.encode()))
-    model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(hf_config(family, **changes))
+    model = getattr(transformers, f"{_ALL[family][0]}ForCausalLM")(hf_config(family, **changes))
     for name, parameter in model.named_parameters():
-        mean = _mean(name, is_gemma=FAMILIES[family][0] == "Gemma3")
+        mean = _mean(name, is_gemma=_ALL[family][0] == "Gemma3")
         torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
     model.save_pretrained(path)
     return Path(path)

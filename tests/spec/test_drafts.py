@@ -20,12 +20,12 @@ from tests.spec.rig import DraftRig, Proposal
 
 SHARED = prompt_of(0, 32)
 ASKS = [
-    Ask([*SHARED, *prompt_of(1, 9)], greedy(14)),
-    Ask([*SHARED, *prompt_of(2, 3)], SamplingParams(temperature=1.0, seed=7, max_tokens=12)),
-    Ask([*SHARED[:16], *prompt_of(3, 25)], greedy(9, speculative=2)),
-    Ask(prompt_of(4, 1), greedy(20)),
-    Ask([*SHARED, *prompt_of(5, 6)], greedy(8, speculative=False)),
-    Ask(prompt_of(6, 18), greedy(12, speculative=4)),
+    Ask([*SHARED, *prompt_of(1, 9)], greedy(10)),
+    Ask([*SHARED, *prompt_of(2, 3)], SamplingParams(temperature=1.0, seed=7, max_tokens=8)),
+    Ask([*SHARED[:16], *prompt_of(3, 25)], greedy(7, speculative=2)),
+    Ask(prompt_of(4, 1), greedy(13)),
+    Ask([*SHARED, *prompt_of(5, 6)], greedy(6, speculative=False)),
+    Ask(prompt_of(6, 18), greedy(9, speculative=4)),
 ]
 HEADS = tuple(kind for kind in KINDS if kind != "draft_model")
 BOTH = pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -75,7 +75,7 @@ def test_ragged_padded_batches_with_hits_and_preemptions(kind: str, family: str,
 def test_each_number_of_drafts_up_to_the_longest_length(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """Until max_model_len, where room for drafts runs out."""
     drafter, asks = drafter_of(kind, family), [Ask(prompt_of(8, 36), greedy(None)), Ask(prompt_of(9, 41), greedy(None))]
-    for k in (1, 2, 3, 5):
+    for k in (1, 3, 5):
         with DraftRig(tiny_model(family), speculative_config=drafter.speculative(k), max_model_len=48) as rig:
             rig.run(asks)
             lengths = {len(p.drafts) for p in rig.proposals}
@@ -86,14 +86,15 @@ def test_each_number_of_drafts_up_to_the_longest_length(kind: str, family: str, 
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_drafts_after_a_hit_and_after_a_preemption(kind: str, family: str, drafter_of: MakeDrafter) -> None:
-    drafter, ask = drafter_of(kind, family), Ask([*SHARED, *prompt_of(1, 9)], greedy(12))
+    """The hit is longer than Gemma's window, whose first pages are gone by then."""
+    drafter, ask = drafter_of(kind, family), Ask([*SHARED, *prompt_of(1, 41)], greedy(9))
     runs: list[dict[tuple[int, ...], tuple[int, ...]]] = []
     with DraftRig(tiny_model(family), speculative_config=drafter.speculative(4), max_num_batched_tokens=19) as rig:
         for after_step in (None, None, rig.preempt):
             rig.proposals.clear()
             (output,) = rig.run([ask], after_step=after_step)
             runs.append({p.known: p.drafts for p in rig.proposals})
-            assert (output.metrics.num_cached_tokens > 0) == (len(runs) > 1)
+            assert output.metrics.num_cached_tokens == (64 if len(runs) > 1 else 0)
         assert output.metrics.num_preemptions == 1
     assert runs[0] and runs[0] == runs[1]
     assert runs[0].items() <= runs[2].items(), "a resumed request may propose at other lengths, but nothing else"

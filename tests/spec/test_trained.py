@@ -179,10 +179,14 @@ def test_a_broken_head_shows_in_the_mean_run_only(harm: Callable[[Autoregressive
 
 @pytest.mark.parametrize("params", [greedy(LENGTH), sampled()], ids=["greedy", "sampled"])
 def test_exact_with_chunks_padding_overlap_and_a_small_pool(params: SamplingParams) -> None:
+    """Short prompts that all fit at first and then outgrow the pool."""
+    short = [Ask(prompt[:12], params) for prompt in prompts()[:8]]
+    with Rig(target(), **SETTINGS) as rig:
+        expected = tokens_of(rig.run(short))
     with Rig(target(), speculative_config=EAGLE3, overlap=True, max_num_seqs=4, max_num_batched_tokens=27, num_pages=9,
-             max_model_len=96, pad_requests=(3, 6), pad_tokens=(10, 30)) as rig:
-        outputs = rig.run(asks(params))
-        assert tokens_of(outputs) == plain(params)
+             max_model_len=64, pad_requests=(3, 6), pad_tokens=(10, 30)) as rig:
+        outputs = rig.run(short)
+        assert tokens_of(outputs) == expected
         stats = rig.scheduler.stats
         assert stats.num_preemptions > 0 and stats.max_steps_in_flight == 2 and rig.runner.num_padded_steps > 0
         assert any(not all(batch.samples) for batch in rig.batches), "prompts cut into chunks"

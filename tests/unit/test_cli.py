@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import random
 import shutil
@@ -199,6 +200,14 @@ def test_interrupts_come_between_steps(folder: Path) -> None:
     assert not engine.has_work
     engine.scheduler.check_integrity()
     engine.close()
+
+
+def test_verbose_shows_the_line_to_grep_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger("outrider").handlers
+    ask = ["generate", folder, "--prompt", "abcabcabc", "--max-tokens", 9, "--speculative-config", NGRAM, *SMALL]
+    assert "Mean acceptance length:" in outrider(capsys, *ask, "--verbose").err
+    assert outrider(capsys, *ask).err == ""
+    assert logging.getLogger("outrider").handlers == before, "a caller's logging is its own"
 
 
 def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

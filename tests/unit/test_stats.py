@@ -61,9 +61,7 @@ def test_the_line_can_be_grepped() -> None:
     assert EngineStats().line().startswith("Mean acceptance length: 1.00")
 
 
-def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogCaptureFixture,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     stats = EngineStats()
     log = StatsLog(stats, clock=lambda: now)

@@ -34,7 +34,7 @@ METHODS = ("few", "tiles", "library")
 FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
 LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one
 
-_NONE, _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(4))
+_SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
 _CHUNK = 2048  # ids that a sorting program looks at together
 _COLUMNS = 1024
@@ -99,7 +99,7 @@ def _expert_kernel(
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_rows = row < N
         weight_row = weight + expert * expert_stride + row.to(tl.int64)[:, None] * weight_stride
-        up_row = weight_row + N.to(tl.int64) * weight_stride
+        up_row = weight_row + N * weight_stride
         x_row = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -212,9 +212,8 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pai
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     place = torch.empty_like(order)
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    chunk = min(_CHUNK, next_power_of_two(ids.numel()))
     _sort_kernel[(num_experts,)](
-        ids, order, place, ends, ids.numel(), CHUNK=chunk, PDL=pdl, num_warps=4, **pdl_options(pdl)
+        ids, order, place, ends, ids.numel(), CHUNK=_CHUNK, PDL=pdl, num_warps=4, **pdl_options(pdl)
     )
     return Pairs(order, place, ends)
 
@@ -315,7 +314,7 @@ def _library(
 
 @lru_cache(maxsize=16)
 def _has_grouped_product(device: torch.device) -> bool:
-    """Elsewhere torch's grouped product reads its offsets on the host."""
+    """Elsewhere torch's grouped product is a loop, for which it reads the offsets on the host."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

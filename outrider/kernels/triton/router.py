@@ -31,9 +31,8 @@ _LOWEST = tl.constexpr(-1e38)  # the sum of two is still above minus infinity
 
 @triton.jit
 def _best(values, index):
-    """(value, index) of the largest value, of equals the one with the lowest index."""
-    largest = tl.max(values, axis=0)
-    return largest, tl.min(tl.where(values == largest, index, 1 << 30), axis=0)
+    """The index of the largest value, of equals the lowest."""
+    return tl.min(tl.where(values == tl.max(values, axis=0), index, 1 << 30), axis=0)
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS
     left = worth
     chosen = tl.zeros([GROUPS], dtype=tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
-        _, best = _best(left, group)
+        best = _best(left, group)
         chosen = tl.where(group == best, 1, chosen)
         left = tl.where(group == best, float("-inf"), left)
     return tl.reshape(tl.where(chosen[:, None] > 0, grouped, float("-inf")), [GROUPS * SIZE])
@@ -85,7 +84,7 @@ def _route_kernel(
     chosen = tl.zeros([SLOTS], dtype=tl.int32)
     weight = tl.zeros([SLOTS], dtype=tl.float32)
     for k in tl.static_range(K):
-        _, best = _best(ranked, expert)
+        best = _best(ranked, expert)
         chosen = tl.where(slot == k, best, chosen)
         weight = tl.where(slot == k, tl.sum(tl.where(expert == best, score, 0.0), axis=0), weight)
         ranked = tl.where(expert == best, float("-inf"), ranked)
