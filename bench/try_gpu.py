@@ -15,13 +15,13 @@ def check():
     for kw in (dict(attention_backend="torch", enforce_eager=True), dict(enforce_eager=True), dict(), dict(speculative_config={"method":"ngram","num_speculative_tokens":3,"auto":False,"prompt_lookup_min":1}), dict(speculative_config={"method":"draft_model","model":d,"num_speculative_tokens":3,"auto":False})):
         try:
             llm=LLM(d, dtype="float32", load_format="dummy", max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=1<<28, **kw)
-            m=llm.engine.runner._step.model
+            m=llm.engine.runner.device_step.model
             g=torch.Generator(device="cuda").manual_seed(0)
             for n,s in m.weights().items():
                 if "norm" not in n: s.target.copy_(torch.randn(s.target.shape, generator=g, device="cuda")*0.08)
                 else: s.target.fill_(1.0)
             m.finalize()
-            dr=llm.engine.runner._step.drafter
+            dr=llm.engine.runner.device_step.drafter
             if dr is not None and hasattr(dr,"network"):
                 for (n,a),(n2,b) in zip(m.weights().items(), dr.network._model.weights().items()): b.target.copy_(a.target)
                 dr.network._model.finalize()

@@ -6,7 +6,7 @@ Runs whole steps of null rows: everything but the reading of context, which the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +20,12 @@ REPEATS = 3
 
 
 @torch.inference_mode()
-def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = None) -> StepCosts:
+def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = None,
+                  sizes: Sequence[int] | None = None) -> StepCosts:
     k = limits.max_drafts
     most = min(limits.max_requests * (1 + k), limits.max_batched_tokens)
-    sizes = sorted({1, 2, 3, 5, *(size for size in (8, 16, 32, 64, 128, 256, 512) if size < most), most})
+    if sizes is None:
+        sizes = sorted({1, 2, 3, 5, *(size for size in (8, 16, 32, 64, 128, 256, 512) if size < most), most})
     seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise

@@ -79,14 +79,19 @@ def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-# For a single row (`is_single`): products with what follows them. A norm before a product is better done once, by its
-# own kernel: every program of the product would read and scale the whole input again.
+# Products with what follows them. A norm before a product is better done once, by its own kernel: every program of the
+# product would read and scale the whole input again.
+
+
+def is_thin(x: torch.Tensor) -> bool:
+    """Few token rows on a GPU: a product with its activation costs no more than the product alone."""
+    return x.is_cuda and x.shape[0] <= 16 and x.dtype == torch.bfloat16 and triton_kernels() is not None
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up with weight [gate | up, in]."""
     kind = "silu_mul" if activation == "silu" else "gelu_tanh_mul"
-    result: torch.Tensor = _triton().gated_matvec(x, weight, kind)
+    result: torch.Tensor = _triton().gated_linear(x, weight, kind)
     return result
 
 

@@ -39,13 +39,15 @@ class GatedMLP:
         self.down.finalize()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(ops.gated(self.gate_up(x), self.activation))
+        return self.down(self.gate(x))
 
     def add_single(self, residual: torch.Tensor, norm: RMSNorm) -> None:
         """residual += mlp(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
-        x = norm(residual)
-        if self.gate_up.format.bias is None:
-            x = ops.gated_linear(x, self.gate_up.format.weight, self.activation)
-        else:
-            x = ops.gated(self.gate_up(x), self.activation)
+        x = self.gate(norm(residual))
         ops.linear_add(residual, x, self.down.format.weight, self.down.format.bias)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """act(gate(x)) * up(x)"""
+        if self.gate_up.format.bias is None and ops.is_thin(x):
+            return ops.gated_linear(x, self.gate_up.format.weight, self.activation)
+        return ops.gated(self.gate_up(x), self.activation)

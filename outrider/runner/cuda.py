@@ -47,7 +47,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 class CudaRunner:
     def __init__(self, step: DeviceStep, limits: Limits, *, use_graphs: bool = True, padding: Padding | None = None) -> None:
-        self._step = step
+        self.device_step = step
         self._padding = padding or Padding()
         self.graphs = StepGraphs(step, limits) if use_graphs else None
         self.num_replays = 0
@@ -59,11 +59,11 @@ class CudaRunner:
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        self._step.apply_host_writes(batch)
+        self.device_step.apply_host_writes(batch)
         key = None if self.graphs is None else self.graphs.key_for(batch)
         if key is None or self.graphs is None:
             self.num_eager += 1
-            return PendingStep(batch, self._step.run(batch, self._padding.size_for(batch)))
+            return PendingStep(batch, self.device_step.run(batch, self._padding.size_for(batch)))
         self.num_replays += 1
         captured = self.graphs.get(key)
         _, ints = pack_host(batch, self.graphs.padded_size(key))

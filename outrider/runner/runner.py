@@ -45,7 +45,7 @@ def _next(sizes: list[int], at_least: int) -> int:
 class LocalRunner:
     def __init__(self, step: DeviceStep, padding: Padding | None = None,
                  before_step: Callable[[ScheduledBatch], None] | None = None) -> None:
-        self._step = step
+        self.device_step = step
         self._padding = padding or Padding()
         self._before_step = before_step  # tests: poison free pages
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-runner")
@@ -62,8 +62,8 @@ class LocalRunner:
         start = time.perf_counter()
         if self._before_step is not None:
             self._before_step(batch)
-        self._step.apply_host_writes(batch)
+        self.device_step.apply_host_writes(batch)
         size = self._padding.size_for(batch)
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
-        result = self._step.run(batch, size)
+        result = self.device_step.run(batch, size)
         return read_result(batch, result, time.perf_counter() - start)

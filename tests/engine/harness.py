@@ -131,7 +131,7 @@ class Rig:
         self.scheduler = self.engine.scheduler
         assert isinstance(self.engine.runner, LocalRunner)
         self.runner: LocalRunner = self.engine.runner
-        self.step: DeviceStep = self.runner._step
+        self.step: DeviceStep = self.runner.device_step
         self.batches: list[ScheduledBatch] = []
         self.results: list[StepResult] = []
         self.num_poisoned = 0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402
+from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear  # noqa: E402
 
 SMALL = ThinConfig(16, 64, 4, 2)
 
@@ -85,3 +85,16 @@ def test_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -
     ):
         with pytest.raises(ValueError, match=f"thin_linear: {argument} "):
             call()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_linear_is_the_product_then_the_activation(rows: int, activation: str, device: torch.device,
+                                                         dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 48, generator=generator).to(device, dtype)
+    weight = torch.randn(2 * 37, 48, generator=generator).to(device, dtype)
+    gate, up = (x.float() @ weight.float().t()).to(dtype).float().chunk(2, dim=1)
+    acted = F.silu(gate) if activation == "silu_mul" else F.gelu(gate, approximate="tanh")
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.5, "rtol": 0.05}
+    torch.testing.assert_close(gated_linear(x, weight, activation).float(), acted * up, **tolerance)

@@ -10,7 +10,7 @@ from outrider.kernels.triton.pages import clear_pages, copy_pages
 from outrider.kernels.triton.prefill import QueryTiles, prefill_attention, query_tiles
 from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import sample_logits
-from outrider.kernels.triton.thin_linear import gated_matvec, thin_linear
+from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
 
 __all__ = [
     "QueryTiles",
@@ -18,7 +18,7 @@ __all__ = [
     "clear_pages",
     "copy_pages",
     "decode_attention",
-    "gated_matvec",
+    "gated_linear",
     "gelu_tanh_mul",
     "prefill_attention",
     "query_tiles",

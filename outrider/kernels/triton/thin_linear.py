@@ -116,7 +116,7 @@ def _thin_kernel(
     x, weight, bias, norm_weight, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr, PLUS_ONE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):
     release_dependents(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -129,6 +129,7 @@ def _thin_kernel(
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
     x_row = x + token[:, None] * x_stride
     acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
     square = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -145,8 +146,17 @@ def _thin_kernel(
         if PROLOGUE == _RMS_NORM:
             square += raw * raw
         acc = tl.dot(value, tl.trans(w), acc, input_precision="ieee")
+        if EPILOGUE != _NONE:
+            w = tl.load(weight_row + N * weight_stride + column[None, :], mask=in_rows[:, None] & inside[None, :],
+                        other=0.0, eviction_policy="evict_first")
+            up = tl.dot(value, tl.trans(w), up, input_precision="ieee")
     if PROLOGUE == _RMS_NORM:
         acc *= tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+        up *= tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+    if EPILOGUE != _NONE:
+        # Rounded as the two products would be, had they been stored.
+        gate = acc.to(out.dtype.element_ty).to(tl.float32)
+        acc = gated(gate, up.to(out.dtype.element_ty).to(tl.float32), EPILOGUE == _GELU_TANH_MUL)
     if HAS_BIAS:
         acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
     mask = in_tokens[:, None] & in_rows[None, :]
@@ -237,30 +247,37 @@ def _launch(
         _matvec_kernel[grid](x, weight, bias, norm_weight, added, out, weight.stride(0), n, eps, EPILOGUE=0, **options)
     else:
         _thin_kernel[grid](x, weight, bias, norm_weight, added, out, x.stride(0), weight.stride(0), added.stride(0),
-                           out.stride(0), num_rows, n, eps, ROWS=MAX_ROWS, **options)
+                           out.stride(0), num_rows, n, eps, ROWS=MAX_ROWS, EPILOGUE=0, **options)
     return out
 
 
-def gated_matvec(
-    x: torch.Tensor, weight: torch.Tensor, activation: str, *, norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, activation: str, *, exact_rows: bool = False, config: ThinConfig | None = None
 ) -> torch.Tensor:
-    """act(gate) * up for one token row: weight [2 * n, k] holds gate rows, then up rows. Returns [1, n].
-
-    With norm_weight x is normed first. No bias."""
-    name, device = "gated_matvec", x.device
+    """act(gate) * up for 1 to 16 token rows: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
+    name, device = "gated_linear", x.device
     require(activation in ("silu_mul", "gelu_tanh_mul"), name, "activation", f"is {activation!r}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
-    n, k = weight.shape[0] // 2, weight.shape[1]
-    require_tensor(name, "x", x, (1, k), device, FLOATS)
-    if norm_weight is not None:
-        require_tensor(name, "norm_weight", norm_weight, (k,), device, FLOATS)
-    out = torch.empty(1, n, dtype=x.dtype, device=device)
-    config = thin_config(1, n, k, num_sms(device))
-    _matvec_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, x, x if norm_weight is None else norm_weight, x, out, weight.stride(0), n, eps, K=k,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, PROLOGUE=0 if norm_weight is None else 1, PLUS_ONE=False,
-        HAS_BIAS=False, HAS_RESIDUAL=False, LINES=8, PDL=False, EPILOGUE=_PROLOGUES[activation],
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )
+    num_rows, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    require_tensor(name, "x", x, (num_rows, k), device, FLOATS)
+    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=device)
+    is_vector = num_rows == 1 and not exact_rows
+    # Each program reads its rows of both halves: half the tile of a plain product.
+    config = config or (thin_config(1, n, k, num_sms(device)) if is_vector else gated_config(n, num_sms(device)))
+    options = {
+        "K": k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PROLOGUE": 0, "PLUS_ONE": False, "HAS_BIAS": False,
+        "HAS_RESIDUAL": False, "LINES": 8, "PDL": False, "EPILOGUE": _PROLOGUES[activation],
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }
+    grid = (triton.cdiv(n, config.block_n),)
+    if is_vector:
+        _matvec_kernel[grid](x, weight, x, x, x, out, weight.stride(0), n, 1e-6, **options)
+    else:
+        _thin_kernel[grid](x, weight, x, x, x, out, x.stride(0), weight.stride(0), x.stride(0), out.stride(0), num_rows, n,
+                           1e-6, ROWS=MAX_ROWS, **options)
     return out
+
+
+def gated_config(n: int, sms: int) -> ThinConfig:
+    return ThinConfig(32, 256, 8, 3) if n >= 32 * sms else ThinConfig(16, 128, 4, 5)

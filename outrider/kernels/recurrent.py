@@ -1,0 +1,155 @@
+"""Recurrences of Mamba-2 and gated delta layers in plain torch: one token of many rows, or many tokens of one request.
+
+A *step* is the recurrence itself and the specification; a *scan* does the same in chunks, where products take the
+place of a loop over tokens. All of it in float32, or float64 for float64 inputs; fixed shapes and no host reads. Knows
+nothing of layers or requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens that products handle at once; work within a chunk grows with its square
+NORM_EPS = 1e-6  # of the lengths of q and k
+
+
+# The convolution before the recurrence
+
+
+def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu of a convolution of each channel: inputs [.., width - 1 + tokens, channels] -> [.., tokens, channels].
+
+    weight [width, channels]; the last tap is the token's own. One product after another, so that a token's result is
+    the same bits in a call of one token and of many.
+    """
+    width = weight.shape[0]
+    tokens = inputs.shape[-2] - width + 1
+    inputs = inputs.to(weight.dtype)
+    total = inputs[..., :tokens, :] * weight[0]
+    for tap in range(1, width):
+        total = total + inputs[..., tap : tap + tokens, :] * weight[tap]
+    return F.silu(total if bias is None else total + bias)
+
+
+# Mamba-2: S <- exp(A dt) S + dt x B', y = S C + D x
+
+
+def mamba2_step(
+    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor
+) -> tuple[Tensor, Tensor]:
+    """state [rows, heads, dim, n], x [rows, heads, dim], dt [rows, heads], b and c [rows, groups, n], decay (A, below
+    zero) and skip (D) [heads]. Returns (y [rows, heads, dim], the new state).
+    """
+    b, c = (_of_heads(part, x.shape[1], dim=1)[:, :, None] for part in (b, c))
+    state = state * (dt * decay).exp()[:, :, None, None] + (x * dt[..., None])[..., None] * b
+    return (state * c).sum(dim=-1) + x * skip[:, None], state
+
+
+def mamba2_scan(
+    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for tokens of one request: state [heads, dim, n], the rest [tokens, ..] instead of [rows, ..]."""
+    num_tokens, num_heads = dt.shape
+    # Beyond the last token dt is 0: nothing decays and nothing is added.
+    xdt = _chunked(x * dt[..., None]).transpose(1, 2)  # [chunks, heads, chunk, dim]
+    log_decay = _chunked(dt * decay).transpose(1, 2)  # [chunks, heads, chunk]
+    b, c = _chunked(b).transpose(1, 2), _chunked(c).transpose(1, 2)  # [chunks, groups, chunk, n]
+    between = _decay_between(log_decay)
+    since_start = log_decay.cumsum(dim=-1).exp()[..., None]
+    scores = _of_heads(c @ b.transpose(-1, -2), num_heads, dim=1) * between
+    b, c = _of_heads(b, num_heads, dim=1), _of_heads(c, num_heads, dim=1)
+    added = (xdt * between[..., -1, :, None]).transpose(-1, -2) @ b  # [chunks, heads, dim, n]
+    before = []
+    for chunk_decay, chunk_added in zip(since_start[:, :, -1:], added, strict=True):
+        before.append(state)
+        state = state * chunk_decay + chunk_added
+    y = scores @ xdt + since_start * (c @ torch.stack(before).transpose(-1, -2))
+    return _unchunked(y, num_tokens) + x * skip[:, None], state
+
+
+# The gated delta rule: S <- exp(g) S, S <- S + beta (v - S k) k', y = S q
+
+
+def delta_step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """state [rows, heads, v dim, k dim], q and k [rows, key heads, k dim], v [rows, heads, v dim], g (the logarithm of
+    the decay) and beta [rows, heads]. Returns (y [rows, heads, v dim], the new state).
+    """
+    q, k = (_of_heads(part, v.shape[1], dim=1)[:, :, None] for part in _unit_lengths(q, k))
+    state = state * g.exp()[..., None, None]
+    error = (v - (state * k).sum(dim=-1)) * beta[..., None]
+    state = state + error[..., None] * k
+    return (state * q).sum(dim=-1), state
+
+
+def delta_scan(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for tokens of one request: state [heads, v dim, k dim], the rest [tokens, ..] instead of [rows, ..].
+
+    Within a chunk every token corrects what the state and the tokens before it predict: a triangular system, whose
+    right side is linear in the state that the chunk begins with.
+    """
+    num_tokens, num_heads = g.shape
+    # Beyond the last token g and beta are 0: nothing decays and nothing is corrected.
+    q, k = (_chunked(_of_heads(part, num_heads, dim=1)).transpose(1, 2) for part in _unit_lengths(q, k))
+    v, g, beta = (_chunked(part).transpose(1, 2) for part in (v, g, beta))  # [chunks, heads, chunk, ..]
+    beta = beta[..., None]
+    between = _decay_between(g)
+    since_start = g.cumsum(dim=-1).exp()[..., None]
+    system = (k @ k.transpose(-1, -2)) * between * beta  # its diagonal is taken as ones
+    right = torch.cat((v * beta, k * beta * since_start), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, predicting = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.transpose(-1, -2)) * between
+    q, k = q * since_start, k * between[..., -1, :, None]
+    outputs = []
+    for i in range(g.shape[0]):
+        turned = state.transpose(-1, -2)
+        corrections = values[i] - predicting[i] @ turned
+        outputs.append(q[i] @ turned + scores[i] @ corrections)
+        state = state * since_start[i, :, -1:] + corrections.transpose(-1, -2) @ k[i]
+    return _unchunked(torch.stack(outputs), num_tokens), state
+
+
+def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Both normed over the last axis, and q scaled as attention scales it."""
+    q = q * (q.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt() * q.shape[-1] ** -0.5
+    return q, k * (k.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+# Heads and chunks
+
+
+def _of_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
+    """Groups on axis `dim` repeated for each of their heads, which lie side by side."""
+    repeats = num_heads // x.shape[dim]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=dim, output_size=num_heads)
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """[tokens, ..] -> [chunks, tokens per chunk, ..], filled up with zeros."""
+    size = min(CHUNK, x.shape[0])
+    missing = -x.shape[0] % size
+    if missing:
+        x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+    return x.unflatten(0, (-1, size))
+
+
+def _unchunked(y: Tensor, num_tokens: int) -> Tensor:
+    """[chunks, heads, tokens per chunk, ..] -> [tokens, heads, ..]"""
+    return y.transpose(1, 2).flatten(0, 1)[:num_tokens]
+
+
+def _decay_between(log_decay: Tensor) -> Tensor:
+    """log_decay [.., tokens] -> [.., i, j]: what is left at token i of what token j added; 0 for j after i.
+
+    Sums of the tokens between, not differences of sums from the start: those lose the small steps beside large ones.
+    """
+    size = log_decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+    sums = torch.where(later, log_decay[..., None], 0).cumsum(dim=-2)
+    return torch.where(later.T, 0, sums.exp())

@@ -1,0 +1,418 @@
+"""A step's bookkeeping in two launches: `prepare_step` before the forward, `commit_step` after the sampler.
+
+They do what the runner's torch code does, integer for integer; there it is the specification. Host integers and row
+state come in, tensors of the batch go out. Nothing here knows models or caches, and no program reads what another
+one writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.core import NULL_ROW, Finish
+from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+
+_BLOCK = 128  # requests, token rows or logit rows of one program
+_COLUMNS = 1024  # columns of a page table that one program copies
+_COUNTS = 6  # run length, finish, computed, drafted, accepted, proposed
+_NULL_ROW = tl.constexpr(NULL_ROW)
+_NO = tl.constexpr(int(Finish.NO))
+_STOP = tl.constexpr(int(Finish.STOP))
+_LENGTH = tl.constexpr(int(Finish.LENGTH))
+_ERROR = tl.constexpr(int(Finish.ERROR))
+
+
+class SamplingFields(Protocol):
+    end_len: torch.Tensor  # [ROWS]
+    num_stop_ids: torch.Tensor  # [ROWS]
+    stop_ids: torch.Tensor  # [ROWS, STOP_IDS]
+
+
+class RowFields(Protocol):
+    """What the kernels read and write of the row state; int64 but for `alive` (bool) and page tables (int32)."""
+
+    tokens: torch.Tensor  # [ROWS, LENGTH]
+    known: torch.Tensor  # [ROWS]
+    computed: torch.Tensor
+    alive: torch.Tensor
+    drafts: torch.Tensor  # [ROWS, DRAFTS]
+    num_drafts: torch.Tensor  # [ROWS]
+
+    @property
+    def sampling(self) -> SamplingFields: ...
+
+    @property
+    def page_tables(self) -> Sequence[torch.Tensor]: ...  # per group [ROWS, columns]
+
+
+class Scheduled(NamedTuple):
+    """What the host scheduled, padded, as int64 device tensors."""
+
+    row: torch.Tensor  # [requests]
+    num_known: torch.Tensor  # [requests]
+    num_drafts: torch.Tensor  # [requests]
+    samples: torch.Tensor  # [requests] 0 or 1
+    query_starts: torch.Tensor  # [requests + 1]
+    request_of: torch.Tensor  # [tokens]
+    offset: torch.Tensor  # [tokens] place among the request's tokens; past all of them for padded tokens
+    logit_request: torch.Tensor  # [logit rows]
+    logit_draft: torch.Tensor  # [logit rows] drafts before it; more than any request has for padded ones
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """int64 where nothing else is said; [requests], [tokens] or [logit rows]."""
+
+    computed: torch.Tensor
+    num_known: torch.Tensor  # live
+    num_drafts: torch.Tensor  # live
+    live: torch.Tensor
+    lengths: torch.Tensor
+    samples: torch.Tensor  # bool
+    drafts: torch.Tensor  # [requests, most drafts]
+    query_starts32: torch.Tensor  # these three are int32 copies
+    live32: torch.Tensor
+    lengths32: torch.Tensor
+    first_logit: torch.Tensor  # a request's first logit row; undefined where it has none
+    page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns] int32
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    slots: tuple[torch.Tensor, ...]  # per group
+    logit_row: torch.Tensor
+    logit_position: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Committed:
+    counts: torch.Tensor  # [requests, 6] the next four and the live drafts in the result's order; nothing proposed yet
+    run: torch.Tensor  # [requests, most drafts + 1]
+    run_len: torch.Tensor  # [requests]
+    finish: torch.Tensor  # [requests]
+    num_computed: torch.Tensor  # [requests]
+    num_accepted: torch.Tensor  # [requests]
+    goes_on: torch.Tensor  # [requests] bool: got a run and has not ended
+
+
+class _State(NamedTuple):
+    tokens: torch.Tensor
+    known: torch.Tensor
+    computed: torch.Tensor
+    alive: torch.Tensor
+    drafts: torch.Tensor
+    num_drafts: torch.Tensor
+    end_len: torch.Tensor
+    num_stop_ids: torch.Tensor
+    stop_ids: torch.Tensor
+
+
+class _RequestsOut(NamedTuple):
+    ints: torch.Tensor  # [5, requests] computed, num_known, num_drafts, live, lengths
+    narrow: torch.Tensor  # [3 * requests + 1] int32: lengths, live, query starts
+    samples: torch.Tensor
+    drafts: torch.Tensor
+    first_logit: torch.Tensor
+
+
+class _RowsOut(NamedTuple):
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    logit_row: torch.Tensor
+    logit_position: torch.Tensor
+
+
+@triton.jit
+def _live_counts(scheduled, state, request, valid):
+    """(row, known, alive, samples, live known tokens, live drafts) of requests. Loads are cheaper than a second launch,
+    so every token row works them out for itself."""
+    row = tl.load(scheduled.row + request, mask=valid, other=_NULL_ROW)
+    known = tl.load(state.known + row, mask=valid, other=0)
+    alive = (tl.load(state.alive + row, mask=valid, other=0) != 0) & (row != _NULL_ROW)
+    samples = alive & (tl.load(scheduled.samples + request, mask=valid, other=0) > 0)
+    num_known = tl.where(alive, tl.load(scheduled.num_known + request, mask=valid, other=0), 0)
+    # Drafts past the end could never be accepted.
+    room = tl.maximum(tl.load(state.end_len + row, mask=valid, other=0) - known - 1, 0)
+    drafts = tl.load(scheduled.num_drafts + request, mask=valid, other=0)
+    drafts = tl.minimum(tl.minimum(drafts, tl.load(state.num_drafts + row, mask=valid, other=0)), room)
+    return row, known, alive, samples, num_known, tl.where(samples, drafts, 0)
+
+
+@triton.jit
+def _prepare_requests(
+    block, scheduled, state, out, requests, most_drafts, draft_stride, BLOCK: tl.constexpr, DRAFTS: tl.constexpr
+):
+    request = block * BLOCK + tl.arange(0, BLOCK)
+    valid = request < requests
+    row, known, alive, samples, num_known, num_drafts = _live_counts(scheduled, state, request, valid)
+    computed = tl.load(state.computed + row, mask=valid, other=0)
+    live = num_known + num_drafts
+    length = tl.where(alive, computed + live, 0)
+    tl.store(out.ints + request, computed, mask=valid)
+    tl.store(out.ints + requests + request, num_known, mask=valid)
+    tl.store(out.ints + 2 * requests + request, num_drafts, mask=valid)
+    tl.store(out.ints + 3 * requests + request, live, mask=valid)
+    tl.store(out.ints + 4 * requests + request, length, mask=valid)
+    tl.store(out.samples + request, samples, mask=valid)
+    tl.store(out.narrow + request, length.to(tl.int32), mask=valid)
+    tl.store(out.narrow + requests + request, live.to(tl.int32), mask=valid)
+    is_start = request <= requests
+    start = tl.load(scheduled.query_starts + request, mask=is_start, other=0)
+    tl.store(out.narrow + 2 * requests + request, start.to(tl.int32), mask=is_start)
+    index = tl.arange(0, DRAFTS)[None, :]
+    is_draft = valid[:, None] & (index < most_drafts)
+    draft = tl.load(state.drafts + row[:, None] * draft_stride + index, mask=is_draft, other=0)
+    tl.store(out.drafts + request[:, None] * most_drafts + index, draft, mask=is_draft)
+
+
+@triton.jit
+def _prepare_tokens(
+    block, scheduled, state, tables, slots, out, tokens, max_len, token_stride, draft_stride, table_strides,
+    PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Known tokens first, then drafts; dead ones repeat a valid position and write nothing."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    valid = at < tokens
+    request = tl.load(scheduled.request_of + at, mask=valid, other=0)
+    offset = tl.load(scheduled.offset + at, mask=valid, other=0)
+    row, known, alive, samples, num_known, num_drafts = _live_counts(scheduled, state, request, valid)
+    live = num_known + num_drafts
+    is_live = valid & (offset < live)
+    is_known = offset < num_known
+    computed = tl.load(state.computed + row, mask=valid, other=0)
+    position = tl.minimum(computed + tl.minimum(offset, tl.maximum(live - 1, 0)), max_len - 1)
+    token = tl.load(state.tokens + row * token_stride + position, mask=is_live & is_known, other=0)
+    index = offset - num_known
+    draft = tl.load(state.drafts + row * draft_stride + index, mask=is_live & (index >= 0), other=0)
+    tl.store(out.positions + at, position, mask=valid)
+    tl.store(out.token_ids + at, tl.where(is_known, token, draft), mask=valid)
+    for group in tl.static_range(GROUPS):
+        page = tl.load(tables[group] + row * table_strides[group] + position // PAGES[group], mask=is_live, other=0)
+        slot = page.to(tl.int64) * PAGES[group] + position % PAGES[group]
+        tl.store(slots[group] + at, tl.where(is_live, slot, -1), mask=valid)
+
+
+@triton.jit
+def _prepare_logit_rows(block, scheduled, state, out, first_logit, logit_rows, BLOCK: tl.constexpr):
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    valid = at < logit_rows
+    request = tl.load(scheduled.logit_request + at, mask=valid, other=0)
+    draft = tl.load(scheduled.logit_draft + at, mask=valid, other=0)
+    row = tl.load(scheduled.row + request, mask=valid, other=_NULL_ROW)
+    known = tl.load(state.known + row, mask=valid, other=0)
+    tl.store(out.logit_row + at, row, mask=valid)
+    tl.store(out.logit_position + at, known + draft, mask=valid)
+    tl.store(first_logit + request, at.to(tl.int64), mask=valid & (draft == 0))
+
+
+@triton.jit
+def _copy_tables(
+    request, tile, scheduled, tables, own_tables, widths, table_strides, GROUPS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.load(scheduled.row + request)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    for group in tl.static_range(GROUPS):
+        valid = column < widths[group]
+        page = tl.load(tables[group] + row * table_strides[group] + column, mask=valid, other=0)
+        tl.store(own_tables[group] + request.to(tl.int64) * widths[group] + column, page, mask=valid)
+
+
+# Sizes of a batch, and tensors that may begin anywhere in a buffer: no reason to compile anew.
+_VARYING = ["requests", "tokens", "logit_rows", "most_drafts", "first_token_block", "first_logit_block", "first_copy"]
+_SLICES = ["row", "num_known", "num_drafts", "samples", "query_starts", "request_of", "offset", "logit_request",
+           "logit_draft", "sampled", "bad"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+def _prepare_kernel(
+    row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft,
+    state, tables, requests_out, rows_out, slots, own_tables, requests, tokens, logit_rows, most_drafts,
+    first_token_block, first_logit_block, first_copy, tiles, max_len, token_stride, draft_stride, widths, table_strides,
+    PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Programs in turn: blocks of requests, of token rows, of logit rows, then tiles of page tables."""
+    scheduled = Scheduled(
+        row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft
+    )
+    program = tl.program_id(0)
+    if program < first_token_block:
+        _prepare_requests(program, scheduled, state, requests_out, requests, most_drafts, draft_stride, BLOCK, DRAFTS)
+    elif program < first_logit_block:
+        _prepare_tokens(
+            program - first_token_block, scheduled, state, tables, slots, rows_out, tokens, max_len, token_stride,
+            draft_stride, table_strides, PAGES, GROUPS, BLOCK,
+        )
+    elif program < first_copy:
+        _prepare_logit_rows(
+            program - first_logit_block, scheduled, state, rows_out, requests_out.first_logit, logit_rows, BLOCK
+        )
+    else:
+        copy = program - first_copy
+        _copy_tables(copy // tiles, copy % tiles, scheduled, tables, own_tables, widths, table_strides, GROUPS, COLUMNS)
+
+
+@triton.jit
+def _first(found, index, NONE: tl.constexpr):
+    return tl.min(tl.where(found, index, NONE), axis=0)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+def _commit_kernel(
+    sampled, bad, row, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
+    requests, most_drafts, length, stop_width, token_stride, stop_stride,
+    RUN: tl.constexpr, STOPS: tl.constexpr, COUNTS: tl.constexpr,
+):
+    """One program, of one warp, accepts and commits one request: a second warp could read lengths already moved. Rows
+    have one request each, but for the null row: padded requests have no tokens and do not sample."""
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(row + request)
+    num_known = tl.load(num_known + request)
+    num_drafts = tl.load(num_drafts + request)
+    samples = tl.load(samples + request) != 0
+    known = tl.load(state.known + row)
+    room = tl.maximum(tl.load(state.end_len + row) - known, 0)
+    index = tl.arange(0, RUN).to(tl.int64)
+
+    # Logit rows past the live drafts are never reached, and a request that does not sample may have none.
+    reached = samples & (index <= num_drafts)
+    logit_row = tl.load(first_logit + request, mask=samples, other=0) + index
+    chosen = tl.load(sampled + logit_row, mask=reached, other=0)
+    is_bad = reached & (tl.load(bad + logit_row, mask=reached, other=0) != 0)
+    is_draft = index < num_drafts
+    draft = tl.load(drafts + request * most_drafts + index, mask=is_draft, other=0)
+    stop_index = tl.arange(0, STOPS)
+    is_id = stop_index < tl.minimum(tl.load(state.num_stop_ids + row), stop_width)
+    stop_id = tl.load(state.stop_ids + row * stop_stride + stop_index, mask=is_id, other=0)
+    hits = (chosen[:, None] == stop_id[None, :]) & is_id[None, :]
+    accepted = _first((draft != chosen) | (index >= num_drafts), index, RUN)
+    first_stop = _first(tl.max(hits.to(tl.int32), axis=1) > 0, index, RUN)
+    first_bad = _first(is_bad, index, RUN)
+
+    run_len = tl.minimum(tl.minimum(accepted, first_stop) + 1, room)
+    finish = tl.where(run_len >= room, _LENGTH, _NO)
+    finish = tl.where(first_bad < run_len, _ERROR, finish)
+    run_len = tl.minimum(run_len, first_bad)
+    finish = tl.where(first_stop < run_len, _STOP, finish)
+    run_len = tl.where(samples, run_len, 0)
+    finish = tl.where(samples, finish, _NO)
+    num_accepted = tl.minimum(accepted, tl.maximum(run_len - 1, 0))
+    num_computed = num_known + num_accepted
+
+    in_run = index < run_len
+    tl.store(run + request * (most_drafts + 1) + index, tl.where(in_run, chosen, 0), mask=index <= most_drafts)
+    tl.store(out + request, run_len)
+    tl.store(out + requests + request, finish)
+    tl.store(out + 2 * requests + request, num_computed)
+    tl.store(out + 3 * requests + request, num_accepted)
+    tl.store(goes_on + request, (run_len > 0) & (finish == _NO))
+    tl.store(counts + request * COUNTS, run_len)
+    tl.store(counts + request * COUNTS + 1, finish)
+    tl.store(counts + request * COUNTS + 2, num_computed)
+    tl.store(counts + request * COUNTS + 3, num_drafts)
+    tl.store(counts + request * COUNTS + 4, num_accepted)
+    tl.store(counts + request * COUNTS + 5, 0)
+
+    is_row = row != _NULL_ROW
+    tl.store(state.tokens + row * token_stride + known + index, chosen, mask=in_run & (known + index < length))
+    tl.store(state.known + row, known + run_len, mask=is_row)
+    tl.store(state.computed + row, tl.load(state.computed + row) + num_computed, mask=is_row)
+    tl.store(state.alive + row, finish == _NO, mask=is_row & samples)
+    tl.store(state.num_drafts + row, 0)  # consumed, or stale
+
+
+def _state(name: str, rows: RowFields) -> _State:
+    sampling, num_rows, device = rows.sampling, rows.known.shape[0], rows.known.device
+    state = _State(
+        rows.tokens, rows.known, rows.computed, rows.alive, rows.drafts, rows.num_drafts, sampling.end_len,
+        sampling.num_stop_ids, sampling.stop_ids,
+    )  # fmt: skip
+    for field, tensor in zip(state._fields, state, strict=True):
+        shape = (num_rows, None) if field in ("tokens", "drafts", "stop_ids") else (num_rows,)
+        require_tensor(name, f"rows.{field}", tensor, shape, device, (torch.bool if field == "alive" else torch.int64,))
+    return state
+
+
+def prepare_step(
+    scheduled: Scheduled, rows: RowFields, *, most_drafts: int, page_tokens: tuple[int, ...], max_len: int
+) -> Prepared:
+    """Everything of a batch that depends on row state. `page_tokens` is per group; no position reaches `max_len`."""
+    name, device = "prepare_step", scheduled.row.device
+    requests, tokens, logits = (t.shape[0] for t in (scheduled.row, scheduled.request_of, scheduled.logit_request))
+    sizes = (*[requests] * 4, requests + 1, tokens, tokens, logits, logits)
+    for field, tensor, size in zip(scheduled._fields, scheduled, sizes, strict=True):
+        require_tensor(name, f"scheduled.{field}", tensor, (size,), device, (torch.int64,))
+    state, tables = _state(name, rows), tuple(rows.page_tables)
+    require(len(tables) == len(page_tokens), name, "page_tokens", f"are {len(page_tokens)} for {len(tables)} tables")
+    for table in tables:
+        require_tensor(name, "rows.page_tables", table, (rows.known.shape[0], None), device, (torch.int32,))
+    require(most_drafts <= rows.drafts.shape[1], name, "most_drafts", f"is {most_drafts}, more than the rows hold")
+    require(max_len <= rows.tokens.shape[1], name, "max_len", f"is {max_len}, more than the rows hold")
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    widths = tuple(table.shape[1] for table in tables)
+    own_tables = tuple(empty(requests, width, dtype=torch.int32) for width in widths)
+    slots = tuple(empty(tokens) for _ in tables)
+    out = _RequestsOut(
+        empty(5, requests), empty(3 * requests + 1, dtype=torch.int32), empty(requests, dtype=torch.bool),
+        empty(requests, most_drafts), empty(requests),
+    )  # fmt: skip
+    rows_out = _RowsOut(empty(tokens), empty(tokens), empty(logits), empty(logits))
+    tiles = triton.cdiv(max(widths, default=0), _COLUMNS)
+    first_token_block = triton.cdiv(requests + 1, _BLOCK)
+    first_logit_block = first_token_block + triton.cdiv(tokens, _BLOCK)
+    first_copy = first_logit_block + triton.cdiv(logits, _BLOCK)
+    _prepare_kernel[(first_copy + requests * tiles,)](
+        *scheduled, state, tables, out, rows_out, slots, own_tables, requests, tokens, logits, most_drafts,
+        first_token_block, first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0),
+        state.drafts.stride(0), widths, tuple(table.stride(0) for table in tables), PAGES=page_tokens, GROUPS=len(tables),
+        DRAFTS=next_power_of_two(state.drafts.shape[1]), BLOCK=_BLOCK, COLUMNS=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    computed, num_known, num_drafts, live, lengths = out.ints
+    return Prepared(
+        computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, out.narrow[2 * requests :],
+        out.narrow[requests : 2 * requests], out.narrow[:requests], out.first_logit, own_tables, rows_out.positions,
+        rows_out.token_ids, slots, rows_out.logit_row, rows_out.logit_position,
+    )  # fmt: skip
+
+
+class Verified(NamedTuple):
+    """What a commit must know of the batch, [requests]."""
+
+    row: torch.Tensor
+    num_known: torch.Tensor  # live
+    num_drafts: torch.Tensor  # live
+    samples: torch.Tensor  # bool
+    first_logit: torch.Tensor
+    drafts: torch.Tensor  # [requests, most drafts]
+
+
+def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: Verified, rows: RowFields) -> Committed:
+    """Accepts drafts by the tokens `sampled` [logit rows], finds out how each request ends, and moves the rows on."""
+    name, device, int64 = "commit_step", sampled.device, (torch.int64,)
+    requests, most_drafts = batch.drafts.shape
+    require_tensor(name, "sampled", sampled, (None,), device, int64)
+    require_tensor(name, "bad", bad, tuple(sampled.shape), device, (torch.bool,))
+    for field, tensor in zip(batch._fields[:-1], batch[:-1], strict=True):
+        dtype = torch.bool if field == "samples" else torch.int64
+        require_tensor(name, f"batch.{field}", tensor, (requests,), device, (dtype,))
+    require_tensor(name, "batch.drafts", batch.drafts, (requests, most_drafts), device, int64, inner_contiguous=2)
+    state = _state(name, rows)
+    require(most_drafts <= rows.drafts.shape[1], name, "batch.drafts", f"has {most_drafts} columns, more than the rows")
+    out = torch.empty(4, requests, dtype=torch.int64, device=device)
+    counts = torch.empty(requests, _COUNTS, dtype=torch.int64, device=device)
+    run = torch.empty(requests, most_drafts + 1, dtype=torch.int64, device=device)
+    goes_on = torch.empty(requests, dtype=torch.bool, device=device)
+    _commit_kernel[(requests,)](
+        sampled, bad, *batch, state, out, counts, run, goes_on, requests, most_drafts, state.tokens.shape[1],
+        state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
+        RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
+        COUNTS=_COUNTS, num_warps=1,
+    )  # fmt: skip
+    run_len, finish, num_computed, num_accepted = out
+    return Committed(counts, run, run_len, finish, num_computed, num_accepted, goes_on)
