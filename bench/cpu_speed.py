@@ -32,6 +32,7 @@ def hf_model() -> Any:
     missing, extra = model.load_state_dict(dict(source.tensors()), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
     model.tie_weights()
+    model.generation_config.eos_token_id = None
     return model
 
 
@@ -39,7 +40,7 @@ def hf_generate(model: Any, ids: list[list[int]], new: int) -> float:
     start = time.perf_counter()
     with torch.inference_mode():
         model.generate(torch.tensor(ids), attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
-                       max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+                       max_new_tokens=new, do_sample=False, pad_token_id=0)
     return time.perf_counter() - start
 
 

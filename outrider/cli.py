@@ -129,7 +129,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     spec.add_argument("--batch-sizes", default="1,4,16", metavar="N,N", help="requests at once (default: %(default)s)")
     spec.add_argument("--prompts", action="append", metavar="FILE",
                       help="prompt sets, repeat for several (default: bench/prompts/*.json)")
-    spec.add_argument("--max-tokens", type=int, default=64, metavar="N", help="answer tokens (default: %(default)s)")
+    spec.add_argument("--max-tokens", type=int, default=96, metavar="N", help="answer tokens (default: %(default)s)")
     spec.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved runs; the median counts "
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")

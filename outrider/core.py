@@ -110,6 +110,7 @@ class Admission:
     params: SamplingParams
     sample_index: int  # which of the n samples of a prompt
     seed: int
+    checkpoint: list[int] = field(default_factory=list)  # pages with the recurrent state after `computed` tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,16 @@ class PageWrite:
     group: int
     row: int
     start: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWrite:
+    """Pages for a row's recurrent state after `boundary` tokens, should a step bring it there."""
+
+    id: int  # what the step reports if it wrote them
+    row: int
+    boundary: int
     pages: list[int]
 
 
@@ -135,7 +146,7 @@ class HostDraft:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What the scheduler asks of one step. Lists run over requests, in batch order."""
+    """What the scheduler asks of one step. Lists run over requests, in batch order; there may be none but folds."""
 
     step: int
     request_ids: list[int]
@@ -150,6 +161,9 @@ class ScheduledBatch:
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)  # pages that change group: zero before use
     host_drafts: list[HostDraft] = field(default_factory=list)
+    checkpoints: list[CheckpointWrite] = field(default_factory=list)  # of rows of this batch
+    folds: list[CheckpointWrite] = field(default_factory=list)  # of rows that ended: before any of them is taken again
+    num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most; or unknown
     propose: int = 0  # most drafts to guess for the next step; 0 leaves the drafter out
 
     @property
@@ -192,3 +206,4 @@ class StepResult:
     step: int
     requests: list[RequestResult]
     seconds: float = 0.0
+    checkpoints: list[int] = field(default_factory=list)  # ids of those that were written

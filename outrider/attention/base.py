@@ -61,6 +61,7 @@ class BatchView:
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
     key_starts: torch.Tensor | None = None  # [requests] first key that may be seen; None: the first of all
+    int32_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (field, copy); read through int32()
 
     @property
     def max_query(self) -> int:
@@ -69,6 +70,12 @@ class BatchView:
     def page_table(self, group: Group) -> torch.Tensor:
         """[requests, columns up to the batch's own bound]"""
         return self.page_tables[group.index][:, : pages_for(self.max_length.tokens, group.page_tokens)]
+
+    def int32(self, field: torch.Tensor) -> torch.Tensor:
+        """One of this view's tensors as int32: the copy made with it, or a new one. A view with another tensor in the
+        field never meets the copy of the old one."""
+        copies = [copy for original, copy in self.int32_copies if original is field]
+        return copies[0] if copies else field.int()
 
     def slots(self, group: Group) -> torch.Tensor:
         """[tokens] cell of each token in the group's pages, -1 for dead and padded tokens."""
@@ -99,11 +106,13 @@ class Rope(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of q and k heads: what multiplies, [dim] each."""
+    """RMS norms of q and k heads: what multiplies, [dim] each; perhaps of v heads, without a weight."""
 
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+    norms_v: bool = False
+    has_v: bool = True  # False: values are the keys before norm and rope
 
 
 class Attend(Protocol):
@@ -117,6 +126,11 @@ class Attend(Protocol):
     def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
         """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
         step by step. May overwrite qkv if it does not return None."""
+        ...
+
+    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The mixer of a recurrent layer over each request's tokens: conv_in [tokens, conv_dim], gates [tokens, n]
+        each. Returns [tokens, out_dim]."""
         ...
 
 

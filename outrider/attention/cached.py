@@ -1,7 +1,7 @@
 """CachedLayers: a model's attention layers with their parts of the pool. `on(view)` is what a forward calls.
 
 Target and drafters each have one. It finds a layer's cache and its group's plan; which pages and lengths are meant
-comes from the view alone.
+comes from the view alone. What recurrent layers do with the step goes straight through.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, HeadNorms, LayerCacheView, Rope
+from outrider.attention.recurrent import Gates
+from outrider.attention.recurrent_backend import RecurrentStep
 from outrider.cache.pool import DevicePool
 
 
@@ -23,14 +25,14 @@ class CachedLayers:
         self.groups = tuple({group.index: group for group in self.group_of.values()}.values())
         self.backend = backend
 
-    def on(self, view: BatchView) -> Attend:
-        """Attention over one view: plans every group once, now."""
-        return _Attention(self, {group.index: self.backend.plan(view, group) for group in self.groups})
+    def on(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Attend:
+        """Attention over one view: plans every group once, now. `recurrent` serves the same batch's other layers."""
+        return _Attention(self, {group.index: self.backend.plan(view, group) for group in self.groups}, recurrent)
 
 
 class _Attention:
-    def __init__(self, cached: CachedLayers, plans: dict[int, Any]) -> None:
-        self._cached, self._plans = cached, plans
+    def __init__(self, cached: CachedLayers, plans: dict[int, Any], recurrent: RecurrentStep | None) -> None:
+        self._cached, self._plans, self._recurrent = cached, plans, recurrent
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         cached = self._cached
@@ -41,3 +43,7 @@ class _Attention:
         cached = self._cached
         plan = self._plans[cached.group_of[layer].index]
         return cached.backend.run_fused(cached.layers[layer], cached.caches[layer], qkv, rope, norms, plan)
+
+    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+        assert self._recurrent is not None, f"layer {layer} is recurrent and this model's rows keep no states"
+        return self._recurrent(layer, conv_in, gates)

@@ -38,9 +38,10 @@ class NativeBackend:
 
     def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
-        _check_writes(layer)
+        if not layer.writes or (norms is not None and (norms.norms_v or not norms.has_v)):
+            return None
         half = rope.table.shape[1] // 2
-        weights = (None, None, 1e-6) if norms is None else norms
+        weights = (None, None, 1e-6) if norms is None else norms[:3]
         native.rope_write(qkv, rope.positions, rope.table[:, :half], rope.table[:, half:], plan.slots, cache.k, cache.v,
                           weights[0], weights[1], weights[2], rotary_dim=2 * half)
         q = qkv[:, : layer.num_heads * layer.head_dim].view(-1, layer.num_heads, layer.head_dim)

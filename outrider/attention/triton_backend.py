@@ -39,7 +39,7 @@ class TritonBackend:
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        live = view.live.int()
+        live = view.int32(view.live)
         short = [n for n in view.query_lens if 0 < n <= SHORT_QUERY]
         long_lens, short_live = None, None
         if view.max_query > SHORT_QUERY:
@@ -47,9 +47,9 @@ class TritonBackend:
             if short:
                 is_short = torch.tensor([n <= SHORT_QUERY for n in view.query_lens], dtype=torch.int32)
                 short_live = live * is_short.pin_memory().to(live.device, non_blocking=True)
-        key_starts = None if view.key_starts is None else view.key_starts.int()
-        return Plan(view, view.page_table(group), view.slots(group), view.query_starts.int(), view.lengths.int(), live,
-                    key_starts, short_live, max(short, default=0), long_lens)
+        key_starts = None if view.key_starts is None else view.int32(view.key_starts)
+        return Plan(view, view.page_table(group), view.slots(group), view.int32(view.query_starts),
+                    view.int32(view.lengths), live, key_starts, short_live, max(short, default=0), long_lens)
 
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -61,9 +61,9 @@ class TritonBackend:
 
     def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
-        _check_writes(layer)
-        q_norm, k_norm, eps = (None, None, 1e-6) if norms is None else norms
-        q = rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps)
+        q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)  # type: ignore[arg-type]
+        q = rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
+                             v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
         return self._attend(layer, cache, q, plan)
 
     def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Layers become groups: layers of one group share a page table, and every group's page has the same bytes.
 
 Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
-pages of all groups are equal in bytes with as little padding as possible.
+pages of all groups are equal in bytes with as little padding as possible. Recurrent layers own no group: their
+states lie in rows, and their checkpoints take pages as these turn out.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from outrider.cache.kinds import Kind, kind_of
-from outrider.cache.spec import CacheSpec, LayerCache
+from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, RecurrentKind, kind_of
+from outrider.cache.spec import LayerCache, PagedSpec, RecurrentSpec
 
 PAGE_TOKENS = (16, 32, 64, 128)
 GROUP_COST = 0.01  # one more group (a table, host work each step) is worth this much padding
@@ -23,7 +24,7 @@ class Group:
     """Layers that share one page table. `layers[i]` owns part i of the group's pages."""
 
     index: int
-    spec: CacheSpec
+    spec: PagedSpec
     layers: tuple[int, ...]
     num_parts: int  # layers, and phantom ones where the split is not even
     page_tokens: int
@@ -44,6 +45,7 @@ class CacheLayout:
     groups: tuple[Group, ...]
     places: dict[int, tuple[int, int]]
     page_bytes: int
+    recurrent: RecurrentKind = RecurrentKind()
 
     @property
     def padding(self) -> float:
@@ -53,25 +55,33 @@ class CacheLayout:
         return 1 - used / held
 
 
-def plan_groups(layers: list[LayerCache], page_tokens: int = 16) -> CacheLayout:
+def plan_groups(layers: list[LayerCache], page_tokens: int = 16,
+                checkpoint_interval: int = CHECKPOINT_INTERVAL) -> CacheLayout:
     """`page_tokens` is the smallest page a group may have."""
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")
-    buckets: dict[CacheSpec, list[int]] = {}
+    buckets: dict[PagedSpec, list[int]] = {}
+    recurrent: list[tuple[int, RecurrentSpec]] = []
     for layer in layers:
-        if layer.reads is None:
-            buckets.setdefault(layer.spec, []).append(layer.layer)
+        match layer.spec:
+            case RecurrentSpec():
+                recurrent.append((layer.layer, layer.spec))
+            case _ if layer.reads is None:
+                buckets.setdefault(layer.spec, []).append(layer.layer)
     if not buckets:
-        raise ValueError("the model declares no cache")
+        raise ValueError("the model declares no cache" if not recurrent else "a model of recurrent layers alone is not "
+                         "supported: at least one layer must attend")
     layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
     places = dict(layout.places)
     for layer in layers:
         if layer.reads is not None:
             places[layer.layer] = places[layer.reads]
-    return CacheLayout(layout.groups, places, layout.page_bytes)
+    size = max(group.page_tokens for group in layout.groups)
+    kind = RecurrentKind(tuple(recurrent), size, layout.page_bytes, max(checkpoint_interval // size, 1) * size)
+    return CacheLayout(layout.groups, places, layout.page_bytes, kind)
 
 
-def _best_split(buckets: dict[CacheSpec, list[int]], sizes: list[int]) -> CacheLayout:
+def _best_split(buckets: dict[PagedSpec, list[int]], sizes: list[int]) -> CacheLayout:
     if len(buckets) == 1:
         (layers,) = buckets.values()
         return _split(buckets, len(layers), (sizes[0],))
@@ -87,7 +97,7 @@ def _best_split(buckets: dict[CacheSpec, list[int]], sizes: list[int]) -> CacheL
     return best[1]
 
 
-def _split(buckets: dict[CacheSpec, list[int]], count: int, tokens: tuple[int, ...]) -> CacheLayout:
+def _split(buckets: dict[PagedSpec, list[int]], count: int, tokens: tuple[int, ...]) -> CacheLayout:
     """Groups of at most `count` layers; bucket i has pages of tokens[i] tokens."""
     groups: list[Group] = []
     places: dict[int, tuple[int, int]] = {}

@@ -1,7 +1,7 @@
 """What differs between kinds of cache: how many pages a request may hold, which it may drop, what serves a prefix.
 
-One class per kind, found by the spec's type and bound to one group's geometry. Planner, allocator, buffers, graphs
-and kernels all ask it; there is no second formula for any of these numbers.
+One class per kind, bound to one group's geometry, or to the pages that hold its checkpoints. Planner, allocator,
+buffers, graphs and kernels all ask it; there is no second formula for any of these numbers.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
-from outrider.cache.spec import CacheSpec, FullSpec, SlidingSpec
+from outrider.cache.spec import FullSpec, PagedSpec, RecurrentSpec, SlidingSpec
 from outrider.core import Limits
+
+CHECKPOINT_INTERVAL = 1024  # tokens
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -107,7 +110,65 @@ class SlidingKind:
         return 0
 
 
-def kind_of(spec: CacheSpec, page_tokens: int) -> Kind:
+@dataclass(frozen=True)
+class RowCapacity:
+    """Sizes of a model's recurrent layers for one request."""
+
+    row_bytes: int  # its state, tail and window in all of them
+    window_bytes: int  # of these, what the drafts take: the only part that grows with their number
+    checkpoint_pages: int  # pages of one checkpoint
+    max_checkpoints: int  # that it can hold at once
+
+
+@dataclass(frozen=True)
+class RecurrentKind:
+    """All recurrent layers of a model, or none. A running state is never a page: it lies in the request's row. A
+    checkpoint is a list of pages, with the layers' states and tails one after the other."""
+
+    layers: tuple[tuple[int, RecurrentSpec], ...] = ()
+    page_tokens: int = 1  # checkpoints are taken at multiples of this, where every group's pages end
+    page_bytes: int = 1
+    interval: int = CHECKPOINT_INTERVAL
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(spec.state_bytes + spec.tail_bytes for _, spec in self.layers)
+
+    def capacity(self, limits: Limits) -> RowCapacity:
+        window = limits.max_drafts * sum(spec.input_bytes for _, spec in self.layers)
+        # A step may pass several intervals, a prompt's end and a last boundary; one more was written before.
+        per_step = limits.max_batched_tokens // self.interval + 2
+        return RowCapacity(
+            row_bytes=self.checkpoint_bytes + window,
+            window_bytes=window,
+            checkpoint_pages=pages_for(self.checkpoint_bytes, self.page_bytes),
+            max_checkpoints=limits.steps_in_flight * per_step + 1 if self.layers else 0,
+        )
+
+    def starts(self) -> dict[int, int]:
+        """Where each layer's part begins in a checkpoint's bytes."""
+        sizes = [spec.state_bytes + spec.tail_bytes for _, spec in self.layers]
+        return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
+
+    def is_kept(self, boundary: int, prompt_len: int) -> bool:
+        """Taken for good, and not only until the next one: at intervals, and last before the prompt's end."""
+        return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
+
+    def last_boundary(self, tokens: int) -> int:
+        """The last one from which at least one of the tokens is left to compute."""
+        return max(0, tokens - 1) // self.page_tokens * self.page_tokens
+
+    def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
+        """The longest prefix of at most `candidate` tokens whose state is known; without layers all of it."""
+        if not self.layers:
+            return candidate
+        for boundary in range(candidate // self.page_tokens * self.page_tokens, 0, -self.page_tokens):
+            if has_checkpoint(boundary):
+                return boundary
+        return 0
+
+
+def kind_of(spec: PagedSpec, page_tokens: int) -> Kind:
     match spec:
         case SlidingSpec():
             return SlidingKind(spec, page_tokens)
@@ -115,5 +176,5 @@ def kind_of(spec: CacheSpec, page_tokens: int) -> Kind:
             return FullKind(spec, page_tokens)
 
 
-def capacity(spec: CacheSpec, page_tokens: int, limits: Limits) -> Capacity:
+def capacity(spec: PagedSpec, page_tokens: int, limits: Limits) -> Capacity:
     return kind_of(spec, page_tokens).capacity(limits)

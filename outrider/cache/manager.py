@@ -6,14 +6,15 @@ shorter than its bound, and then still reads what a bound would have dropped. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.cache.checkpoints import Checkpoints, Reach
 from outrider.cache.groups import CacheLayout, Group
 from outrider.cache.kinds import Capacity, pages_for
 from outrider.cache.pages import PagePool
 from outrider.cache.prefix import PageHashes, longest_hit
-from outrider.core import NULL_PAGE, Bound, Limits, PageWrite, Settled
+from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
 
 
 @dataclass(slots=True)
@@ -54,6 +55,8 @@ class CacheManager:
         self.lookahead = lookahead  # slots past the bound that a drafter writes
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = CacheStats()
+        self.checkpoints = Checkpoints(layout.recurrent, len(self.groups), self.pool, limits)
+        self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
         self._granted = Granted()
         self._smallest_page = min(g.page_tokens for g in self.groups)
@@ -70,13 +73,16 @@ class CacheManager:
         assert request_id not in self._requests, f"request {request_id} is admitted twice"
         hit = 0
         if self.enable_prefix_caching and use_prefix:
-            # At least one token is always computed, so that there are logits to sample from.
-            hit = longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1)
+            hit = self._longest_hit(token_ids, hashes)
+            restoring = self.checkpoints.pages_to_restore(hashes, token_ids, hit)
+            if restoring and self._pages_beside(hit, token_ids, hashes) + restoring > self._num_available:
+                hit = 0  # the state's own pages are needed to go on from it
             self.stats.queried_tokens += len(token_ids)
             self.stats.hit_tokens += hit
         pages = RequestPages(row, hashes, [], [], [], covered=hit)
         for group in self.groups:
             self._hold_hit(pages, group, hit)
+        self.checkpoints.admit(request_id, row, token_ids, hashes, hit)
         self._requests[request_id] = pages
         return hit
 
@@ -84,20 +90,15 @@ class CacheManager:
         """Whether the pool has room for all known tokens and one more, counting what a hit would share.
 
         Does not modify the cache."""
-        needed = self.pages_to_start(len(token_ids) + 1)
-        if needed <= self.pool.num_free:
+        if self.takes_checkpoints and use_prefix and self.checkpoints.is_promised(hashes, token_ids):
+            return False
+        if self.pages_to_start(len(token_ids) + 1) <= self._num_available:
             return True
         if not (self.enable_prefix_caching and use_prefix):
             return False
-        hit = longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1)
-        for group in self.groups:
-            digests = hashes[group.page_tokens].upto(token_ids, hit // group.page_tokens)
-            first = group.kind.first_needed(hit)
-            for column in range(first, hit // group.page_tokens):
-                page = self.pool.find((group.index, digests[column]))
-                # A hit page that nobody holds is taken from the pool as a fresh one is.
-                needed -= page is not None and self.pool.is_held(page)
-        return needed <= self.pool.num_free
+        hit = self._longest_hit(token_ids, hashes)
+        needed = self._pages_beside(hit, token_ids, hashes)
+        return needed + self.checkpoints.pages_to_restore(hashes, token_ids, hit) <= self._num_available
 
     def pages_to_start(self, tokens: int) -> int:
         tokens = min(tokens + self.lookahead, self.limits.max_len)
@@ -112,7 +113,8 @@ class CacheManager:
         if tokens <= pages.covered:
             return True
         missing = [pages_for(tokens, g.page_tokens) - len(pages.columns[g.index]) for g in self.groups]
-        if sum([count for count in missing if count > 0]) > self.pool.num_free:
+        needed = sum([count for count in missing if count > 0])
+        if needed > self.pool.num_free and not self.checkpoints.make_room(needed):
             return False
         for group, count in zip(self.groups, missing, strict=True):
             if count > 0:
@@ -126,7 +128,13 @@ class CacheManager:
     def take_granted(self) -> Granted:
         """Page-table writes and pages to clear since the last call, for the next step."""
         granted, self._granted = self._granted, Granted()
+        self.checkpoints.end_restoring()
         return granted
+
+    def grant_checkpoints(self, step: int, reaches: dict[int, Reach]) -> list[CheckpointWrite]:
+        """By request. The last thing before the batch is made: whoever runs has its pages, and these get the rest."""
+        grant = self.checkpoints.grant
+        return [write for request_id, reach in reaches.items() for write in grant(step, request_id, reach)]
 
     # Settling
 
@@ -146,8 +154,20 @@ class CacheManager:
         fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
         return min([fills, *(group.kind.next_drop(settled.at_least) for group in self._dropping)])
 
+    def settle_checkpoints(self, step: int, written: Sequence[int],
+                           tokens_of: Callable[[int], Sequence[int]]) -> None:
+        if self.takes_checkpoints:
+            self.checkpoints.settle(step, written, tokens_of)
+
+    def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
+               is_exact: bool) -> None:
+        """Before `free`: leave behind what others can begin from."""
+        if self.takes_checkpoints:
+            self.checkpoints.retire(request_id, token_ids, settled.at_least, folded, is_exact=is_exact)
+
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
+        self.checkpoints.free(request_id)
         for group in self.groups:
             columns, first = pages.columns[group.index], pages.first[group.index]
             for page in reversed(columns[first:]):  # tails are evicted first
@@ -179,9 +199,35 @@ class CacheManager:
                 for page in columns[first:]:
                     held[page] = held.get(page, 0) + 1
                     assert owner_group.setdefault(page, group.index) == group.index, f"page {page} is in two groups"
+        for page in self.checkpoints.held():
+            held[page] = held.get(page, 0) + 1
+            assert page not in owner_group, f"page {page} is a group's and a checkpoint's"
+        self.checkpoints.check_integrity()
         self.pool.check(held)
 
     # Inside
+
+    @property
+    def _num_available(self) -> int:
+        """Free pages, and those that only hold checkpoints in the making."""
+        return self.pool.num_free + self.checkpoints.num_droppable
+
+    def _longest_hit(self, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
+        # At least one token is always computed, so that there are logits to sample from.
+        return longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1,
+                           lambda candidate: self.checkpoints.serves(hashes, token_ids, candidate))
+
+    def _pages_beside(self, hit: int, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
+        """Pages for all known tokens and one more, less those of the hit that others hold.
+
+        A hit page that nobody holds is taken from the pool as a fresh one is."""
+        needed = self.pages_to_start(len(token_ids) + 1)
+        for group in self.groups:
+            digests = hashes[group.page_tokens].upto(token_ids, hit // group.page_tokens)
+            for column in range(group.kind.first_needed(hit), hit // group.page_tokens):
+                page = self.pool.find((group.index, digests[column]))
+                needed -= page is not None and self.pool.is_held(page)
+        return needed
 
     def _hold_hit(self, pages: RequestPages, group: Group, hit: int) -> None:
         count = hit // group.page_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.cache.groups import Group
 from outrider.cache.pages import PagePool
@@ -37,9 +37,12 @@ class PageHashes:
 
 
 def longest_hit(
-    pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int
-) -> int:
-    """The longest prefix of at most `most` tokens that every group can serve, lowered until all agree."""
+    pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int,
+    serves_state: Callable[[int], int] = int,
+) -> int:  # fmt: skip
+    """The longest prefix of at most `most` tokens that every group can serve, lowered until all agree.
+
+    `serves_state` lowers a candidate to one after which the state of the recurrent layers is known."""
     step = max(group.page_tokens for group in groups)
     candidate = most // step * step
     while candidate > 0:
@@ -51,6 +54,7 @@ def longest_hit(
                 return pool.find((group.index, digests[column])) is not None
 
             lowered = group.kind.serves(is_cached, lowered) // step * step
+        lowered = serves_state(lowered)
         if lowered == candidate:
             return candidate
         candidate = lowered

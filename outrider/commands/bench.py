@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
             print(_line(rows[-1]), flush=True)
     finally:
         engine.close()
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        print("acceptance was synthetic: the text is not the model's")
     print(json.dumps({"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
                       "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
                       "speculative_config": config.speculative_config, "start_s": round(start_seconds, 2),

@@ -77,8 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(engines: list[Engine], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
              args: argparse.Namespace) -> Cell:
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False)
+    # Answers end where they end: text after the end of an answer is not what anyone runs a model for.
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
     asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, batch)]
+    for engine in engines:
+        run_asks(engine, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
     before = engines[1].stats.copy()
     speeds: tuple[list[float], list[float]] = ([], [])
     last: list[Ran] = []

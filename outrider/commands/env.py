@@ -93,11 +93,14 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
     plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
     limits = fit_max_len(config, layout, limits, plan)
+    uncounted = [name for name, is_there in (
+        ("the drafter", drafts), ("packed copies of the weights", device.type == "cpu" and config.packed_weights),
+    ) if is_there]  # fmt: skip
     groups = ", ".join(f"{len(group.layers)} layers in pages of {group.page_tokens} tokens" for group in layout.groups)
     return [
         ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),
         ("runs as", f"{str(dtype).removeprefix('torch.')} on {device}"),
-        ("memory plan", plan.report() + (" (a drafter's own not counted)" if drafts else "")),
+        ("memory plan", plan.report() + (f" (without {' and '.join(uncounted)})" if uncounted else "")),
         ("cache groups", groups),
         ("limits", f"{limits.max_requests} requests, {limits.max_batched_tokens} tokens a step, "
                    f"{limits.max_len} tokens a request, {limits.max_drafts} drafts"),

@@ -13,6 +13,7 @@ from outrider.attention.torch_backend import TorchBackend
 from outrider.cache.groups import plan_groups
 from outrider.cache.manager import CacheManager
 from outrider.cache.pool import DevicePool
+from outrider.cache.spec import RecurrentSpec
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Limits
 from outrider.engine.costs import measure_costs
@@ -27,6 +28,7 @@ from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
 from outrider.runner.cuda import CudaRunner
 from outrider.runner.memory import fit_max_len, plan_memory
+from outrider.runner.recurrent import RecurrentRows
 from outrider.runner.runner import LocalRunner, Padding, Runner
 from outrider.runner.state import RowState
 from outrider.runner.step import DeviceStep
@@ -63,13 +65,15 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     limits = config.limits(on_cuda=on_cuda, max_positions=model.max_positions, vocab_size=model.vocab_size,
                            max_drafts=max_drafts)
     if speculative is not None and drafter is None:
-        build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed)
+        build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
     own_layers = [] if drafter is None else drafter.cache_layers()
+    if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
+        raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers() + own_layers, config.page_size)
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears(model))
+    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
     plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes, packed_bytes=packed_bytes)
     limits = fit_max_len(config, layout, limits, plan)
     log.info("%s", plan.report())
@@ -81,7 +85,8 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
         synthetic.bind(limits.max_drafts, device)
-    step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len, drafter=drafter,
+    step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len,
+                      recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool), drafter=drafter,
                       synthetic=synthetic,
                       logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
     padding = Padding(config.pad_requests, config.pad_tokens)

@@ -25,7 +25,8 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
     k = limits.max_drafts
     most = min(limits.max_requests * (1 + k), limits.max_batched_tokens)
     if sizes is None:
-        sizes = sorted({1, 2, 3, 5, *(size for size in (8, 16, 32, 64, 128, 256, 512) if size < most), most})
+        few = (1, 2, 4) if runner is not None else (1, 2, 3, 5)  # captured sizes, where there are graphs
+        sizes = sorted({*few, *(size for size in (8, 16, 32, 64, 128, 256, 512) if size < most), most})
     seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
@@ -34,7 +35,8 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
         one, all_drafts = (_seconds(step, limits, runner, 1, propose) - seconds[0] for propose in (1, k))
         fixed = max(0.0, one)
         each = max(0.0, (all_drafts - one) / max(1, k - 1))
-    return StepCosts(tuple(sizes), tuple(seconds), fixed, each)
+    is_padded = runner is not None and runner.graphs is not None
+    return StepCosts(tuple(sizes), tuple(seconds), fixed, each, is_padded)
 
 
 def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens: int, propose: int) -> float:

@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or bool(self._in_flight)
+        return bool(self._live) or bool(self._in_flight) or self.scheduler.has_work
 
     @property
     def has_requests(self) -> bool:

@@ -79,7 +79,7 @@ class EngineStats:
     def acceptance_per_position(self) -> list[float]:
         """Of the drafts that reached so far, the share accepted up to and with this position."""
         accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
-        return [hit / tried for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
+        return [hit / tried if tried else 0.0 for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
 
     @property
     def mean_chosen(self) -> float:
@@ -139,4 +139,7 @@ def _count(counts: list[int], index: int, times: int = 1) -> None:
 
 
 def _minus(now: list[int], before: list[int]) -> list[int]:
-    return [value - (before[i] if i < len(before) else 0) for i, value in enumerate(now)]
+    left = [value - (before[i] if i < len(before) else 0) for i, value in enumerate(now)]
+    while left and left[-1] == 0:
+        left.pop()
+    return left

@@ -11,7 +11,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from outrider.attention.base import Attend
+from outrider.attention.base import Attend, HeadNorms
 from outrider.cache.spec import LayerCache
 from outrider.kernels.moe import RouteRule
 from outrider.layers.embedding import Embedding
@@ -31,7 +31,7 @@ DEFAULT_ROPES: dict[str, dict[str, object]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 # Parts of a multimodal checkpoint beside its language model.
-OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 
 
 class Gemma4Attention:
@@ -66,6 +66,10 @@ class Gemma4Attention:
         """x: [tokens, hidden]."""
         layer = self.layer
         qkv = self.qkv(x)
+        norms = HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
+        out = attend.fused(layer.index, qkv, angles, norms)
+        if out is not None:
+            return self.out(out)
         q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
         if not layer.writes:
             return self.out(attend(layer.index, q, None, None))

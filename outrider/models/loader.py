@@ -7,7 +7,7 @@ more of the files than about one tensor beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
-    for name, tensor in tensors:
+    for name, tensor in _one_by_one(tensors, slots):
         if name in missing:
             _store(name, tensor, slots[name])
             missing.remove(name)
@@ -46,6 +46,24 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
             + (f"; left over: {', '.join(sorted(left_over))}" if left_over else "")
         )
     model.finalize()
+
+
+def _one_by_one(
+    tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, WeightSlot]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of all experts as one for each, where the model has slots for these: files of a family have either."""
+    for name, tensor in tensors:
+        experts, _, projection = name.rpartition(".")
+        if name in slots or not experts.endswith(".experts") or tensor.dim() != 3:
+            yield name, tensor
+        else:
+            parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            for expert, rows in enumerate(tensor):
+                for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
+                    yield f"{experts}.{expert}.{part}.weight", own
+                    del own
+                del rows
+        del tensor  # as above
 
 
 def load_dummy(model: Model, seed: int) -> None:

@@ -1,12 +1,13 @@
-"""The multi-token-prediction module: norms of embedding and hidden state, a projection of both, one decoder layer.
+"""The multi-token-prediction module: norms of embedding and hidden state, a projection of both, a decoder layer.
 
-Families differ in the decoder layer, in the names of the tensors and in a few switches; an `MTPDescription` says all
-of it, made by the family for its target. Embedding and output are the target's own.
+Families differ in the decoder layer (which may be several, one after the other), in the names of the tensors and in a
+few switches; an `MTPDescription` says all of it, made by the family for its target. Embedding and output are the
+target's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,14 +16,18 @@ import torch
 from outrider.attention.base import Attend, AttentionLayer
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Angles
 from outrider.models.base import Decoder, DecoderLayer, Hidden, Model
-from outrider.models.config import ConfigError
+from outrider.models.config import FULL, ConfigError
 from outrider.models.head import DraftHead, rope_positions
+from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama, LlamaLayer
+from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
+from outrider.models.qwen3_next import Qwen3Next
 
 PREDICTED = "num_nextn_predict_layers"
-# A decoder layer with this number, and how it attends.
-LayerFactory = Callable[[int], tuple[DecoderLayer, AttentionLayer]]
+# A decoder layer whose attention has this number (and the next ones, if there are several), and how it attends.
+LayerFactory = Callable[[int], tuple[DecoderLayer, AttentionLayer | list[AttentionLayer]]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class MTPDescription:
     hidden: Literal["final", "before_norm"] = "final"  # which state it consumes, of the target's and of its own
     embedding_first: bool = True  # in the concatenation
     zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0
-    num_predicted: int = 1  # drafts the module was trained for
+    num_predicted: int | None = 1  # drafts the module was trained for; None: it is made to be used again and again
 
 
 class MTPHead(DraftHead):
@@ -68,7 +73,7 @@ class MTPHead(DraftHead):
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
         self.layer, attention = description.layer(first_layer)
-        self.attention_layers = [attention]
+        self.attention_layers = attention if isinstance(attention, list) else [attention]
         self.rotary = target.rotaries[self.layer.rotary]
 
     def weights(self) -> dict[str, WeightSlot]:
@@ -108,6 +113,32 @@ class MTPHead(DraftHead):
         return output, output if self.description.hidden == "final" else before_norm
 
 
+class LayerStack:
+    """Several decoder layers as one."""
+
+    rotary = 0
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = layers
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots: dict[str, WeightSlot] = {}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weights(f"{prefix}.{index}")
+        return slots
+
+    def finalize(self) -> None:
+        for layer in self.layers:
+            layer.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        for layer in self.layers:
+            delta, residual = layer(delta, residual, angles, attend)
+        return delta, residual
+
+
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
 
 
@@ -140,4 +171,31 @@ def _describe_llama(target: Llama) -> MTPDescription:
                           num_predicted=target.config.get(PREDICTED, int, 1))
 
 
+def _describe_qwen(target: Qwen3Next) -> MTPDescription:
+    target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
+    for key in (PREDICTED, "mtp_num_hidden_layers"):
+        target.config.must_equal(key, 1, default=1)
+    return MTPDescription(target.full_layer, target.sizes.eps, norm_offset=True, num_predicted=None)
+
+
+def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
+    config = target.config
+    config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
+    kinds = kinds_under(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern") or [FULL, MOE]
+    if FULL not in kinds or LINEAR in kinds:
+        raise config.refusal("mtp_hybrid_override_pattern", "the module must attend, and cannot have recurrent layers")
+    first, last = "mtp.layers.0", f"mtp.layers.{len(kinds) - 1}"
+    names = MTPNames(embedding_norm=f"{first}.enorm", hidden_norm=f"{first}.hnorm", projection=f"{first}.eh_proj",
+                     layer="mtp.layers", norm=f"{last}.final_layernorm")
+
+    def layers(index: int) -> tuple[LayerStack, list[AttentionLayer]]:
+        numbers = [index + kinds[:i].count(FULL) for i in range(len(kinds))]
+        stack = LayerStack([target.layer(number, kind) for number, kind in zip(numbers, kinds, strict=True)])
+        return stack, [target.attention_layer(index + i) for i in range(kinds.count(FULL))]
+
+    return MTPDescription(layers, target.sizes.eps, names, num_predicted=None)
+
+
 register_mtp(Llama, _describe_llama)
+register_mtp(Qwen3Next, _describe_qwen)
+register_mtp(NemotronH, _describe_nemotron_h)

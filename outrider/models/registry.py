@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
 from outrider.models.loader import load_dummy, load_weights, safetensors_tensors
+from outrider.models.nemotron_h import NemotronH
+from outrider.models.qwen3_5 import Qwen3_5
 from outrider.models.qwen3_moe import Qwen3Moe
+from outrider.models.qwen3_next import Qwen3Next
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -28,6 +32,13 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3NextForCausalLM": Qwen3Next,
+    "Qwen3_5ForCausalLM": Qwen3_5,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5,
+    "Qwen3_5MoeForCausalLM": Qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
+    "NemotronHForCausalLM": NemotronH,
+    "BambaForCausalLM": Bamba,
     "Gemma3ForCausalLM": Gemma3,
     "Gemma4ForCausalLM": Gemma4,
     "Gemma4ForConditionalGeneration": Gemma4,

@@ -36,7 +36,7 @@ class PendingStep(Future[StepResult]):
     def result(self, timeout: float | None = None) -> StepResult:
         self._done.synchronize()
         late = self._device_result
-        host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs)
+        host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, late.written)
         return read_result(self._batch, host, time.perf_counter() - self._queued)
 
 

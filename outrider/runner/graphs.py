@@ -48,7 +48,10 @@ class StepGraphs:
         self._pool: tuple[int, int] | None = None
 
     def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
-        """The graph that serves a batch; None if it has a prompt in it, or asks the sampler for more than a draw."""
+        """The graph that serves a batch; None if it has a prompt in it, asks the sampler for more than a draw, or may
+        write checkpoints, whose pages come from the host."""
+        if batch.checkpoints or batch.folds:
+            return None
         if batch.num_requests > self._ladder[-1] or not all(batch.samples) or max(batch.num_known) > 1:
             return None
         if batch.admissions and self._step.drafter is not None:

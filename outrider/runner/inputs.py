@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from outrider.attention.base import BatchView, ForwardBatch, LengthBound
 from outrider.cache.groups import Group
 from outrider.core import NULL_ROW, ScheduledBatch
+from outrider.kernels import ops
 from outrider.runner.state import RowState
 from outrider.sample.batch import LogitRows
 
@@ -40,6 +43,8 @@ class BatchShape:
     query_lens: tuple[int, ...]  # scheduled tokens per padded request; in a captured batch the most it can be
     logit_counts: tuple[int, ...]  # logit rows per scheduled request
     max_length: LengthBound
+    known_lens: tuple[int, ...] = ()  # of query_lens, the known ones; in a captured batch one each
+    most_pending: int | None = None  # accepted drafts a row may have to fold; in a captured batch all there may be
 
     @property
     def num_ints(self) -> int:
@@ -59,6 +64,12 @@ class Inputs:
     samples: torch.Tensor  # [requests] samples in this step and is alive
     logit_token_rows: torch.Tensor  # [logit rows] token row whose hidden state makes the logit row
     logit_rows: LogitRows
+    first_logit: torch.Tensor | None = None  # [requests] first logit row of those that sample, where kernels commit
+
+
+def step_kernels(device: torch.device) -> ModuleType | None:
+    """Kernels that do in two launches what `build_inputs` and `DeviceStep.commit` spell out in torch."""
+    return ops.triton_kernels() if device.type == "cuda" else None
 
 
 def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tuple[BatchShape, list[int]]:
@@ -96,7 +107,8 @@ def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tu
     logit_token += [0] * tail
     shape = BatchShape(
         size.requests, size.tokens, len(logit_request), most_drafts, scheduled.num_requests, scheduled.num_tokens,
-        tuple(query_lens), tuple(counts), LengthBound(max(scheduled.bounds)),
+        tuple(query_lens), tuple(counts), LengthBound(max(scheduled.bounds)), (*num_known, *[0] * extra),
+        max(scheduled.num_pending, default=None),
     )  # fmt: skip
     ints = [
         *scheduled.rows, *[NULL_ROW] * extra, *num_known, *[0] * extra, *num_drafts, *[0] * extra,
@@ -115,6 +127,13 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
     query_starts = ints[4 * requests : 5 * requests + 1]
     request_of, offset = ints[5 * requests + 1 : 5 * requests + 1 + 2 * tokens].view(2, tokens)
     logit_request, logit_draft, logit_token_rows = ints[shape.num_ints - 3 * logits :].view(3, logits)
+    kernels = step_kernels(ints.device)
+    if kernels is not None:
+        scheduled = kernels.Scheduled(rows, num_known_sched, num_drafts_sched, samples_sched, query_starts, request_of,
+                                      offset, logit_request, logit_draft)
+        made = kernels.prepare_step(scheduled, state, most_drafts=shape.most_drafts, max_len=max_len,
+                                    page_tokens=tuple(group.page_tokens for group in groups))
+        return _from_kernels(shape, scheduled, made, logit_token_rows)
 
     known, computed = state.known[rows], state.computed[rows]
     alive = state.alive[rows] & (rows != NULL_ROW)
@@ -147,6 +166,22 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
     logit_rows = LogitRows(logit_request, rows[logit_request], logit_draft, known[logit_request] + logit_draft,
                            list(shape.logit_counts))
     return Inputs(shape, batch, computed, num_known, num_drafts, drafts, samples, logit_token_rows, logit_rows)
+
+
+def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows: torch.Tensor) -> Inputs:
+    """Of what the kernels were given and what they made (`kernels.triton.step`)."""
+    view = BatchView(
+        num_requests=shape.requests, num_tokens=shape.tokens, query_lens=shape.query_lens, max_length=shape.max_length,
+        rows=scheduled.row, query_starts=scheduled.query_starts, lengths=made.lengths, live=made.live,
+        token_ids=made.token_ids, positions=made.positions, request_of=scheduled.request_of,
+        page_tables=made.page_tables, token_slots=made.slots,
+        int32_copies=tuple(zip((made.lengths, made.live, scheduled.query_starts), made.narrow, strict=True)),
+    )  # fmt: skip
+    batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
+    logit_rows = LogitRows(scheduled.logit_request, made.logit_row, scheduled.logit_draft, made.logit_position,
+                           list(shape.logit_counts))
+    return Inputs(shape, batch, made.computed, made.num_known, made.num_drafts, made.drafts, made.samples,
+                  logit_token_rows, logit_rows, made.first_logit)
 
 
 def _slots(table: torch.Tensor, group: Group, request_of: torch.Tensor, positions: torch.Tensor,

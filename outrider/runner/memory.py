@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import MAX_PADDING, CacheLayout
+from outrider.cache.kinds import RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
-from outrider.core import Limits
+from outrider.core import Axis, Limits
 
 MIB = 1 << 20
 
@@ -25,6 +26,9 @@ class MemoryPlan:
     packed_bytes: int
     padding: float
     tokens: int  # of context the pool can hold in requests of max_len
+    rows: RowCapacity  # what recurrent layers keep for one request
+    num_rows: int
+    max_drafts: int
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
@@ -34,6 +38,12 @@ class MemoryPlan:
             f"cache {pool / MIB:.0f} MiB: {self.num_pages} pages of {self.page_bytes / 1024:.0f} KiB, "
             f"{self.tokens} tokens, padding {self.padding:.1%}",
         ]
+        if self.rows.row_bytes:
+            lines.append(
+                f"recurrent state {self.num_rows * self.rows.row_bytes / MIB:.0f} MiB: {self.num_rows} rows of "
+                f"{self.rows.row_bytes / 1024:.0f} KiB, of which {self.rows.window_bytes / 1024:.0f} for "
+                f"{self.max_drafts} drafts; {self.rows.checkpoint_pages} pages a checkpoint"
+            )
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
         return "; ".join(lines)
@@ -42,15 +52,18 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
                 packed_bytes: int = 0, activation_bytes: int = 0) -> MemoryPlan:
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
-    # More than every row at its longest is never used.
-    most = per_request * limits.max_requests + 1
+    rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
+    # More than every row at its longest, with all the checkpoints it can hold, is never used.
+    most = (per_request + rows.max_checkpoints * rows.checkpoint_pages) * limits.max_requests + 1
     if config.num_pages is not None:
         num_pages = config.num_pages
     else:
-        budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - activation_bytes
+        other_bytes = activation_bytes + num_rows * rows.row_bytes
+        budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - other_bytes
         num_pages = min(most, max(2, budget // layout.page_bytes))
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
-    return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens)
+    return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
+                      limits.max_drafts)
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:

@@ -36,4 +36,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
                 proposed, Finish(finish), own_logprobs, own_prompt, NAN_LOGITS if finish == Finish.ERROR else None,
             )  # fmt: skip
         )
-    return StepResult(scheduled.step, requests, seconds)
+    flags = [] if result.written is None else result.written.tolist()
+    writes = [*scheduled.checkpoints, *scheduled.folds]
+    written = [write.id for write, was_written in zip(writes, flags, strict=True) if was_written]
+    return StepResult(scheduled.step, requests, seconds, written)

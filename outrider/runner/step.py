@@ -6,18 +6,20 @@ result stays on the device until `results.read_result` is asked for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.attention.base import Backend, BatchView
 from outrider.attention.cached import CachedLayers
+from outrider.attention.recurrent_backend import RecurrentStep, Targets
 from outrider.cache.pool import DevicePool
 from outrider.core import ScheduledBatch
 from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
-from outrider.runner.inputs import BatchShape, Inputs, PaddedSize, build_inputs, pack_host
+from outrider.runner.inputs import BatchShape, Inputs, PaddedSize, build_inputs, pack_host, step_kernels
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
+from outrider.runner.recurrent import RecurrentRows
 from outrider.runner.state import RowState
 from outrider.sample.accept import Accepted, accept
 from outrider.sample.batch import History
@@ -26,6 +28,8 @@ from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
+
+PROPOSED = 5  # column of a result's counts
 
 
 @dataclass(frozen=True)
@@ -36,27 +40,40 @@ class StepPlan:
     extras: StepExtras
     any_sampled: bool  # also for drafters
     propose: int
+    targets: Targets | None = None  # checkpoints of recurrent states
 
 
 @dataclass(frozen=True)
 class DeviceResult:
     """A step's outcome as device tensors, over the padded requests."""
 
-    counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed
+    counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed (PROPOSED)
     run: torch.Tensor  # [requests, most drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
+    written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a step did to its requests, over the padded ones, when the rows have moved on."""
+
+    accepted: Accepted
+    computed: torch.Tensor  # [requests] known tokens computed and drafts accepted
+    goes_on: torch.Tensor  # [requests] got a run and has not ended
+    counts: torch.Tensor  # [requests, 6] as in DeviceResult, nothing proposed yet
 
 
 class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
+                 recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
                  logprobs_mode: LogprobsMode = "raw") -> None:
         self.model = model
         self.pool = pool
         self.state = state
+        self.recurrent = recurrent
         self.backend = backend
         self.drafter = drafter
         self.synthetic = synthetic
@@ -64,12 +81,15 @@ class DeviceStep:
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self._cached = CachedLayers(model.attention_layers, pool, backend)
+        self._folded: torch.Tensor | None = None  # by the last host writes
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
+        self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
         if scheduled.clear_pages:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
+        self.recurrent.admit(scheduled.admissions)
         self.state.write_pages(scheduled.page_writes)
         self.state.take_host_drafts(scheduled.host_drafts)
         if self.drafter is not None:
@@ -80,35 +100,37 @@ class DeviceStep:
         needs = StepNeeds.of(scheduled.params, counts)
         extras = StepExtras.of(scheduled.params, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in scheduled.params)
-        return StepPlan(needs, extras, any_sampled, scheduled.propose)
+        return StepPlan(needs, extras, any_sampled, scheduled.propose, self.recurrent.targets(scheduled))
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
+        if not scheduled.num_requests:  # there were only rows to fold
+            nothing = torch.zeros(0, 0, dtype=torch.int64)
+            return DeviceResult(nothing, nothing, None, None, self._folded)
         shape, ints = pack_host(scheduled, padded)
         device_ints = to_device(ints, torch.int64, self.state.device)
         inputs, hidden, result = self.body(shape, device_ints, self.plan(scheduled, shape))
         prompts = prompt_logprobs(self.model, scheduled, inputs, hidden, self.state)
-        return result if prompts is None else DeviceResult(result.counts, result.run, result.logprobs, prompts)
+        reports = [written for written in (result.written, self._folded) if written is not None]
+        return replace(result, prompt_logprobs=prompts, written=torch.cat(reports) if reports else None)
 
     def body(self, shape: BatchShape, ints: torch.Tensor, plan: StepPlan) -> tuple[Inputs, Hidden, DeviceResult]:
         """The part that can be captured: no host data but the shape and the plan."""
         inputs = build_inputs(shape, ints, self.state, self.groups, self.max_len)
-        hidden = self.forward(inputs.batch.padded)
-        logprobs, accepted = self.finish(inputs, hidden, plan)
-        computed = self.commit(inputs, accepted)
+        recurrent = self.recurrent.begin(inputs, plan.targets)
+        hidden = self.forward(inputs.batch.padded, recurrent)
+        logprobs, committed = self.finish(inputs, hidden, plan)
+        written = self.recurrent.commit(recurrent, committed.accepted.num_accepted)
         if self.drafter is not None:
-            self.draft(self.drafter, inputs, hidden, accepted, computed, plan)
-        counts = torch.stack([
-            accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted,
-            self.state.num_drafts[inputs.batch.padded.rows],
-        ], dim=1)  # fmt: skip
-        return inputs, hidden, DeviceResult(counts, accepted.run, logprobs, None)
+            self.draft(self.drafter, inputs, hidden, committed, plan)
+            committed.counts[:, PROPOSED] = self.state.num_drafts[inputs.batch.padded.rows]
+        return inputs, hidden, DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written)
 
-    def forward(self, view: BatchView) -> Hidden:
+    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
-        return self.model.forward(view.token_ids, view.positions, self._cached.on(view), taps)
+        return self.model.forward(view.token_ids, view.positions, self._cached.on(view, recurrent), taps)
 
-    def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Accepted]:
-        state, rows, logit_rows = self.state, inputs.batch.padded.rows, inputs.logit_rows
+    def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Committed]:
+        state, logit_rows = self.state, inputs.logit_rows
         logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
@@ -117,14 +139,21 @@ class DeviceStep:
         if self.synthetic is not None:
             seed = state.sampling.seed[logit_rows.row]
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, seed, logits.shape[1])
-        accepted = accept(tokens, logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples, state.known[rows],
-                          state.sampling, rows, bad=sampled.bad)
-        return sampled.logprobs, accepted
+        return sampled.logprobs, self.commit(inputs, tokens, sampled.bad)
 
-    def commit(self, inputs: Inputs, accepted: Accepted) -> torch.Tensor:
-        """The run becomes known, its accepted part computed. Returns tokens computed [requests]."""
+    def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> Committed:
+        """Drafts are accepted by the sampled tokens; the run becomes known, its accepted part computed."""
         state, rows = self.state, inputs.batch.padded.rows
+        kernels = step_kernels(state.device)
+        if kernels is not None:
+            verified = kernels.Verified(rows, inputs.num_known, inputs.num_drafts, inputs.samples, inputs.first_logit,
+                                        inputs.drafts)
+            done = kernels.commit_step(tokens, bad, verified, state)
+            accepted = Accepted(done.run, done.run_len, done.num_accepted, done.finish)
+            return Committed(accepted, done.num_computed, done.goes_on, done.counts)
         known = state.known[rows]
+        accepted = accept(tokens, inputs.logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples, known,
+                          state.sampling, rows, bad=bad)
         index = torch.arange(accepted.run.shape[1], device=rows.device)
         columns = (known[:, None] + index).clamp_max(state.tokens.shape[1] - 1)
         # Cells beyond the run keep what they hold. Only the null row can be written twice, with what it holds.
@@ -136,14 +165,15 @@ class DeviceStep:
         state.computed.index_add_(0, rows, computed)
         state.alive.index_copy_(0, rows, state.alive[rows] & (accepted.finish == 0))
         state.num_drafts.index_fill_(0, rows, 0)  # consumed, or stale
-        return computed
+        goes_on = (accepted.run_len > 0) & (accepted.finish == 0)
+        counts = torch.stack([accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted,
+                              torch.zeros_like(computed)], dim=1)  # fmt: skip
+        return Committed(accepted, computed, goes_on, counts)
 
-    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, accepted: Accepted, computed: torch.Tensor,
-              plan: StepPlan) -> None:
-        state, rows = self.state, inputs.batch.padded.rows
-        guesses = (accepted.run_len > 0) & state.alive[rows]
-        step = Step(inputs.batch, hidden, accepted, inputs.computed_before, computed, guesses, state.tokens, state.known,
-                    state.sampling, plan.any_sampled, plan.propose)
+    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: Committed, plan: StepPlan) -> None:
+        state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
+        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.computed, guesses,
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose)
         if plan.propose == 0:
             drafter.skip(step)
             return

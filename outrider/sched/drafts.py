@@ -16,7 +16,8 @@ from outrider.sched.request import Request
 DECAY = 0.9  # of one request's counts, per observation
 SHARED_DECAY = 0.999  # of the counts over all requests
 PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
-FORGETTING = 0.98  # of a request's counts, per step without drafts
+FORGETTING = 0.95  # of a request's counts, per step without drafts
+PROBE_AFTER = 32  # steps without drafts until one is tried, whatever the rates say
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 
 
@@ -28,8 +29,11 @@ class StepCosts:
     seconds: tuple[float, ...]
     draft_fixed: float = 0.0  # a proposal's first pass
     draft_each: float = 0.0  # each further draft
+    is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
 
-    def step(self, tokens: int) -> float:
+    def step(self, tokens: int, requests: int = 1) -> float:
+        if self.is_padded:
+            tokens = -(-tokens // requests) * requests
         at = bisect_right(self.tokens, tokens)
         if at == 0:
             return self.seconds[0]
@@ -77,6 +81,7 @@ class Rates:
     tried: list[float]
     hit: list[float]
     gains: list[float] = field(default_factory=list)  # chance that draft j is reached and accepted
+    idle: int = 0  # steps without drafts
 
     @classmethod
     def of(cls, k: int) -> Rates:
@@ -119,10 +124,11 @@ class AutoDrafts:
         best = self._best_count(running, candidates)
         for _, request in candidates[:best]:
             request.drafts_wanted += 1
+        for _, request in candidates[best:]:
+            if not request.drafts_wanted:
+                self._maybe_probe(request)
         for request in requests:
             self.chosen[request.drafts_wanted] += 1
-            if not request.drafts_wanted and request.id in self._rates:
-                self._fade(request)
         return self._proposal(best)
 
     def observe(self, request: Request, result: RequestResult) -> None:
@@ -142,7 +148,7 @@ class AutoDrafts:
     def _best_count(self, running: int, candidates: list[tuple[float, Request]]) -> int:
         """Drafts over all requests, taken by falling chance: where expected tokens per second are most."""
         candidates.sort(key=lambda pair: -pair[0])
-        plain = running / self._costs.step(max(running, 1))
+        plain = running / self._costs.step(max(running, 1), max(running, 1))
         best, best_rate, expected = 0, plain * MIN_GAIN, float(running)
         deepest: dict[int, int] = {}
         most = 0
@@ -150,7 +156,7 @@ class AutoDrafts:
             expected += gain
             deepest[request.id] = deepest.get(request.id, 0) + 1
             most = max(most, deepest[request.id])
-            rate = expected / (self._costs.step(running + count) + self._costs.draft(most))
+            rate = expected / (self._costs.step(running + count, running) + self._costs.draft(most))
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
@@ -177,7 +183,15 @@ class AutoDrafts:
             rates.gains = gains
         return gains
 
-    def _fade(self, request: Request) -> None:
-        rates = self._rates[request.id]
+    def _maybe_probe(self, request: Request) -> None:
+        """A text may begin to repeat itself at any time, and without drafts nobody would notice."""
+        rates = self._rates.get(request.id)
+        if rates is None:
+            rates = self._rates[request.id] = Rates.of(self._k)
+            rates.idle = PROBE_AFTER * 3 // 4  # a new request is tried soon
         rates.fade(FORGETTING)
         rates.gains = []
+        rates.idle += 1
+        if rates.idle >= PROBE_AFTER:
+            rates.idle = 0
+            request.drafts_wanted = 1

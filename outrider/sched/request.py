@@ -23,7 +23,7 @@ class Request:
         "id", "token_ids", "prompt_len", "params", "eos_ids", "end_len", "seed", "sample_index", "priority",
         "cache_keys", "state", "epoch", "row", "settled", "bound", "known", "in_flight_samples", "unsettled", "covered",
         "next_event", "hashes", "finish", "error", "num_preemptions", "num_hit_tokens", "drafts_wanted", "max_drafts",
-        "num_steps", "num_drafted", "num_accepted", "num_proposed",
+        "num_steps", "num_drafted", "num_accepted", "num_proposed", "folded", "num_pending",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], params: SamplingParams, *, end_len: int, seed: int,
@@ -46,6 +46,8 @@ class Request:
         self.settled = Settled()
         self.bound = Bound()
         self.known = 0  # known tokens when it was last admitted
+        self.folded = 0  # of the settled tokens, those that recurrent states have seen: the last drafts accepted wait
+        self.num_pending = 0  # drafts of its last scheduled step, of which some may be accepted and wait
         self.in_flight_samples = 0  # steps in flight that each yield at least one token
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for

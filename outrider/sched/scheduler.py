@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from outrider.cache.manager import CacheManager
+from outrider.cache.checkpoints import Reach
+from outrider.cache.manager import CacheManager, Granted
 from outrider.core import (
     NULL_ROW,
     Admission,
     Bound,
+    CheckpointWrite,
     Finish,
     HostDraft,
     Limits,
-    PageWrite,
     RequestResult,
     ScheduledBatch,
     Settled,
@@ -109,7 +110,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._in_flight)
+        return bool(self._running or self._waiting or self._in_flight) or self.cache.checkpoints.has_folds
 
     def add(self, request: Request) -> None:
         needed = self.cache.pages_to_start(request.end_len)
@@ -185,6 +186,7 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
+        self._settle_checkpoints(result.step, result.checkpoints)
         for part, known, drafts, sampled in zip(
             result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
@@ -199,9 +201,13 @@ class Scheduler:
         return updates
 
     def fail_step(self, error: str) -> None:
-        """The oldest step in flight died. What the device holds of any row is unknown now, so whoever has one ends."""
-        self._in_flight.popitem(last=False)
-        for request in list(self._running):
+        """The oldest step in flight died. What the device holds of the rows of that time is unknown now, so whoever has
+        one ends; a row taken later was written anew."""
+        step, _ = self._in_flight.popitem(last=False)
+        self._settle_checkpoints(step, [])
+        later = [*self._admissions, *(a for batch in self._in_flight.values() for a in batch.admissions)]
+        rows = {admission.row for admission in later}
+        for request in [r for r in self._running if r.row not in rows]:
             request.error = error
             self._end(request, Finish.ERROR)
 
@@ -263,10 +269,11 @@ class Scheduler:
         request.settled.at_least = request.bound.at_most = request.covered = hit
         request.next_event = self.cache.next_event(request.settled)
         request.in_flight_samples = request.unsettled = request.drafts_wanted = request.num_proposed = 0
+        request.folded, request.num_pending = hit, 0
         self._running.append(request)
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, request.eos_ids,
-                      request.params, request.sample_index, request.seed)
+                      request.params, request.sample_index, request.seed, self.cache.checkpoints.restored(request.id))
         )
 
     def _make_room(self, request: Request, bound: int, batch: _BatchBuilder) -> bool:
@@ -290,14 +297,19 @@ class Scheduler:
         """Give its row and pages back; it is computed again from its settled tokens."""
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
+        self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=False)
         self._release(request)
         self._wait(request)
 
     def _finish_batch(self, batch: _BatchBuilder, propose: int) -> ScheduledBatch | None:
-        if not batch.requests:
+        if not batch.requests and not self.cache.checkpoints.has_folds:
             return None
+        # After everyone has pages to run, and before those that are read in this step are let go.
+        step = self.stats.num_steps
+        checkpoints = self.cache.grant_checkpoints(step, batch.reaches) if self.cache.takes_checkpoints else []
+        folds = self.cache.checkpoints.take_folds(step)
         granted = self.cache.take_granted()
-        scheduled = batch.build(self._admissions, granted.page_writes, granted.clear_pages, self._host_drafts, propose)
+        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
         self._admissions, self._host_drafts = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -306,12 +318,17 @@ class Scheduler:
 
     # Inside: after a result
 
+    def _settle_checkpoints(self, step: int, written: Sequence[int]) -> None:
+        """Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now."""
+        self.cache.settle_checkpoints(step, written, lambda request_id: self._requests[request_id].token_ids)
+
     def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
         settled = request.settled
         settled.at_least += part.num_computed
         request.num_proposed = part.num_proposed
         request.unsettled -= scheduled
         request.in_flight_samples -= sampled
+        request.folded = settled.at_least - part.num_accepted
         bound = settled.at_least + request.unsettled
         request.bound.at_most = bound if bound < request.end_len else request.end_len
         if part.run:
@@ -331,6 +348,9 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish, early: bool = True) -> None:
         request.finish = finish
         if request.state is State.RUNNING:
+            if finish is not Finish.ERROR:  # what a failed step left behind is nobody's prefix
+                is_exact = not early or request.unsettled == 0
+                self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=is_exact)
             self._release(request)
         else:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
@@ -368,18 +388,34 @@ class _BatchBuilder:
         self._num_known: list[int] = []
         self._num_drafts: list[int] = []
         self._samples: list[bool] = []
+        self._num_pending: list[int] = []
+        self._before: list[int] = []  # bounds
 
     def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
         self.requests.append(request)
         self._num_known.append(num_known)
         self._num_drafts.append(num_drafts)
         self._samples.append(samples)
+        self._num_pending.append(request.num_pending)
+        self._before.append(request.bound.at_most)
+        request.num_pending = num_drafts
         request.bound.at_most = bound
         request.unsettled += num_known + num_drafts
         request.in_flight_samples += samples
 
-    def build(self, admissions: Iterable[Admission], page_writes: list[PageWrite],
-              clear_pages: list[int], host_drafts: list[HostDraft], propose: int) -> ScheduledBatch:
+    @property
+    def reaches(self) -> dict[int, Reach]:
+        """How far each request's recurrent states get. Tokens known at admission are never in doubt, and drafts are
+        not stored in the step that checks them."""
+        reaches: dict[int, Reach] = {}
+        for request, known, before in zip(self.requests, self._num_known, self._before, strict=True):
+            sure = min(request.known, before)  # computed when the step begins, whatever is in flight
+            least = max(request.settled.at_least, sure) + known
+            reaches[request.id] = Reach(request.folded, max(request.folded, sure), least, before + known)
+        return reaches
+
+    def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
+              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int) -> ScheduledBatch:
         requests = self.requests
         return ScheduledBatch(
             step=self._step,
@@ -392,8 +428,11 @@ class _BatchBuilder:
             bounds=[r.bound.at_most for r in requests],
             params=[r.params for r in requests],
             admissions=list(admissions),
-            page_writes=page_writes,
-            clear_pages=clear_pages,
+            page_writes=granted.page_writes,
+            clear_pages=granted.clear_pages,
             host_drafts=host_drafts,
+            checkpoints=checkpoints,
+            folds=folds,
+            num_pending=self._num_pending,
             propose=propose,
         )

@@ -24,6 +24,7 @@ from outrider.attention.cached import CachedLayers
 from outrider.cache.groups import Group
 from outrider.cache.spec import LayerCache, SlidingSpec
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
+from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.philox import gumbel
 from outrider.spec.base import Drafter, Drafts, Step
@@ -167,14 +168,20 @@ class AutoregressiveDrafter(Drafter):
 
     def _choose(self, step: Step, hidden: torch.Tensor, index: int) -> torch.Tensor:
         """The likeliest token, or at a temperature the one that the target's own noise favours."""
-        logits = self.network.logits(hidden)
-        target_ids = self.network.target_ids
+        logits, target_ids = self.network.logits(hidden), self.network.target_ids
+        rows, sampling = step.batch.padded.rows, step.sampling
+        temperature = sampling.temperature[rows]
+        key = (sampling.seed[rows], sampling.sample_index[rows], step.known[rows] + index)
         if step.any_sampled:
-            rows, sampling = step.batch.padded.rows, step.sampling
-            temperature = sampling.temperature[rows][:, None].to(logits.dtype)
-            noise = gumbel(sampling.seed[rows], sampling.sample_index[rows], step.known[rows] + index, target_ids,
-                           logits.shape[1], logits.dtype)
-            logits = torch.where(temperature > 0, logits / temperature.clamp_min(1e-6) + noise, logits)
+            heat = temperature[:, None].to(logits.dtype)
+            logits = torch.where(heat > 0, logits / heat.clamp_min(1e-6), logits)
+        if target_ids is None or not step.any_sampled:
+            best = ops.choose(logits, temperature if step.any_sampled else torch.zeros_like(temperature), *key)
+            if best is not None:
+                return best if target_ids is None else target_ids[best]
+        if step.any_sampled:
+            noise = gumbel(*key, target_ids, logits.shape[1], logits.dtype)
+            logits = torch.where(temperature[:, None] > 0, logits + noise, logits)
         best = logits.argmax(dim=1)
         return best if target_ids is None else target_ids[best]
 

@@ -24,6 +24,9 @@ class _Shifted:
     def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
         return self._attend.fused(layer + self._first, qkv, rope, norms)
 
+    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self._attend.recurrent(layer + self._first, conv_in, gates)
+
 
 class DraftModelNetwork:
     """A DraftNetwork around a Model; its layers are numbered after the target's."""

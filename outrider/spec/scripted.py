@@ -75,7 +75,8 @@ class SyntheticAcceptance:
         draft = drafts[logit_rows.request, index]
         assert self._table is not None, "bind first"
         # Uniform in (0, 1), keyed by position, so that a run repeats.
-        noise = gumbel(seed, torch.zeros_like(seed), logit_rows.position, None, 1, torch.float32).squeeze(1)
+        key = seed + logit_rows.row * 0x9E3779B97F4A7  # requests without a seed of their own share one
+        noise = gumbel(key, torch.zeros_like(seed), logit_rows.position, None, 1, torch.float32).squeeze(1)
         accepted = torch.exp(-torch.exp(-noise)) < self._table[index]
         other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
         chosen = torch.where(accepted, draft, other)

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
-VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 128, 64, 3, 3, 0.02
+VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 128, 64, 4, 3, 0.02
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 96, 256, 4, 4, 2
 HEAD_DIM, THETA, EPS = HIDDEN // HEADS, 10000.0, 1e-5
 TAPS = (1, 2, 4)
-LENGTH, BATCH, UNROLL = 40, 64, 4
-TARGET_STEPS, HEAD_STEPS = 150, 230
+LENGTH, BATCH, UNROLL = 72, 40, 4
+TARGET_STEPS, HEAD_STEPS = 180, 320
 
 Params = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]

@@ -5,7 +5,9 @@ with outrider.
 
 The language is that of `train_eagle3.py` with more streams than drafts: a first token names a mode, then streams of
 symbols take turns, and each goes on by the mode's own permutation, with a little noise. So every draft depends on a
-token some places back, which the assistant can only find by position in the target's cache, and on the mode.
+token some places back, which the assistant can only find by position in the target's cache, and on the mode, which it
+must take from the target's hidden state: sliding layers carry the mode a few windows far, and in training the keys up
+to there are mostly out of sight.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+
+if TYPE_CHECKING:  # tests take the language from here and need no transformers for it
+    from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 HERE = Path(__file__).parent
 VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 80, 64, 3, 5, 0.02
-WINDOW, LENGTH, BATCH, DRAFTS = 16, 48, 32, 3
+WINDOW, LENGTH, BATCH, DRAFTS = 8, 64, 24, 3
+EARLY, LATE = 24, 32  # keys and places: from here on keys know nothing of the mode
 TARGET_STEPS, ASSISTANT_STEPS = 450, 600
 SLIDING, FULL = "sliding_attention", "full_attention"
 SHAPE = {
@@ -87,6 +93,8 @@ def rounded(model: torch.nn.Module) -> None:
 
 
 def train_target(language: Language) -> Gemma4ForCausalLM:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
     config = Gemma4TextConfig(hidden_size=96, intermediate_size=192, num_hidden_layers=4,
                               layer_types=[SLIDING, SLIDING, SLIDING, FULL], **SHAPE)
     model = Gemma4ForCausalLM(config)
@@ -104,14 +112,16 @@ def train_target(language: Language) -> Gemma4ForCausalLM:
 
 
 def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, tokens: torch.Tensor,
-                      hidden: torch.Tensor, caches: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+                      hidden: torch.Tensor, caches: dict[str, tuple[torch.Tensor, torch.Tensor]],
+                      sees_mode: torch.Tensor) -> list[torch.Tensor]:
     """Logits of draft 0, 1, ... at every place p whose token is the last known one: each sees keys up to p - 1, stands
-    at position p and is given the right draft before it."""
+    at p and is given the right draft before it. Late places of texts that do not see the mode lack early keys."""
     count = tokens.shape[1] - DRAFTS
     places = torch.arange(1, count)
     behind = places[:, None] - torch.arange(tokens.shape[1])  # how far a key lies behind a query
-    masks = {FULL: behind >= 1, SLIDING: (behind >= 1) & (behind <= WINDOW)}
-    masks = {kind: mask.expand(tokens.shape[0], 1, -1, -1) for kind, mask in masks.items()}
+    tells_mode = (torch.arange(tokens.shape[1]) < EARLY) & (places[:, None] >= LATE)
+    seen = (behind >= 1) & (sees_mode[:, None, None, None] | ~tells_mode)
+    masks = {FULL: seen, SLIDING: seen & (behind <= WINDOW)}
     state = hidden[:, : count - 1]
     logits: list[torch.Tensor] = []
     for draft in range(DRAFTS):
@@ -126,6 +136,8 @@ def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausal
 
 
 def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
     text = Gemma4TextConfig(hidden_size=64, intermediate_size=192, num_hidden_layers=2, layer_types=[SLIDING, FULL],
                             num_kv_shared_layers=2, **SHAPE)
     model = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=text, backbone_hidden_size=96))
@@ -137,9 +149,11 @@ def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4Assi
         with torch.no_grad():
             out = target(tokens, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
             wanted = out.logits.softmax(dim=-1)
+        # Else the mode would be read from early keys, and hidden states would not matter.
+        sees_mode = torch.rand(BATCH, generator=generator) < 0.2
+        drafts = drafts_everywhere(model, target, tokens, out.hidden_states[-1], out.shared_kv_states, sees_mode)
         total = torch.zeros(())
-        for draft, guess in enumerate(drafts_everywhere(model, target, tokens, out.hidden_states[-1],
-                                                        out.shared_kv_states)):
+        for draft, guess in enumerate(drafts):
             # The draft after place p + draft is what the target says there.
             right = wanted[:, 1 + draft : 1 + draft + guess.shape[1]]
             total = total + F.cross_entropy(guess[:, STREAMS:].flatten(0, 1), right[:, STREAMS:].flatten(0, 1))

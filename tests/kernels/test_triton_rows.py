@@ -136,3 +136,38 @@ def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -
     for argument, value in wrong.items():
         with pytest.raises(ValueError, match=f"rope_cache_write: {argument} "):
             rope_cache_write(**(good | {argument: value}))
+
+
+@pytest.mark.parametrize("kind", ["v", "v from k", "q only"])
+def test_rope_cache_write_norms_values_and_serves_layers_without_them(kind: str, device: torch.device) -> None:
+    """Gemma 4: values divided by their root mean square, taken from the keys' columns, or not there at all."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, heads, kv_heads, dim, page = 5, 4, 2, 16, 16
+    columns = heads + {"v": 2, "v from k": 1, "q only": 0}[kind] * kv_heads
+    qkv = torch.randn(tokens, columns * dim, generator=generator).to(device)
+    table = torch.randn(32, dim, generator=generator).to(device)
+    positions = torch.tensor([3, 4, 9, 0, 31], device=device)
+    slots = torch.tensor([17, 18, -1, 40, 2], device=device)
+    q_gain, k_gain = (torch.randn(dim, generator=generator).to(device) for _ in range(2))
+    k_cache, v_cache = (torch.full((4, page, kv_heads, dim), 7.0, device=device) for _ in range(2))
+    q = rope_cache_write(qkv, positions, table, slots, k_cache, v_cache, q_gain, k_gain, 1e-6, v_norm=True,
+                         v_from_k=kind == "v from k", writes=kind != "q only")
+    parts = qkv.view(tokens, columns, dim)
+
+    def normed(x: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+    torch.testing.assert_close(q, turned(normed(parts[:, :heads], q_gain)), atol=1e-5, rtol=1e-5)
+    live = slots >= 0
+    got_k, got_v = (cache.view(-1, kv_heads, dim)[slots[live]] for cache in (k_cache, v_cache))
+    if kind == "q only":
+        assert (k_cache == 7).all() and (v_cache == 7).all()
+        return
+    keys, values = parts[:, heads : heads + kv_heads], parts[:, -kv_heads:]
+    torch.testing.assert_close(got_k, turned(normed(keys, k_gain))[live], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got_v, normed(values, 1.0)[live], atol=1e-5, rtol=1e-5)

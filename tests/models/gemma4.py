@@ -49,16 +49,25 @@ def spread(model: Any, seed: str) -> None:
         value.normal_(mean, 0.2, generator=generator)
 
 
-def save_target(name: str, path: Path, **changes: Any) -> Path:
+def text_config(values: dict[str, Any], unified: bool) -> Any:
     import transformers
 
-    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**TARGETS[name] | changes))
+    if unified:
+        return transformers.Gemma4UnifiedTextConfig(**{k: v for k, v in values.items() if k not in NOT_UNIFIED})
+    return transformers.Gemma4TextConfig(**values)
+
+
+def save_target(name: str, path: Path, *, unified: bool = False) -> Path:
+    import transformers
+
+    model_class = transformers.Gemma4UnifiedForCausalLM if unified else transformers.Gemma4ForCausalLM
+    model = model_class(text_config(TARGETS[name], unified))
     spread(model, name)
     model.save_pretrained(path)
     return path
 
 
-def save_assistant(name: str, path: Path, *, centroids: bool = False, **changes: Any) -> Path:
+def save_assistant(name: str, path: Path, *, centroids: bool = False, unified: bool = False) -> Path:
     """An assistant for the target of that name: three layers, two of them sliding, narrower than the target."""
     import transformers
 
@@ -66,11 +75,12 @@ def save_assistant(name: str, path: Path, *, centroids: bool = False, **changes:
     text = {key: target[key] for key in ("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v")}
     text = _BASE | text | {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
                            "layer_types": [SLIDING, FULL, FULL], "num_attention_heads": 2, "num_kv_shared_layers": 3}
-    config = transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(**text | changes), backbone_hidden_size=target["hidden_size"],
+    kind = "Gemma4UnifiedAssistant" if unified else "Gemma4Assistant"
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text_config(text, unified), backbone_hidden_size=target["hidden_size"],
         use_ordered_embeddings=centroids, num_centroids=16, centroid_intermediate_top_k=3,
     )  # fmt: skip
-    model = transformers.Gemma4AssistantForCausalLM(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     spread(model, f"assistant {name}")
     if centroids:
         order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
@@ -83,7 +93,8 @@ class Candidates:
     """transformers' own candidate generator, asked as its generation loop asks it after a step of one token.
 
     Then the target's cache holds what ours does: every computed token in full layers, and in sliding ones the window of
-    the last one. (After a prompt it holds more, and after a rejection keys of rejected tokens: see docs.)"""
+    the last one. In other steps transformers' sliding layers show one key more, and after a rejection also keys of
+    rejected tokens, so that its drafts depend on how it came there."""
 
     def __init__(self, target: Path, assistant: Path, num_drafts: int) -> None:
         from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Generator

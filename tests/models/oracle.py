@@ -1,6 +1,7 @@
 """Tiny random models saved by transformers, and a dense attention to run ours without pages.
 
-Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `DenseAttend` and `greedy` from here.
+Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `HYBRID_FAMILIES`,
+`DenseAttend` and `greedy` from here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from outrider.attention.base import AttentionLayer
+from outrider.attention.recurrent import RecurrentMixer, RecurrentState
 from outrider.models import Model, load_model
 
 VOCAB = 256
@@ -77,14 +79,96 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe_every_second": ("Qwen3Moe", _QWEN3_MOE | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 }
-_ALL = FAMILIES | MOE_FAMILIES
+_MAMBA: dict[str, Any] = {
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    # transformers takes this for a limit of the time step, in prefill alone, where the models' own code has none.
+    "time_step_min": 1e-30,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_DELTA_MOE = _DELTA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": ("NemotronH", _MAMBA | {"hybrid_override_pattern": "M*-EME"}),
+    "nemotron_h_latent": (
+        "NemotronH",
+        _MAMBA
+        | {
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+            "moe_latent_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+            "use_bias": True,
+            "n_groups": 8,
+        },
+    ),
+    "qwen3_next": ("Qwen3Next", _DELTA_MOE | {"mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", _DELTA),
+    "qwen3_5_bias": (
+        "Qwen3_5",
+        _DELTA
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5Moe", _DELTA_MOE),
+    "bamba": ("Bamba", _BAMBA),
+    "bamba_bias": (
+        "Bamba",
+        _BAMBA
+        | {
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+_ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES
+_TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 
 
 def hf_config(family: str, **changes: Any) -> Any:
     import transformers
 
     name, values = _ALL[family]
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if name in _TEXT_CONFIGS else f"{name}Config")
     return config_class(**_BASE | values | changes)
 
 
@@ -95,17 +179,24 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     torch.manual_seed(zlib.crc32(family.encode()))
     model = getattr(transformers, f"{_ALL[family][0]}ForCausalLM")(hf_config(family, **changes))
     for name, parameter in model.named_parameters():
-        mean = _mean(name, is_gemma=_ALL[family][0] == "Gemma3")
+        mean = _mean(name, _ALL[family][0])
         torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(path)
     return Path(path)
 
 
-def _mean(name: str, is_gemma: bool) -> float:
+def _mean(name: str, architecture: str) -> float:
     """Of a parameter's values. In Gemma layers must outweigh the scaled embedding, or every token predicts itself."""
+    if name.endswith("A_log"):
+        return -2.0  # a short memory is often almost empty, and the norm after it magnifies rounding
     if "norm" not in name:
         return 0.0
-    if not is_gemma or ".self_attn." in name:
+    if architecture in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+        return 1.0 if ".linear_attn." in name else 0.0  # the others scale by 1 + weight
+    if architecture != "Gemma3" or ".self_attn." in name:
         return 1.0
     return 5.0 if ".post_" in name else 0.0
 
@@ -117,13 +208,30 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -
 
 
 class DenseAttend:
-    """Causal attention of one request over everything it was given so far, without pages. Use one per sequence."""
+    """Attention and recurrences of one request over everything it was given so far, without pages. Use one per
+    sequence."""
 
     def __init__(self, model: Model) -> None:
         self.layers: dict[int, AttentionLayer] = {layer.index: layer for layer in model.attention_layers}
         self.owner = {c.layer: c.layer if c.reads is None else c.reads for c in model.cache_layers()}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.mixers: dict[int, RecurrentMixer] = getattr(model, "recurrent_layers", {})
+        self.states: dict[int, RecurrentState] = {}
+
+    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        mixer = self.mixers[layer]
+        spec, wide = mixer.spec, torch.promote_types(conv_in.dtype, torch.float32)
+        no_tail = conv_in.new_zeros(spec.conv_width - 1, spec.conv_dim)
+        empty = RecurrentState(torch.zeros(spec.state_shape, dtype=wide), no_tail)
+        begin = self.states.get(layer, empty)
+        if conv_in.shape[0] == 1:
+            stepped = mixer.step(begin.state[None], begin.tail[None], conv_in, gates)
+            self.states[layer] = RecurrentState(stepped.state[0], stepped.tail[0])
+            return stepped.y
+        scanned = mixer.scan(*begin, conv_in, gates, [])
+        self.states[layer] = RecurrentState(scanned.state, scanned.tail)
+        return scanned.y
 
     def fused(self, layer: int, qkv: torch.Tensor, rope: Any, norms: Any) -> None:
         return None

@@ -19,14 +19,14 @@ from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.kinds import pages_for
 from outrider.cache.manager import CacheManager
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
-from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.loader import WeightError
 from outrider.models.registry import build_model, eos_token_ids, read_config
 from outrider.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request
+from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.engine.harness import Ask, Rig
 from tests.engine.harness import greedy as greedy_params
@@ -105,14 +105,17 @@ def test_text_through_the_engine_equals_transformers(folder_of: Folders, theirs:
 
 @ALL
 def test_bfloat16_is_near_float64(folder_of: Folders, name: str) -> None:
-    """The tiny models amplify rounding, so transformers' own error is the yardstick. The median: an expert chosen by a
-    near tie changes a token row altogether."""
-    tokens = tokens_of(seed=5, count=40)
-    exact = all_logits(load(folder_of(name), torch.float64), tokens)
-    logits = all_logits(load(folder_of(name), torch.bfloat16), tokens)
-    assert logits.dtype == torch.float32
-    reference = hf_logits(hf_model(folder_of(name), torch.bfloat16), tokens)
-    assert (logits - exact).abs().median() < 1.3 * (reference - exact).abs().median()
+    """The tiny models amplify rounding, so transformers' own error is the yardstick; over several texts, since a near
+    tie between experts changes a token row altogether."""
+    exact, narrow = load(folder_of(name), torch.float64), load(folder_of(name), torch.bfloat16)
+    reference, ours, theirs = hf_model(folder_of(name), torch.bfloat16), 0.0, 0.0
+    for seed in range(5, 10):
+        tokens = tokens_of(seed, count=40)
+        wanted, logits = all_logits(exact, tokens), all_logits(narrow, tokens)
+        assert logits.dtype == torch.float32
+        ours += (logits - wanted).abs().median().item()
+        theirs += (hf_logits(reference, tokens) - wanted).abs().median().item()
+    assert ours < 1.2 * theirs
 
 
 @ALL
@@ -258,10 +261,10 @@ def test_layers_say_what_they_keep_and_whose_they_read(folder_of: Folders) -> No
 
 def large_layout() -> CacheLayout:
     """Of the 4B shapes with their assistant, without their weights."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("meta")}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_len": 16}
     target = build_model(read_config(BENCH / "gemma4-4b"), **options)
     config = ConfigReader(read_config(BENCH / "gemma4-4b-assistant"))
-    assistant = build_assistant(config, target, first_layer=30, max_len=32768, **options)  # type: ignore[arg-type]
+    assistant = build_assistant(config, target, first_layer=30, **options)  # type: ignore[arg-type]
     layout = plan_groups(target.cache_layers() + assistant.cache_layers())
     assert [layout.places[30 + i] for i in range(4)] == [layout.places[28]] * 3 + [layout.places[29]]
     return layout
@@ -274,59 +277,61 @@ def test_little_of_a_page_is_padding(folder_of: Folders) -> None:
 
 
 class FakeRunner:
-    """Answers `depth` steps late that every draft but the last was right."""
+    """Answers one step late that every draft but the last was right, until the request is as long as it may be."""
 
-    def __init__(self, scheduler: Scheduler, depth: int) -> None:
-        self.scheduler, self._depth = scheduler, depth
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self.scheduler, self.known, self.end_len = scheduler, request.prompt_len, request.end_len
         self._queue: deque[ScheduledBatch] = deque()
 
-    def step(self) -> None:
+    def step(self, look: Callable[[], None]) -> None:
+        """look: when a step is scheduled and none of the results out has been read."""
         batch = self.scheduler.schedule()
         if batch is not None:
             self._queue.append(batch)
-        while self._queue and (len(self._queue) > self._depth or batch is None):
+        look()
+        if batch is None or len(self._queue) > 1:
             self.scheduler.update(self._answer(self._queue.popleft()))
-            batch = self._queue[-1] if self._queue else batch
-            if not self._queue:
-                break
 
     def _answer(self, batch: ScheduledBatch) -> StepResult:
-        parts = []
-        for i, request_id in enumerate(batch.request_ids):
-            accepted = max(0, batch.num_drafts[i] - 1)
-            run = [7] * (1 + accepted) if batch.samples[i] else []
-            parts.append(RequestResult(request_id, batch.epochs[i], run, batch.num_known[i] + accepted,
-                                       batch.num_drafts[i], accepted, 3))
-        return StepResult(batch.step, parts)
+        (drafts,), (samples,) = batch.num_drafts, batch.samples
+        accepted = min(max(0, drafts - 1), self.end_len - self.known - 1)
+        run = [7] * (1 + accepted) if samples and self.known < self.end_len else []
+        self.known += len(run)
+        finish = Finish.LENGTH if self.known >= self.end_len else Finish.NO
+        computed = batch.num_known[0] + accepted if run or not samples else 0
+        part = RequestResult(0, batch.epochs[0], run, computed, drafts, accepted, 3, finish=finish)
+        return StepResult(batch.step, [part])
 
 
 def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
     """32k tokens: the sliding groups hold their window and what is unsettled, the full ones everything."""
     layout, limits = large_layout(), Limits(2, 2044, 32768, 3, 262144, steps_in_flight=2)
-    manager = CacheManager(layout, 40_000, limits, enable_prefix_caching=False)
+    manager = CacheManager(layout, 4_000, limits, enable_prefix_caching=False)
     scheduler = Scheduler(manager, limits, drafts=FixedDrafts(3))
     request = Request(0, [5] * 32_000, SamplingParams(max_tokens=None), end_len=32_500, seed=0)
     scheduler.add(request)
-    runner, peak = FakeRunner(scheduler, depth=1), [0] * len(layout.groups)
-    while scheduler.has_work:
-        runner.step()
-        if request.row == 0:
-            continue
-        held = manager.pages_held(0)
-        for group, count in zip(layout.groups, held, strict=True):
-            first = group.kind.first_needed(request.settled.at_least)
-            assert count == pages_for(manager.covered(0), group.page_tokens) - first, "not what its kind says"
-        peak = [max(pair) for pair in zip(peak, held, strict=True)]
-        if request.settled.at_least > 32_100:  # decoding: the window, and four tokens in each of two steps
-            sliding = [n for n, g in zip(held, layout.groups, strict=True) if isinstance(g.spec, SlidingSpec)]
-            most = pages_for(511 + 8, layout.groups[0].page_tokens) + 1
-            assert sliding and max(sliding) <= most < 40
+    runner, peak = FakeRunner(scheduler, request), [0] * len(layout.groups)
+    is_sliding = [isinstance(group.spec, SlidingSpec) for group in layout.groups]
+
+    def look() -> None:
+        if request.state is not State.RUNNING:
+            return
         scheduler.check_integrity()
-    for group, most in zip(layout.groups, peak, strict=True):
+        held = manager.pages_held(0)
+        for i, group in enumerate(layout.groups):
+            first = group.kind.first_needed(request.settled.at_least)
+            assert held[i] == pages_for(request.bound.at_most, group.page_tokens) - first, "not what its kind says"
+            peak[i] = max(peak[i], held[i])
+            if is_sliding[i] and request.settled.at_least > 32_100:  # a window, and four tokens in each of two steps
+                assert held[i] <= pages_for(511 + 8 - 1, group.page_tokens) + 1 < 40
+
+    while scheduler.has_work:
+        runner.step(look)
+    assert any(is_sliding) and not all(is_sliding)
+    for i, group in enumerate(layout.groups):
         capacity = group.kind.capacity(limits).max_pages
-        is_sliding = isinstance(group.spec, SlidingSpec)
-        assert most == capacity if is_sliding else most == pages_for(32_500, group.page_tokens) < capacity
-    assert request.state.value == "finished" and manager.usage() == 0
+        assert peak[i] == (capacity if is_sliding[i] else pages_for(32_500, group.page_tokens))
+    assert request.state is State.FINISHED and manager.usage() == 0
 
 
 def test_the_assistant_takes_no_pages(folder_of: Folders) -> None:

@@ -1,8 +1,9 @@
 """HashMixerRunner: a device in plain Python whose cache holds a hash of each row's history.
 
 It plays a step as the real one does (rows, admissions, page writes, clears, dead tokens, acceptance, ends) and checks
-every cell that attention could see: a wrong, missing, stale or repeated token shows at once. It does not know the
-scheduler or the cache manager, only the batches they make.
+every cell that attention could see: a wrong, missing, stale or repeated token shows at once. Rows also have a recurrent
+state, a hash too, that folds, is saved and is restored as the real one. It does not know the scheduler or the cache
+manager, only the batches they make.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from outrider.cache.groups import CacheLayout, Group
-from outrider.cache.spec import FullSpec, SlidingSpec
+from outrider.cache.kinds import RecurrentKind
+from outrider.cache.spec import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.core import (
     NULL_PAGE,
     NULL_ROW,
     Admission,
+    CheckpointWrite,
     Finish,
     HostDraft,
     Limits,
@@ -41,10 +44,15 @@ def salt_of(seed: int) -> str:
     return SALTS[seed % len(SALTS)]
 
 
+def state_before(seed: int) -> int:
+    """Of the first token."""
+    return mix(seed % len(SALTS))
+
+
 def chain(seed: int, tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
     """A hash per token of everything up to it, the salt included; `start` are the first ones."""
     hashes = list(start)
-    last = hashes[-1] if hashes else mix(seed % len(SALTS))
+    last = hashes[-1] if hashes else state_before(seed)
     for token in tokens[len(hashes) :]:
         last = mix(last, token)
         hashes.append(last)
@@ -81,13 +89,18 @@ def guess_after(seed: int, tokens: Sequence[int], count: int, right: float, rng:
     return guess
 
 
-def make_layout(*groups: tuple[int, int]) -> CacheLayout:
-    """Groups as (tokens per page, window); window 0 is a full group."""
+def make_layout(*groups: tuple[int, int], state_pages: int = 0, interval: int = 8) -> CacheLayout:
+    """Groups as (tokens per page, window); window 0 is a full group. `state_pages`: of a checkpoint of the recurrent
+    layer, if there is to be one."""
     made = []
     for index, (page_tokens, window) in enumerate(groups):
         spec = SlidingSpec(1, 1, 1, window) if window else FullSpec(1, 1, 1)
         made.append(Group(index, spec, (index,), 1, page_tokens))
-    return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, 2 * max(g.page_tokens for g in made))
+    widest = max(g.page_tokens for g in made)
+    spec = RecurrentSpec(0, 1, (state_pages * widest // 2,), (), 1, 1)  # 4 bytes each, and 2 for every slot of a page
+    layers = ((len(made), spec),) if state_pages else ()
+    kind = RecurrentKind(layers, widest, 2 * widest, -(-interval // widest) * widest)
+    return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, 2 * widest, kind)
 
 
 def window_of(group: Group) -> int | None:
@@ -104,8 +117,11 @@ class Row:
     end_len: int
     stop_ids: tuple[int, ...]
     seed: int
+    state: int  # recurrent: has seen `computed - pending` tokens
     alive: bool = True
     drafts: list[int] = field(default_factory=list)
+    window: list[int] = field(default_factory=list)  # the drafts of the row's last step
+    pending: int = 0  # of these, accepted and not folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +149,15 @@ class Seen:
     num_cleared_pages: int = 0
     num_host_drafts: int = 0
     num_steps_of_ended: int = 0  # requests scheduled after they ended on the device
+    num_restored: int = 0
+    num_folds: int = 0
+    written: Counter[str] = field(default_factory=Counter)  # checkpoints by where the boundary lay
 
 
 class HashMixerRunner:
     def __init__(self, groups: Sequence[Group], num_pages: int, limits: Limits, rng: Random, *,
-                 lookahead: int = 0, right: float = 0.7) -> None:
-        self.groups, self.limits = groups, limits
+                 lookahead: int = 0, right: float = 0.7, has_state: bool = False) -> None:
+        self.groups, self.limits, self._has_state = groups, limits, has_state
         self.rows: dict[int, Row] = {}
         self.seen = Seen()
         self._rng, self._lookahead, self._right = rng, lookahead, right
@@ -155,18 +174,23 @@ class HashMixerRunner:
         self._check_batch(batch)
         for page in blank_pages:
             self._fill(page, POISON)
+        folded = [self._fold_ended(fold) for fold in batch.folds]
         self._apply_host_writes(batch)
         lives = [self._live(batch, i) for i in range(batch.num_requests)]
         self._write([live for live in lives if live is not None])
         for live in lives:
             if live is not None:
                 self._read(live)
+        written = [*folded, *self._advance_states(batch, lives)]
         results = [self._finish(batch, i, live) for i, live in enumerate(lives)]
-        return StepResult(batch.step, results)
+        return StepResult(batch.step, results, checkpoints=written)
 
     # Before the step
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
+        if not batch.rows:
+            assert batch.folds and not batch.admissions and not batch.checkpoints, "a batch without anything to do"
+            return
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens, "batch over the token budget"
         assert len(set(batch.rows)) == batch.num_requests <= self.limits.max_requests, "a row is in the batch twice"
         assert NULL_ROW not in batch.rows
@@ -197,8 +221,9 @@ class HashMixerRunner:
         assert 0 <= admission.computed < len(tokens) < admission.max_len, "nothing to compute, or no room to sample"
         hashes = chain(admission.seed, tokens)
         self.rows[admission.row] = Row(
-            tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.seed
-        )
+            tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.seed,
+            self._restored(admission),
+        )  # fmt: skip
 
     def _take_host_draft(self, draft: HostDraft) -> None:
         """What was accepted since it was made is dropped from it, if it agrees."""
@@ -257,6 +282,66 @@ class HashMixerRunner:
                 assert page != NULL_PAGE, f"group {group.index}: no page for position {low}"
                 assert found == live.hashes[low:high], f"group {group.index}: position {low} and on hold {found}"
 
+    # Recurrent states
+
+    def _restored(self, admission: Admission) -> int:
+        if not admission.checkpoint:
+            return state_before(admission.seed)
+        assert admission.computed > 0, "a state of no tokens is restored"
+        self.seen.num_restored += 1
+        states = {self._cells[page][0] - i for i, page in enumerate(admission.checkpoint)}
+        assert len(states) == 1, f"pages of different checkpoints: {states}"
+        return states.pop()
+
+    def _advance_states(self, batch: ScheduledBatch, lives: list[Live | None]) -> list[int]:
+        """Fold, apply the known tokens, store; drafts are only kept. Returns the checkpoints written."""
+        if not self._has_state:
+            assert not batch.checkpoints and not batch.folds
+            return []
+        written: list[int] = []
+        targets: dict[int, list[CheckpointWrite]] = {}
+        for write in batch.checkpoints:
+            assert write.row in batch.rows, "a checkpoint of a row that is not in the batch"
+            targets.setdefault(write.row, []).append(write)
+        for i, live in enumerate(lives):
+            if live is None:
+                continue
+            state = live.state
+            assert state.pending <= batch.num_pending[i], "more drafts wait to be folded than the host thinks"
+            known = state.tokens[state.computed : state.computed + live.num_known]
+            written += self._walk(state, known, targets.get(live.row, []))
+            assert state.state == live.hashes[state.computed + live.num_known - 1], "the recurrent state is wrong"
+            state.window = list(live.drafts)
+        return written
+
+    def _walk(self, state: Row, known: Sequence[int], targets: Sequence[CheckpointWrite]) -> list[int]:
+        """The state over its pending drafts and known tokens, saved where asked."""
+        inputs = [*state.window[: state.pending], *known]
+        at = state.computed - state.pending
+        written: list[int] = []
+        for index, token in enumerate(inputs, start=1):
+            state.state = mix(state.state, token)
+            for write in targets:
+                if write.boundary == at + index:
+                    self._save(write, state.state)
+                    written.append(write.id)
+                    self.seen.written["folding" if index <= state.pending else "known"] += 1
+        state.window, state.pending = [], 0
+        return written
+
+    def _save(self, write: CheckpointWrite, value: int) -> None:
+        for i, page in enumerate(write.pages):
+            assert page != NULL_PAGE
+            self._fill(page, value + i)
+            self._group_of[page] = len(self.groups)
+
+    def _fold_ended(self, fold: CheckpointWrite) -> int:
+        state = self.rows[fold.row]
+        self.seen.num_folds += 1
+        assert state.computed - state.pending < fold.boundary <= state.computed, "nothing to fold at this boundary"
+        (written,) = self._walk(state, (), [fold])
+        return written
+
     # Finish and draft
 
     def _finish(self, batch: ScheduledBatch, i: int, live: Live | None) -> RequestResult:
@@ -269,6 +354,7 @@ class HashMixerRunner:
         state.tokens += run
         state.hashes = chain(state.seed, state.tokens, live.hashes[: len(state.tokens) - len(run) + accepted])
         state.computed += computed
+        state.pending = accepted
         state.alive = finish is Finish.NO
         assert state.computed <= batch.bounds[i], "more tokens computed than the bound"
         # Drafts are all that can make a bound an estimate.

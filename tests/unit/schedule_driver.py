@@ -41,6 +41,8 @@ class Scenario:
     num_priorities: int = 1
     host_drafts: bool = False
     is_lazy: bool = False  # the device runs a step only when its result is read
+    state_pages: int = 0  # of a checkpoint; 0: no recurrent layer
+    interval: int = 8
 
     @property
     def lookahead(self) -> int:
@@ -149,17 +151,18 @@ class Driver:
         self.requests: list[Request] = []
         for index in range(scenario.num_requests):
             self._make_request(index)
-        layout = make_layout(*scenario.groups)
+        layout = make_layout(*scenario.groups, state_pages=scenario.state_pages, interval=scenario.interval)
         lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
         self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
                                   lookahead=scenario.lookahead)
-        self.cache.pool = self.pool = WatchedPool(num_pages)
+        self.cache.pool = self.cache.checkpoints.pool = self.pool = WatchedPool(num_pages)
         self.guesses = HostGuesses(self.rng, {r.id: r.seed for r in self.requests}) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),
                                    host_drafter=self.guesses)
-        self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead)
+        self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
+                                      has_state=scenario.state_pages > 0)
         self.counts: Counter[str] = Counter()
         self._arrivals = deque(self.requests)
         self._steps: deque[InFlight] = deque()
@@ -218,6 +221,10 @@ class Driver:
             "host drafts used": self.device.seen.num_host_drafts,
             "cleared pages": self.device.seen.num_cleared_pages,
             "steps of ended requests": self.device.seen.num_steps_of_ended,
+            "restored states": self.device.seen.num_restored,
+            "folds of ended rows": self.device.seen.num_folds,
+            "checkpoints while folding": self.device.seen.written["folding"],
+            "checkpoints in known tokens": self.device.seen.written["known"],
         })
 
     # Inside

@@ -331,6 +331,10 @@ def test_bench_prints_json_last(folder: Path, tmp_path: Path, capsys: pytest.Cap
     rows = json.loads(result.out.splitlines()[-1])["results"]
     assert result.status == 0 and [row["case"] for row in rows] == ["1x9x5", "4x9x5"]
     assert all(row["out_tok_s"] > 0 and row["mean_run"] >= 1 for row in rows)
+    synthetic = json.dumps(json.loads(NGRAM) | {"rejection_sample_method": "synthetic", "synthetic_rates": [1.0]})
+    result = outrider(capsys, "bench", "throughput", folder, "--shapes", "1x9x5", "--num-pages", 99,
+                      "--speculative-config", synthetic)
+    assert "the text is not the model's" in result.out
     result = outrider(capsys, "bench", "latency", folder, "--shapes", "2x9x5", "--num-pages", 99, "--load-format=dummy")
     row = json.loads(result.out.splitlines()[-1])["results"][0]
     assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] and 0 < row["between_runs_ms_p50"]

@@ -265,7 +265,7 @@ class TestRows:
     @pytest.mark.parametrize(("fields", "message"), [
         ({"stop_token_ids": [1, 2, 3, 4, 5]}, "6 stop token ids"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids: token id 13"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias: token id -1"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: token id 13"),
         ({"allowed_token_ids": [2, 99]}, "allowed_token_ids: token id 99"),
         ({"bad_words_token_ids": ((2, 77),)}, "bad_words: token id 77"),
         ({"bad_words_token_ids": ((),)}, "bad_words: a word has no tokens"),

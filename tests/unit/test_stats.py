@@ -52,6 +52,8 @@ def test_a_copy_stays_and_the_rest_is_what_came_after() -> None:
     recent = stats.since(before)
     assert (recent.num_runs, recent.num_generation_tokens, recent.accepted_per_position) == (1, 5, [1, 1, 1, 1])
     assert before.num_runs == 5
+    still = stats.since(stats.copy())
+    assert still == EngineStats() and still.acceptance_per_position == [] and still.line()
 
 
 def test_the_line_can_be_grepped() -> None:

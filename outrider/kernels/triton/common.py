@@ -94,7 +94,7 @@ def require_tensor(
     packed = 1
     for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner_contiguous, -1):
         ok = tensor.shape[axis] <= 1 or tensor.stride(axis) == packed
-        require(ok, kernel, argument, f"has strides {tensor.stride()}, expected {inner_contiguous} packed inner axes")
+        require(ok or tensor.numel() == 0, kernel, argument, f"has strides {tensor.stride()}, expected {inner_contiguous} packed inner axes")
         packed *= tensor.shape[axis]
 
 

@@ -1,6 +1,7 @@
-"""Rotary embedding and cache write in one pass over a fused q, k, v projection, with optional norms of q and k.
+"""Rotary embedding and cache write in one pass over a fused q, k, v projection, with optional norms of all three.
 
-Each token row is [q heads | k heads | v heads]. Queries are rotated into a new tensor; keys are rotated and, with the
+Each token row is [q heads | k heads | v heads], [q | k] where values are the keys before their norm, or [q] where the
+layer reads another's cache. Queries are rotated into a new tensor; keys are rotated and, with the
 values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or pages' owners.
 """
 
@@ -72,7 +73,8 @@ def _rope_cache_kernel(
     v_page_stride, v_token_stride, v_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, V_NORM: tl.constexpr, V_FROM_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -100,9 +102,11 @@ def _rope_cache_kernel(
             head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
             dim = tl.arange(0, D_PAD)
             mask = (head < KV_HEADS)[:, None] & (dim < D)[None, :] & (slot >= 0)
-            value = tl.load(
-                source + (Q_HEADS + KV_HEADS) * D + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0
-            )
+            first: tl.constexpr = Q_HEADS if V_FROM_K else Q_HEADS + KV_HEADS
+            value = tl.load(source + first * D + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
+            if V_NORM:
+                wide = value.to(tl.float32)
+                value = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]).to(v_cache.dtype.element_ty)
             target = v_cache + page * v_page_stride + offset * v_token_stride
             tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], value, mask=mask)
 
@@ -111,12 +115,14 @@ def rope_cache_write(
     qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6, plus_one: bool = False, *, out: torch.Tensor | None = None, pdl: bool = False,
+    eps: float = 1e-6, plus_one: bool = False, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
+    out: torch.Tensor | None = None, pdl: bool = False,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
 
     cos_sin [max_len, rot_dim] float32: cosines in the first half of a row, sines in the second; columns past rot_dim
-    of a head are not rotated. The slot of offset o in page p is p * page_size + o.
+    of a head are not rotated. The slot of offset o in page p is p * page_size + o. v_norm divides values by their root
+    mean square; v_from_k takes them from the keys' columns, before their norm; without `writes` there are only queries.
     """
     name, device = "rope_cache_write", qkv.device
     require_tensor(name, "qkv", qkv, (None, None), device, FLOATS)
@@ -124,9 +130,10 @@ def rope_cache_write(
     require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (qkv.dtype,))
     require_tensor(name, "v_cache", v_cache, tuple(k_cache.shape), device, (qkv.dtype,))
     _, page_size, num_kv_heads, head_dim = k_cache.shape
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    require(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and num_heads > 0, name, "qkv",
-            f"has {qkv.shape[1]} columns, expected q heads plus 2 x {num_kv_heads} heads of {head_dim}")
+    kv_columns = num_kv_heads * (0 if not writes else 1 if v_from_k else 2)
+    num_heads = qkv.shape[1] // head_dim - kv_columns
+    require(qkv.shape[1] == (num_heads + kv_columns) * head_dim and num_heads > 0, name, "qkv",
+            f"has {qkv.shape[1]} columns, expected q heads plus {kv_columns} heads of {head_dim}")
     for argument, tensor in (("positions", positions), ("slots", slots)):
         require_tensor(name, argument, tensor, (num_tokens,), device, (torch.int64,))
     require_tensor(name, "cos_sin", cos_sin, (None, None), device, (torch.float32,), inner_contiguous=2)
@@ -141,7 +148,7 @@ def rope_cache_write(
     require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
     if num_tokens == 0:
         return out
-    parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+    parts = triton.cdiv(num_heads, _HEADS) + (2 * triton.cdiv(num_kv_heads, _HEADS) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
         qkv if k_norm_weight is None else k_norm_weight, out, k_cache, v_cache, eps, max_len,
@@ -150,6 +157,6 @@ def rope_cache_write(
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),
         PAGE=page_size, HEADS=_HEADS, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
-        PLUS_ONE=plus_one, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        PLUS_ONE=plus_one, V_NORM=v_norm, V_FROM_K=v_from_k, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
     return out

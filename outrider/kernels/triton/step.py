@@ -1,15 +1,14 @@
 """A step's bookkeeping in two launches: `prepare_step` before the forward, `commit_step` after the sampler.
 
-They do what the runner's torch code does, integer for integer; there it is the specification. Host integers and row
-state come in, tensors of the batch go out. Nothing here knows models or caches, and no program reads what another
-one writes.
+The runner's torch code is the specification, integer for integer. Host integers and row state come in, tensors of the
+batch go out. Nothing here knows models or caches; no program reads what another one writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,16 +21,8 @@ _BLOCK = 128  # requests, token rows or logit rows of one program
 _COLUMNS = 1024  # columns of a page table that one program copies
 _COUNTS = 6  # run length, finish, computed, drafted, accepted, proposed
 _NULL_ROW = tl.constexpr(NULL_ROW)
-_NO = tl.constexpr(int(Finish.NO))
-_STOP = tl.constexpr(int(Finish.STOP))
-_LENGTH = tl.constexpr(int(Finish.LENGTH))
-_ERROR = tl.constexpr(int(Finish.ERROR))
-
-
-class SamplingFields(Protocol):
-    end_len: torch.Tensor  # [ROWS]
-    num_stop_ids: torch.Tensor  # [ROWS]
-    stop_ids: torch.Tensor  # [ROWS, STOP_IDS]
+_NO, _STOP = tl.constexpr(int(Finish.NO)), tl.constexpr(int(Finish.STOP))
+_LENGTH, _ERROR = tl.constexpr(int(Finish.LENGTH)), tl.constexpr(int(Finish.ERROR))
 
 
 class RowFields(Protocol):
@@ -45,7 +36,7 @@ class RowFields(Protocol):
     num_drafts: torch.Tensor  # [ROWS]
 
     @property
-    def sampling(self) -> SamplingFields: ...
+    def sampling(self) -> Any: ...  # end_len and num_stop_ids [ROWS], stop_ids [ROWS, STOP_IDS]
 
     @property
     def page_tables(self) -> Sequence[torch.Tensor]: ...  # per group [ROWS, columns]
@@ -76,9 +67,7 @@ class Prepared:
     lengths: torch.Tensor
     samples: torch.Tensor  # bool
     drafts: torch.Tensor  # [requests, most drafts]
-    query_starts32: torch.Tensor  # these three are int32 copies
-    live32: torch.Tensor
-    lengths32: torch.Tensor
+    narrow: tuple[torch.Tensor, ...]  # lengths, live and query starts as int32
     first_logit: torch.Tensor  # a request's first logit row; undefined where it has none
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns] int32
     positions: torch.Tensor
@@ -111,15 +100,12 @@ class _State(NamedTuple):
     stop_ids: torch.Tensor
 
 
-class _RequestsOut(NamedTuple):
+class _Out(NamedTuple):
     ints: torch.Tensor  # [5, requests] computed, num_known, num_drafts, live, lengths
     narrow: torch.Tensor  # [3 * requests + 1] int32: lengths, live, query starts
     samples: torch.Tensor
     drafts: torch.Tensor
     first_logit: torch.Tensor
-
-
-class _RowsOut(NamedTuple):
     positions: torch.Tensor
     token_ids: torch.Tensor
     logit_row: torch.Tensor
@@ -197,7 +183,7 @@ def _prepare_tokens(
 
 
 @triton.jit
-def _prepare_logit_rows(block, scheduled, state, out, first_logit, logit_rows, BLOCK: tl.constexpr):
+def _prepare_logit_rows(block, scheduled, state, out, logit_rows, BLOCK: tl.constexpr):
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < logit_rows
     request = tl.load(scheduled.logit_request + at, mask=valid, other=0)
@@ -206,7 +192,7 @@ def _prepare_logit_rows(block, scheduled, state, out, first_logit, logit_rows, B
     known = tl.load(state.known + row, mask=valid, other=0)
     tl.store(out.logit_row + at, row, mask=valid)
     tl.store(out.logit_position + at, known + draft, mask=valid)
-    tl.store(first_logit + request, at.to(tl.int64), mask=valid & (draft == 0))
+    tl.store(out.first_logit + request, at.to(tl.int64), mask=valid & (draft == 0))
 
 
 @triton.jit
@@ -230,7 +216,7 @@ _SLICES = ["row", "num_known", "num_drafts", "samples", "query_starts", "request
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _prepare_kernel(
     row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft,
-    state, tables, requests_out, rows_out, slots, own_tables, requests, tokens, logit_rows, most_drafts,
+    state, tables, out, slots, own_tables, requests, tokens, logit_rows, most_drafts,
     first_token_block, first_logit_block, first_copy, tiles, max_len, token_stride, draft_stride, widths, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
@@ -240,16 +226,14 @@ def _prepare_kernel(
     )
     program = tl.program_id(0)
     if program < first_token_block:
-        _prepare_requests(program, scheduled, state, requests_out, requests, most_drafts, draft_stride, BLOCK, DRAFTS)
+        _prepare_requests(program, scheduled, state, out, requests, most_drafts, draft_stride, BLOCK, DRAFTS)
     elif program < first_logit_block:
         _prepare_tokens(
-            program - first_token_block, scheduled, state, tables, slots, rows_out, tokens, max_len, token_stride,
+            program - first_token_block, scheduled, state, tables, slots, out, tokens, max_len, token_stride,
             draft_stride, table_strides, PAGES, GROUPS, BLOCK,
         )
     elif program < first_copy:
-        _prepare_logit_rows(
-            program - first_logit_block, scheduled, state, rows_out, requests_out.first_logit, logit_rows, BLOCK
-        )
+        _prepare_logit_rows(program - first_logit_block, scheduled, state, out, logit_rows, BLOCK)
     else:
         copy = program - first_copy
         _copy_tables(copy // tiles, copy % tiles, scheduled, tables, own_tables, widths, table_strides, GROUPS, COLUMNS)
@@ -282,8 +266,7 @@ def _commit_kernel(
     logit_row = tl.load(first_logit + request, mask=samples, other=0) + index
     chosen = tl.load(sampled + logit_row, mask=reached, other=0)
     is_bad = reached & (tl.load(bad + logit_row, mask=reached, other=0) != 0)
-    is_draft = index < num_drafts
-    draft = tl.load(drafts + request * most_drafts + index, mask=is_draft, other=0)
+    draft = tl.load(drafts + request * most_drafts + index, mask=index < num_drafts, other=0)
     stop_index = tl.arange(0, STOPS)
     is_id = stop_index < tl.minimum(tl.load(state.num_stop_ids + row), stop_width)
     stop_id = tl.load(state.stop_ids + row * stop_stride + stop_index, mask=is_id, other=0)
@@ -358,27 +341,24 @@ def prepare_step(
     widths = tuple(table.shape[1] for table in tables)
     own_tables = tuple(empty(requests, width, dtype=torch.int32) for width in widths)
     slots = tuple(empty(tokens) for _ in tables)
-    out = _RequestsOut(
+    out = _Out(
         empty(5, requests), empty(3 * requests + 1, dtype=torch.int32), empty(requests, dtype=torch.bool),
-        empty(requests, most_drafts), empty(requests),
+        empty(requests, most_drafts), empty(requests), empty(tokens), empty(tokens), empty(logits), empty(logits),
     )  # fmt: skip
-    rows_out = _RowsOut(empty(tokens), empty(tokens), empty(logits), empty(logits))
     tiles = triton.cdiv(max(widths, default=0), _COLUMNS)
     first_token_block = triton.cdiv(requests + 1, _BLOCK)
     first_logit_block = first_token_block + triton.cdiv(tokens, _BLOCK)
     first_copy = first_logit_block + triton.cdiv(logits, _BLOCK)
     _prepare_kernel[(first_copy + requests * tiles,)](
-        *scheduled, state, tables, out, rows_out, slots, own_tables, requests, tokens, logits, most_drafts,
-        first_token_block, first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0),
-        state.drafts.stride(0), widths, tuple(table.stride(0) for table in tables), PAGES=page_tokens, GROUPS=len(tables),
+        *scheduled, state, tables, out, slots, own_tables, requests, tokens, logits, most_drafts, first_token_block,
+        first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0), state.drafts.stride(0), widths,
+        tuple(table.stride(0) for table in tables), PAGES=page_tokens, GROUPS=len(tables),
         DRAFTS=next_power_of_two(state.drafts.shape[1]), BLOCK=_BLOCK, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
     computed, num_known, num_drafts, live, lengths = out.ints
-    return Prepared(
-        computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, out.narrow[2 * requests :],
-        out.narrow[requests : 2 * requests], out.narrow[:requests], out.first_logit, own_tables, rows_out.positions,
-        rows_out.token_ids, slots, rows_out.logit_row, rows_out.logit_position,
-    )  # fmt: skip
+    narrow = out.narrow.split((requests, requests, requests + 1))
+    return Prepared(computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, narrow, out.first_logit,
+                    own_tables, out.positions, out.token_ids, slots, out.logit_row, out.logit_position)
 
 
 class Verified(NamedTuple):
@@ -401,18 +381,19 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: Verified, rows:
     for field, tensor in zip(batch._fields[:-1], batch[:-1], strict=True):
         dtype = torch.bool if field == "samples" else torch.int64
         require_tensor(name, f"batch.{field}", tensor, (requests,), device, (dtype,))
-    require_tensor(name, "batch.drafts", batch.drafts, (requests, most_drafts), device, int64, inner_contiguous=2)
+    require_tensor(name, "batch.drafts", batch.drafts, (requests, most_drafts), device, int64, 2 if most_drafts else 1)
     state = _state(name, rows)
     require(most_drafts <= rows.drafts.shape[1], name, "batch.drafts", f"has {most_drafts} columns, more than the rows")
     out = torch.empty(4, requests, dtype=torch.int64, device=device)
     counts = torch.empty(requests, _COUNTS, dtype=torch.int64, device=device)
     run = torch.empty(requests, most_drafts + 1, dtype=torch.int64, device=device)
     goes_on = torch.empty(requests, dtype=torch.bool, device=device)
-    _commit_kernel[(requests,)](
-        sampled, bad, *batch, state, out, counts, run, goes_on, requests, most_drafts, state.tokens.shape[1],
-        state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
-        RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
-        COUNTS=_COUNTS, num_warps=1,
-    )  # fmt: skip
+    if requests:
+        _commit_kernel[(requests,)](
+            sampled, bad, *batch, state, out, counts, run, goes_on, requests, most_drafts, state.tokens.shape[1],
+            state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
+            RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
+            COUNTS=_COUNTS, num_warps=1,
+        )  # fmt: skip
     run_len, finish, num_computed, num_accepted = out
     return Committed(counts, run, run_len, finish, num_computed, num_accepted, goes_on)

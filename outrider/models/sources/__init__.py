@@ -22,10 +22,10 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if path.is_dir():
         return _local_folder(path)
     if path.is_file():
-        return _gguf_source(path)
+        return gguf_source(path)
     name = str(model)
     if name == DEFAULT_MODEL:
-        return _gguf_source(smollm2_file(), name=DEFAULT_MODEL)
+        return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         raise SourceError(f"there is no file or folder {name}")
     if not HUB_ID.fullmatch(name):
@@ -40,7 +40,7 @@ def _local_folder(path: Path) -> ModelSource:
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return _gguf_source(files[0])
+            return gguf_source(files[0])
         if files:
             raise SourceError(f"{path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
         raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
@@ -59,8 +59,7 @@ def folder_source(path: Path, name: str | None = None) -> ModelSource:
     )
 
 
-def _gguf_source(path: Path, name: str | None = None) -> ModelSource:
-    # The gguf library is needed for GGUF files alone.
-    from outrider.models.sources.gguf import gguf_source
+def gguf_source(path: Path, name: str | None = None) -> ModelSource:
+    from outrider.models.sources import gguf  # the gguf library is needed for GGUF files alone
 
-    return gguf_source(path, name)
+    return gguf.gguf_source(path, name)

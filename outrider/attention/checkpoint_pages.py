@@ -1,0 +1,86 @@
+"""CheckpointPages: recurrent states copied to pages of the pool and back, layer by layer. Never computed on there.
+
+A checkpoint's bytes are those of its layers one after the other, cut into pages; where each layer's part lies is the
+same in every checkpoint. Whose pages they are is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.attention.recurrent import RecurrentState
+from outrider.cache.kinds import RecurrentKind
+from outrider.cache.spec import RecurrentSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a layer's bytes: the same columns of one or more pages."""
+
+    pages: slice  # of the checkpoint's list
+    columns: slice  # bytes of a page
+    source: slice  # of the layer's bytes
+
+
+class CheckpointPages:
+    def __init__(self, kind: RecurrentKind, pool: torch.Tensor, dtype: torch.dtype) -> None:
+        """pool: [pages, elements]; dtype: the model's."""
+        self._bytes = pool.view(torch.uint8)
+        self._dtype = dtype
+        self._state_dtype = state_dtype(dtype)
+        self._specs = dict(kind.layers)
+        self._pieces = {
+            layer: split(start, start + _num_bytes(self._specs[layer]), kind.page_bytes)
+            for layer, start in kind.starts().items()
+        }
+
+    def write(self, layer: int, saved: RecurrentState, pages: torch.Tensor, written: torch.Tensor) -> None:
+        """saved: state and tail with a leading axis of checkpoints; pages [checkpoints, pages]; written [checkpoints],
+        without which a page keeps what it holds."""
+        parts = [part.to(dtype).flatten(1).contiguous().view(torch.uint8)
+                 for part, dtype in zip(saved, (self._state_dtype, self._dtype), strict=True)]
+        layer_bytes = torch.cat(parts, dim=1)
+        for piece in self._pieces[layer]:
+            target, own = self._bytes[:, piece.columns], pages[:, piece.pages]
+            index = own.reshape(-1)
+            fresh = layer_bytes[:, piece.source].reshape(len(index), -1)
+            is_fresh = written[:, None].expand_as(own).reshape(-1, 1)
+            target.index_copy_(0, index, torch.where(is_fresh, fresh, target[index]))
+
+    def read(self, layer: int, pages: torch.Tensor) -> RecurrentState:
+        """pages [checkpoints, pages]. Returns state and tail with a leading axis of checkpoints."""
+        spec, count = self._specs[layer], pages.shape[0]
+        layer_bytes = torch.cat([
+            self._bytes[:, piece.columns][pages[:, piece.pages].reshape(-1)].reshape(count, -1)
+            for piece in self._pieces[layer]
+        ], dim=1)  # fmt: skip
+        state, tail = layer_bytes.split((spec.state_bytes, spec.tail_bytes), dim=1)
+        return RecurrentState(
+            state.contiguous().view(self._state_dtype).view(count, *spec.state_shape),
+            tail.contiguous().view(self._dtype).view(count, spec.conv_width - 1, spec.conv_dim),
+        )
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of running states and checkpoints, by the model's."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split(start: int, stop: int, page_bytes: int) -> list[Piece]:
+    """Bytes [start, stop) of a checkpoint: the end of a page, whole pages, the beginning of one, if there are any."""
+    pieces: list[Piece] = []
+    at = start
+    while at < stop:
+        page, column = divmod(at, page_bytes)
+        whole = (stop - at) // page_bytes if column == 0 else 0
+        end = at + whole * page_bytes if whole else min(stop, (page + 1) * page_bytes)
+        columns = slice(0, page_bytes) if whole else slice(column, column + end - at)
+        pieces.append(Piece(slice(page, page + max(1, whole)), columns, slice(at - start, end - start)))
+        at = end
+    return pieces
+
+
+def _num_bytes(spec: RecurrentSpec) -> int:
+    return spec.state_bytes + spec.tail_bytes

@@ -1,0 +1,111 @@
+"""What recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
+
+Families of recurrences fill in how convolved inputs become the recurrence's own; where states are kept is for
+`attend` to know.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.attention.recurrent import Gates, RecurrentState, Scanned, Stepped
+from outrider.cache.spec import RecurrentSpec
+from outrider.kernels.recurrent import causal_conv
+from outrider.layers.linear import WeightSlot
+from outrider.layers.norm import widened
+
+PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
+
+
+class ConvMixer(ABC):
+    """A RecurrentMixer: convolution, then a recurrence on float32 (float64) tensors with a leading axis of tokens."""
+
+    def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.conv_weight = torch.empty(spec.conv_width, spec.conv_dim, dtype=self.wide, device=device)
+        self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if conv_bias else None
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = {f"{prefix}.conv1d.weight": WeightSlot.of(self.conv_weight.t().unsqueeze(1))}
+        if self.conv_bias is not None:
+            slots[f"{prefix}.conv1d.bias"] = WeightSlot.of(self.conv_bias)
+        return slots
+
+    @abstractmethod
+    def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
+        """What the recurrence takes beside its state, from convolved [tokens, conv_dim] and wide gates."""
+
+    @abstractmethod
+    def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(y [rows, ..], new state [rows, ..]): one token of each row."""
+
+    @abstractmethod
+    def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(y [tokens, ..], new state): tokens of one request."""
+
+    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> Stepped:
+        seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
+        convolved = causal_conv(seen, self.conv_weight, self.conv_bias)[:, 0]
+        y, state = self.step_state(state, *self.inputs(convolved, self._widened(gates)))
+        return Stepped(y.flatten(1).to(conv_in.dtype), state, seen[:, 1:])
+
+    def scan(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates, boundaries: list[int],
+             exact: bool = False) -> Scanned:
+        num_tokens, length = conv_in.shape[0], tail.shape[0]
+        assert boundaries == sorted(boundaries) and all(0 <= b <= num_tokens for b in boundaries), boundaries
+        seen = torch.cat((tail, conv_in.to(tail.dtype)))
+        advance = self._by_steps if exact else self._by_chunks
+        states, parts = {0: state}, [conv_in.new_empty(0, self.spec.out_dim)]
+        stops = sorted({*boundaries, *range(0, num_tokens, PIECE), num_tokens} - {0})
+        for start, stop in zip([0, *stops], stops, strict=False):
+            y, state = advance(state, seen[start : stop + length], tuple(gate[start:stop] for gate in gates))
+            states[stop] = state
+            parts.append(y.to(conv_in.dtype))
+        states_at = [RecurrentState(states[b], seen[b : b + length]) for b in boundaries]
+        return Scanned(torch.cat(parts), state, seen[num_tokens:], states_at)
+
+    def _by_chunks(self, state: Tensor, seen: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
+        """seen: [conv_width - 1 + tokens, conv_dim]."""
+        convolved = causal_conv(seen, self.conv_weight, self.conv_bias)
+        y, state = self.scan_state(state, *self.inputs(convolved, self._widened(gates)))
+        return y.flatten(1), state
+
+    def _by_steps(self, state: Tensor, seen: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
+        width, rows, parts = self.spec.conv_width, state[None], []
+        for token in range(seen.shape[0] - width + 1):
+            window = seen[None, token : token + width]
+            stepped = self.step(rows, window[:, :-1], window[:, -1], tuple(gate[token, None] for gate in gates))
+            rows = stepped.state
+            parts.append(stepped.y)
+        return torch.cat(parts), rows[0]
+
+    def _widened(self, gates: Gates) -> Gates:
+        return tuple(gate.to(self.wide) for gate in gates)
+
+
+class GatedNorm:
+    """RMS norm over groups of the last axis with a gate, silu(z): on what goes in, or on what comes out.
+
+    weight_size: all of the axis, or one group that all share."""
+
+    def __init__(self, weight_size: int, group_size: int, eps: float, *, gate_first: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.group_size, self.eps, self.gate_first = group_size, eps, gate_first
+        self.weight = torch.empty(weight_size, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return {f"{prefix}.weight": WeightSlot.of(self.weight)}
+
+    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
+        """y and z [tokens, size]."""
+        gate = F.silu(widened(z))
+        x = widened(y) * gate if self.gate_first else widened(y)
+        groups = x.unflatten(1, (-1, self.group_size))
+        weight = widened(self.weight).view(-1, self.group_size)
+        x = (F.rms_norm(groups, (self.group_size,), None, self.eps) * weight).flatten(1)
+        return (x if self.gate_first else x * gate).to(z.dtype)

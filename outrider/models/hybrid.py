@@ -1,0 +1,109 @@
+"""What models with recurrent layers beside attention share: their cache claims, their layers, a few config keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from outrider.attention.base import Attend
+from outrider.attention.recurrent import RecurrentMixer
+from outrider.cache.spec import LayerCache
+from outrider.layers.linear import WeightSlot
+from outrider.layers.moe import FeedForward
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Angles, RopeParams
+from outrider.models.base import Decoder
+from outrider.models.config import ConfigReader, read_rope
+
+LINEAR = "linear_attention"
+MTP_PREFIX = "mtp."  # of a drafter's tensors in the checkpoint, which the target leaves alone
+
+
+class TokenMixer(Protocol):
+    """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
+
+    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor: ...
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]: ...
+
+    def finalize(self) -> None: ...
+
+
+class HybridDecoder(Decoder):
+    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.recurrent` is called
+
+    def cache_layers(self) -> list[LayerCache]:
+        claims = [LayerCache(index, mixer.spec) for index, mixer in self.recurrent_layers.items()]
+        return sorted(super().cache_layers() + claims, key=lambda claim: claim.layer)
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.startswith(MTP_PREFIX)
+
+
+class LayerNames(NamedTuple):
+    """Of the four parts, below the layer's prefix."""
+
+    mixer_norm: str
+    mixer: str
+    mlp_norm: str
+    mlp: str
+
+
+class HybridLayer:
+    """Norm, token mixer, norm, feed-forward; each half adds to the residual stream."""
+
+    rotary = 0
+
+    def __init__(self, mixer_norm: RMSNorm, mixer: TokenMixer, mlp_norm: RMSNorm, mlp: FeedForward,
+                 names: LayerNames) -> None:
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+        self.names = names
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return (
+            self.mixer_norm.weights(f"{prefix}.{self.names.mixer_norm}")
+            | self.mixer.weights(f"{prefix}.{self.names.mixer}")
+            | self.mlp_norm.weights(f"{prefix}.{self.names.mlp_norm}")
+            | self.mlp.weights(f"{prefix}.{self.names.mlp}")
+        )
+
+    def finalize(self) -> None:
+        for part in (self.mixer_norm, self.mixer, self.mlp_norm, self.mlp):
+            part.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.mixer_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
+        return self.mlp(x), residual
+
+
+def with_values(config: ConfigReader, values: Mapping[str, Any]) -> ConfigReader:
+    """The config with what a family says in other words, or leaves to a default."""
+    return ConfigReader({**config.values, **values}, config.source)
+
+
+def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
+    """A rope of the leading part of each head. factor: what rotates where the config does not say."""
+    rope = config.get("rope_parameters", dict, {})
+    factor = config.get("partial_rotary_factor", float, factor)
+    factor = ConfigReader(rope, config.source).get("partial_rotary_factor", float, factor)
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise config.refusal("partial_rotary_factor", f"of {head_dim} dimensions an even number must rotate")
+    whole = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return read_rope(with_values(config, {"rope_parameters": whole, "partial_rotary_factor": None}), rotary_dim)
+
+
+def read_limits(config: ConfigReader, key: str) -> tuple[float, float]:
+    """Two numbers. JSON has no infinity, so files write it in several ways."""
+    limits = config.get(key, list, [0.0, "inf"])
+    values = [item["__float__"] if isinstance(item, dict) and "__float__" in item else item for item in limits]
+    try:
+        low, high = (float(value) for value in values)
+    except (TypeError, ValueError) as error:
+        raise config.refusal(key, "it must be two numbers") from error
+    return low, high

@@ -1,0 +1,232 @@
+"""NemotronH: layers of one part each, named by a pattern: Mamba-2, attention without positions, MLP, experts.
+
+Every layer adds mixer(norm(x)) to the residual stream. MLPs and experts take no gate: down(relu(up(x)) squared).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels import moe
+from outrider.layers.attention import SelfAttention
+from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.mamba2 import Mamba2, Mamba2Shape
+from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Angles, RopeParams, Rotary
+from outrider.layers.router import Router
+from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
+from outrider.models.hybrid import LINEAR, HybridDecoder, TokenMixer, read_limits, with_values
+
+ACTIVATION = "relu2"
+MLP, MOE = "mlp", "moe"
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
+OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
+
+
+class UnplacedAttention(SelfAttention):
+    """Attention that knows no positions but the order that causality gives."""
+
+    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        layer = self.layer
+        q, k, v = qkv.unflatten(1, (-1, layer.head_dim)).split(
+            (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1
+        )
+        return attend(layer.index, q, k, v)
+
+
+class PlainMLP:
+    """down(relu(up(x)) squared)."""
+
+    def __init__(self, hidden_size: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(width, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        return self.up.weights(f"{prefix}.up_proj") | self.down.weights(f"{prefix}.down_proj")
+
+    def finalize(self) -> None:
+        self.up.finalize()
+        self.down.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(moe.activate(self.up(x), ACTIVATION))
+
+
+class NemotronHLayer:
+    """x + mixer(norm(x)), whatever the mixer is."""
+
+    rotary = 0
+
+    def __init__(self, norm: RMSNorm, token_mixer: TokenMixer | None, feed_forward: FeedForward | None) -> None:
+        assert (token_mixer is None) != (feed_forward is None)
+        self.norm, self.token_mixer, self.feed_forward = norm, token_mixer, feed_forward
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        mixer = self.token_mixer or self.feed_forward
+        assert mixer is not None
+        return self.norm.weights(f"{prefix}.norm") | mixer.weights(f"{prefix}.mixer")
+
+    def finalize(self) -> None:
+        for part in (self.norm, self.token_mixer, self.feed_forward):
+            if part is not None:
+                part.finalize()
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.norm.add_norm(delta, residual)
+        if self.token_mixer is not None:
+            return self.token_mixer(x, angles, attend), residual
+        assert self.feed_forward is not None
+        return self.feed_forward(x), residual
+
+
+class NemotronH(HybridDecoder):
+    """NemotronHForCausalLM."""
+
+    layers: list[NemotronHLayer]
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        kinds = read_kinds(config)
+        config = _in_common_words(config, len(kinds))
+        sizes = Sizes.read(config, head_dim=128)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        self.shape = read_shape(config)
+        # A rope of no dimensions: layers are handed angles and nobody looks at them.
+        nothing = RopeParams("default", theta=1.0, rotary_dim=0, original_len=sizes.max_positions)
+        self.rotaries = [Rotary(nothing, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
+        self.layers = [self.layer(index, kind) for index, kind in enumerate(kinds)]
+        mixers = [layer.token_mixer for layer in self.layers]
+        self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
+        self.norm = self.make_norm()
+
+    def weights(self) -> dict[str, WeightSlot]:
+        slots = self.embed_tokens.weights("backbone.embeddings") | self.norm.weights("backbone.norm_f")
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weights(f"backbone.layers.{index}")
+        return slots if self.sizes.is_tied else slots | self.lm_head.weights("lm_head")
+
+    def attention_layer(self, index: int) -> AttentionLayer:
+        sizes = self.sizes
+        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
+
+    def make_norm(self) -> RMSNorm:
+        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
+
+    def layer(self, index: int, kind: str) -> NemotronHLayer:
+        hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
+        match kind:
+            case "linear_attention":
+                mamba = Mamba2(index, hidden_size, self.shape, self.sizes.eps, dtype=dtype, device=device)
+                return NemotronHLayer(self.make_norm(), mamba, None)
+            case "full_attention":
+                bias = self.config.get("attention_bias", bool, False)
+                attention = UnplacedAttention(self.attention_layer(index), hidden_size, qkv_bias=bias, out_bias=bias,
+                                              head_norm=None, dtype=dtype, device=device)
+                return NemotronHLayer(self.make_norm(), attention, None)
+            case "mlp":
+                mlp = self._mlp(self.config.required("intermediate_size", int))
+                return NemotronHLayer(self.make_norm(), None, mlp)
+            case _:
+                return NemotronHLayer(self.make_norm(), None, self._experts(index))
+
+    def _mlp(self, width: int) -> PlainMLP:
+        bias = self.config.get("mlp_bias", bool, False)
+        return PlainMLP(self.sizes.hidden_size, width, bias=bias, dtype=self.dtype, device=self.device)
+
+    def _experts(self, index: int) -> MoE:
+        config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
+        rule = read_rule(config)
+        width = config.required("moe_intermediate_size", int)
+        latent_size, latent = config.optional("moe_latent_size", int), None
+        if latent_size is not None:
+            bias = config.get("mlp_bias", bool, False)
+            latent = (Linear(hidden_size, latent_size, bias=bias, dtype=dtype, device=device),
+                      Linear(latent_size, hidden_size, bias=bias, dtype=dtype, device=device))
+        has_shared = config.must_equal("n_shared_experts", 0, 1, default=1)
+        return MoE(
+            Router(index, hidden_size, rule, has_bias=True, dtype=dtype, device=device),
+            Experts(rule.num_experts, latent_size or hidden_size, width, activation=ACTIVATION, dtype=dtype,
+                    device=device),
+            shared=self._mlp(config.required("moe_shared_expert_intermediate_size", int)) if has_shared else None,
+            latent=latent,
+        )
+
+
+def read_kinds(config: ConfigReader) -> list[str]:
+    """The kind of each layer: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
+    kinds = kinds_under(config, "layers_block_type", "hybrid_override_pattern")
+    if not kinds:
+        raise config.refusal("hybrid_override_pattern", "a pattern or layers_block_type must name the layers")
+    if config.get("num_hidden_layers", int, len(kinds)) != len(kinds):
+        raise config.refusal("num_hidden_layers", f"the pattern names {len(kinds)} layers")
+    return kinds
+
+
+def kinds_under(config: ConfigReader, list_key: str, pattern_key: str) -> list[str]:
+    names = config.optional(list_key, list)
+    key, given = (list_key, names) if names is not None else (pattern_key, list(config.get(pattern_key, str, "")))
+    kinds = [OLD_NAMES.get(name, LETTERS.get(name, name)) for name in given]
+    if set(kinds) - set(LETTERS.values()):
+        raise config.refusal(key, f"known are {', '.join(LETTERS.values())}, or {' '.join(LETTERS)} in a pattern")
+    return kinds
+
+
+def _in_common_words(config: ConfigReader, num_layers: int) -> ConfigReader:
+    refuse_unsupported(config)
+    config.must_equal("mlp_hidden_act", ACTIVATION, default=ACTIVATION)
+    config.must_equal("mamba_hidden_act", "silu", default="silu")
+    config.must_equal("residual_in_fp32", False, default=False)
+    config.must_equal("sliding_window", None)
+    values = {
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": config.get("layer_norm_epsilon", float, 1e-5),
+        "intermediate_size": config.get("intermediate_size", int, 0),
+        "head_dim": config.optional("head_dim", int) or config.optional("attention_head_dim", int),
+    }
+    return with_values(config, values)
+
+
+def read_shape(config: ConfigReader) -> Mamba2Shape:
+    """dt is limited by `time_step_limit` alone: `time_step_min` and its like are for initialisation, and a limit that
+    held in prefill only would make text depend on how a prompt is split."""
+    num_heads = config.required("mamba_num_heads", int)
+    num_groups = config.get("n_groups", int, 8)
+    if num_groups < 1 or num_heads % num_groups:
+        raise config.refusal("n_groups", f"it must divide mamba_num_heads ({num_heads})")
+    return Mamba2Shape(
+        num_heads=num_heads,
+        head_dim=config.required("mamba_head_dim", int),
+        num_groups=num_groups,
+        state_size=config.required("ssm_state_size", int),
+        conv_width=config.get("conv_kernel", int, 4),
+        conv_bias=config.get("use_conv_bias", bool, True),
+        proj_bias=config.get("use_bias", bool, False),
+        norm_groups=num_groups,
+        dt_limits=read_limits(config, "time_step_limit"),
+    )
+
+
+def read_rule(config: ConfigReader) -> moe.RouteRule:
+    num_experts = config.required("n_routed_experts", int)
+    top_k = config.required("num_experts_per_tok", int)
+    num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
+    if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise config.refusal("n_group", f"it must divide n_routed_experts ({num_experts}), topk_group not exceed it")
+    if not 1 <= top_k <= top_groups * (num_experts // num_groups):
+        raise config.refusal("num_experts_per_tok", "the groups chosen have fewer experts, or it is below 1")
+    return moe.RouteRule(
+        num_experts,
+        top_k,
+        scoring="sigmoid",
+        renormalise=config.get("norm_topk_prob", bool, True),
+        scale=config.get("routed_scaling_factor", float, 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score="top2",
+    )

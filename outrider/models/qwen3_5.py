@@ -1,0 +1,33 @@
+"""Qwen3.5, dense and with experts: Qwen3-Next's layers, with separate projections in the checkpoints.
+
+Text only: of a checkpoint with a vision tower the language model is read. Text positions are the same in all three
+components of its rope, which makes it an ordinary one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.models.config import ConfigReader
+from outrider.models.hybrid import with_values
+from outrider.models.qwen3_next import Qwen3Next
+
+
+class Qwen3_5(Qwen3Next):
+    """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, and the language models of the ConditionalGeneration ones."""
+
+    is_interleaved = False
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        if config.values.get("text_config") is not None:
+            self.weight_prefix = "model.language_model"
+            text = config.section("text_config")
+            tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
+            config = with_values(text, {"tie_word_embeddings": tied})
+        # Chosen weights always add up to one, whatever an older key may say.
+        super().__init__(with_values(config, {"norm_topk_prob": True}), dtype=dtype, device=device, max_len=max_len)
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.startswith("model.visual.")

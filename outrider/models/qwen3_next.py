@@ -1,0 +1,166 @@
+"""Qwen3-Next: gated delta layers, every fourth a gated attention layer, and experts beside a gated shared expert.
+
+Qwen3.5 differs in the form of its checkpoints and is derived from this in a file of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels.moe import RouteRule
+from outrider.layers.attention import SelfAttention
+from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape, InterleavedSlot
+from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.rotary import Angles, Rotary, rotate
+from outrider.layers.router import Router
+from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
+from outrider.models.hybrid import LINEAR, HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, with_values
+from outrider.models.qwen3_moe import is_sparse, read_rule
+
+ACTIVATION = "silu"
+ROTARY_FACTOR = 0.25  # where a config does not say
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose output is scaled by a sigmoid. The files hold q and gate head by head in `q_proj`; here all gates
+    lie before q, so that q and k heads are side by side.
+    """
+
+    def __init__(self, layer: AttentionLayer, hidden_size: int, eps: float, *, bias: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        norm = HeadNorm(*heads, eps, dtype=dtype, device=device, offset=True)
+        super().__init__(layer, hidden_size, qkv_bias=bias, out_bias=bias, head_norm=norm, dtype=dtype, device=device)
+        self.gate_size = layer.num_heads * layer.head_dim
+        parts = {"gate": self.gate_size} | self.qkv.parts
+        self.qkv = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+        slots, layer = super().weights(prefix), self.layer
+        for kind, tensor in (("weight", self.qkv.format.weight), ("bias", self.qkv.format.bias)):
+            if tensor is not None:
+                del slots[f"{prefix}.gate.{kind}"]
+                slots[f"{prefix}.q_proj.{kind}"] = InterleavedSlot.split(
+                    tensor[: 2 * self.gate_size], layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True
+                )
+        return slots
+
+    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
+        layer, norm = self.layer, self.head_norm
+        assert norm is not None
+        gate, qk, v = qkv.split((self.gate_size, self.qk_size, qkv.shape[1] - self.gate_size - self.qk_size), dim=1)
+        qk = rotate(norm(qk.unflatten(1, (-1, layer.head_dim))), angles)
+        v = v.unflatten(1, (-1, layer.head_dim))
+        out = attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
+        return out * gate.sigmoid()
+
+
+class Qwen3Next(HybridDecoder):
+    """Qwen3NextForCausalLM."""
+
+    is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
+    weight_prefix = "model"
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
+        config = with_values(config, {"intermediate_size": config.get("intermediate_size", int, 0)})
+        sizes = Sizes.read(config, head_dim=256)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
+        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        kinds = read_kinds(config)
+        self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
+        mixers = [self._delta(index) if kind == LINEAR else self._attention(index) for index, kind in enumerate(kinds)]
+        self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, GatedDelta)}
+        mlps = [self._feed_forward(index, is_sparse(config, index)) for index in range(sizes.num_layers)]
+        self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
+        self.norm = self._norm()
+
+    def weights(self) -> dict[str, WeightSlot]:
+        return {re.sub(r"^model\b", self.weight_prefix, name): slot for name, slot in super().weights().items()}
+
+    def attention_layer(self, index: int) -> AttentionLayer:
+        sizes = self.sizes
+        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
+
+    def full_layer(self, index: int) -> tuple[HybridLayer, AttentionLayer]:
+        """One more layer with attention, and with experts if any layer has them."""
+        all_sparse = with_values(self.config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
+        mlp = self._feed_forward(index, is_sparse(all_sparse, index))
+        return self._layer(self._attention(index), mlp), self.attention_layer(index)
+
+    def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> HybridLayer:
+        name = "linear_attn" if isinstance(mixer, GatedDelta) else "self_attn"
+        names = LayerNames("input_layernorm", name, "post_attention_layernorm", "mlp")
+        return HybridLayer(self._norm(), mixer, self._norm(), mlp, names)
+
+    def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
+        config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
+        if not has_experts:
+            return self._mlp(config.required("intermediate_size", int))
+        rule = self._rule()
+        width = config.required("moe_intermediate_size", int)
+        shared = config.required("shared_expert_intermediate_size", int)
+        return MoE(
+            Router(index, hidden_size, rule, dtype=dtype, device=device),
+            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=dtype, device=device),
+            shared=self._mlp(shared),
+            shared_name="shared_expert",
+            shared_gate=Linear(hidden_size, 1, bias=False, dtype=dtype, device=device),
+        )
+
+    def _rule(self) -> RouteRule:
+        return read_rule(with_values(self.config, {"norm_topk_prob": self.config.get("norm_topk_prob", bool, True)}))
+
+    def _mlp(self, width: int) -> GatedMLP:
+        return GatedMLP(
+            self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype, device=self.device
+        )
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device, offset=True)
+
+    def _attention(self, index: int) -> GatedAttention:
+        bias = self.config.get("attention_bias", bool, False)
+        return GatedAttention(self.attention_layer(index), self.sizes.hidden_size, self.sizes.eps, bias=bias,
+                              dtype=self.dtype, device=self.device)
+
+    def _delta(self, index: int) -> GatedDelta:
+        return GatedDelta(index, self.sizes.hidden_size, read_shape(self.config), self.sizes.eps,
+                          is_interleaved=self.is_interleaved, dtype=self.dtype, device=self.device)
+
+
+def read_kinds(config: ConfigReader) -> list[str]:
+    """The kind of each layer: `layer_types`, or every so many attend."""
+    num_layers = config.required("num_hidden_layers", int)
+    interval = config.get("full_attention_interval", int, 4)
+    if interval < 1:
+        raise config.refusal("full_attention_interval", "it must be at least 1")
+    default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    kinds = config.get("layer_types", list, default)
+    if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
+        raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+    return kinds
+
+
+def read_shape(config: ConfigReader) -> GatedDeltaShape:
+    shape = GatedDeltaShape(
+        num_key_heads=config.required("linear_num_key_heads", int),
+        num_value_heads=config.required("linear_num_value_heads", int),
+        key_dim=config.required("linear_key_head_dim", int),
+        value_dim=config.required("linear_value_head_dim", int),
+        conv_width=config.get("linear_conv_kernel_dim", int, 4),
+    )
+    if shape.num_key_heads < 1 or shape.num_value_heads % shape.num_key_heads:
+        raise config.refusal("linear_num_key_heads", "it must divide linear_num_value_heads")
+    return shape

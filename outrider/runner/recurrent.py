@@ -1,0 +1,131 @@
+"""RecurrentRows: what every row keeps of the recurrent layers, from admission to the row's last fold.
+
+A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Nothing
+but the window grows with the number of drafts, and nothing is a page. A model without such layers has an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from outrider.attention.checkpoint_pages import CheckpointPages, state_dtype
+from outrider.attention.recurrent import RecurrentMixer
+from outrider.attention.recurrent_backend import (
+    SHORT_RUN,
+    LayerRows,
+    RecurrentLayers,
+    RecurrentStep,
+    StepCounts,
+    Targets,
+)
+from outrider.cache.kinds import RecurrentKind
+from outrider.cache.pool import DevicePool
+from outrider.cache.spec import RecurrentSpec
+from outrider.core import Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
+from outrider.kernels.buffers import buffer, to_device
+from outrider.runner.inputs import Inputs
+
+
+class RecurrentRows:
+    def __init__(self, mixers: Mapping[int, RecurrentMixer], limits: Limits, pool: DevicePool) -> None:
+        kind: RecurrentKind = pool.layout.recurrent
+        if {layer: mixer.spec for layer, mixer in mixers.items()} != dict(kind.layers):
+            raise ValueError("the model's recurrent layers are not those of the cache layout")
+        device = pool.data.device
+        self.device = device
+        self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
+        self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        self._window = limits.extent(Axis.DRAFTS)
+        self.pages = CheckpointPages(kind, pool.data, pool.dtype)
+        self.backend = RecurrentLayers(mixers, self.layers, self.pages)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [t for rows in self.layers.values() for t in (rows.state, rows.tail, rows.conv_in, *rows.gates)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    # Before a step
+
+    def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
+        """Rows that ended with accepted drafts pending reach their last boundary; before anyone else has them.
+        computed [ROWS]. Returns whether each did [folds]."""
+        if not folds:
+            return None
+        rows = to_device([fold.row for fold in folds], torch.int64, self.device)
+        targets = self._targets(folds, list(range(len(folds))), [-1] * len(folds))
+        computed, pending = computed[rows], self.pending[rows]
+        self.backend.fold_ended(rows, computed, pending, targets)
+        return (targets.boundary > computed - pending) & (targets.boundary <= computed)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Rows begin from nothing, or from a checkpoint."""
+        if not admissions or not self.layers:
+            return
+        rows = to_device([a.row for a in admissions], torch.int64, self.device)
+        self.pending.index_fill_(0, rows, 0)
+        restored = [a for a in admissions if a.checkpoint]
+        restored_rows = to_device([a.row for a in restored], torch.int64, self.device)
+        pages = to_device([a.checkpoint for a in restored], torch.int64, self.device)
+        for layer, own in self.layers.items():
+            for tensor in (own.state, own.tail):
+                tensor.index_fill_(0, rows, 0)
+            if restored:
+                state, tail = self.pages.read(layer, pages)
+                own.state.index_copy_(0, restored_rows, state)
+                own.tail.index_copy_(0, restored_rows, tail)
+
+    def targets(self, scheduled: ScheduledBatch) -> Targets | None:
+        """Checkpoints of the batch's rows."""
+        if not scheduled.checkpoints:
+            return None
+        index_of = {row: i for i, row in enumerate(scheduled.rows)}
+        requests = [index_of[write.row] for write in scheduled.checkpoints]
+        known, drafts = scheduled.num_known, scheduled.num_drafts
+        # Where a request's tokens are scanned, boundaries are given by offsets: right only if the bound is exact.
+        starts = [scheduled.bounds[i] - known[i] - drafts[i] if known[i] > SHORT_RUN else -1 for i in requests]
+        return self._targets(scheduled.checkpoints, requests, starts)
+
+    # In a step
+
+    def begin(self, inputs: Inputs, targets: Targets | None) -> RecurrentStep | None:
+        """What `attend.recurrent` calls in this step; None if nothing will."""
+        if not self.layers:
+            return None
+        shape, view = inputs.shape, inputs.batch.padded
+        return self.backend.on(StepCounts(
+            view.rows, view.query_starts, inputs.computed_before, inputs.num_known, inputs.num_drafts,
+            self.pending[view.rows], view.query_lens, shape.known_lens or (1,) * shape.requests, shape.most_drafts,
+            self._window if shape.most_pending is None else shape.most_pending, targets,
+        ))  # fmt: skip
+
+    def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
+        """What was accepted waits; who took no part keeps what waits already. num_accepted [requests]. Returns which
+        checkpoints were written [checkpoints]."""
+        if step is None:
+            return None
+        counts = step.counts
+        self.pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
+        return None if counts.targets is None else counts.written(counts.targets)
+
+    def _targets(self, writes: list[CheckpointWrite], requests: list[int], starts: list[int]) -> Targets:
+        boundaries = [write.boundary for write in writes]
+        columns = to_device([requests, boundaries, starts], torch.int64, self.device)
+        pages = to_device([write.pages for write in writes], torch.int64, self.device)
+        offsets = tuple(boundary - start for boundary, start in zip(boundaries, starts, strict=True))
+        request, boundary, start = columns.unbind(0)
+        return Targets(tuple(requests), offsets, request, boundary, start, pages)
+
+
+def _layer_rows(spec: RecurrentSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> LayerRows:
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(limits.extent(Axis.ROWS), *shape, dtype=dtype, device=device)
+
+    drafts = limits.extent(Axis.DRAFTS)
+    return LayerRows(
+        state=rows(*spec.state_shape, dtype=state_dtype(dtype)),
+        tail=rows(spec.conv_width - 1, spec.conv_dim),
+        conv_in=rows(drafts, spec.conv_dim),
+        gates=tuple(rows(drafts, size) for size in spec.gate_sizes),
+    )

@@ -1,0 +1,64 @@
+"""The embedded default model, for real: GGUF against a Hugging Face folder, both against transformers.
+
+Fetches the model (93 MB) if it is not in the cache; takes a minute or two, so it belongs to the long tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider import LLM, SamplingParams
+from outrider.models.sources import ModelSource, resolve
+
+pytestmark = pytest.mark.long
+
+PROMPTS = [
+    "The capital of France is", "def fibonacci(n):", "Once upon a time, in a small village by the sea,",
+    "The three laws of motion are", "To make a good cup of tea you need", "In 1969, people first", "Water boils at",
+    "Dear Sir or Madam,", "The quick brown fox", "A list of the planets, from the sun outwards:",
+]  # fmt: skip
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return resolve("smollm2")
+
+
+@pytest.fixture(scope="module")
+def folder(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dequantised weights as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("smollm2")
+    (path / "config.json").write_text(json.dumps(source.config))
+    save_file({name: tensor.contiguous() for name, tensor in source.tensors()}, path / "model.safetensors")
+    return path
+
+
+def generate(model: str, prompts: list[Any]) -> list[list[int]]:
+    with LLM(model, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def test_gguf_and_folder_and_transformers_give_the_same_tokens(source: ModelSource, folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with LLM("smollm2", max_model_len=512) as llm:
+        prompts = [llm.get_tokenizer().encode(text) for text in PROMPTS]
+    ours = generate("smollm2", prompts)
+    assert ours == generate(str(folder), prompts)
+    oracle = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
+    oracle.load_state_dict(dict(source.tensors()), strict=False)
+    oracle.tie_weights()
+    oracle.generation_config.eos_token_id = None  # goes on after an end of text, as ignore_eos does
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+                                 pad_token_id=0)
+        assert tokens == theirs[0, len(prompt) :].tolist()

@@ -1,0 +1,292 @@
+"""The kernels of a step's bookkeeping against the torch code that they stand for, integer for integer: batches with
+dead tokens, padding of every kind, ended rows, drafts cut by rows and ends, several groups; and a whole engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.attention.triton_backend import TritonBackend  # noqa: E402
+from outrider.cache.groups import plan_groups  # noqa: E402
+from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
+from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
+from outrider.kernels import triton as kernels  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
+from outrider.runner import inputs as inputs_module  # noqa: E402
+from outrider.runner import step as step_module  # noqa: E402
+from outrider.runner.inputs import Inputs, PaddedSize, build_inputs, pack_host  # noqa: E402
+from outrider.runner.state import RowState  # noqa: E402
+from outrider.runner.step import Committed, DeviceStep  # noqa: E402
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
+
+VOCAB = 4  # few, so that drafts agree and stop ids are met
+LIMITS = Limits(max_requests=7, max_batched_tokens=64, max_len=80, max_drafts=5, vocab_size=VOCAB, max_stop_ids=3)
+LAYERS = [LayerCache(0, FullSpec(2, 8, 8)), LayerCache(1, SlidingSpec(2, 8, 8, 24)), LayerCache(2, FullSpec(2, 16, 8))]
+GROUPS = plan_groups(LAYERS).groups
+assert len({group.page_tokens for group in GROUPS}) > 1
+
+
+@contextmanager
+def using(module: ModuleType | None) -> Iterator[None]:
+    """Steps do their bookkeeping with these kernels, or with none."""
+    with (mock.patch.object(inputs_module, "step_kernels", lambda device: module),
+          mock.patch.object(step_module, "step_kernels", lambda device: module)):
+        yield
+
+
+@dataclass(frozen=True)
+class Member:
+    """One request of a batch: what the host scheduled, and what the device knows."""
+
+    computed: int
+    num_known: int
+    num_drafts: int  # scheduled
+    row_drafts: int  # what the row holds
+    samples: bool
+    alive: bool
+    room: int  # known tokens until the end
+    stop_ids: tuple[int, ...]
+
+
+@st.composite
+def member(draw: st.DrawFn) -> Member:
+    samples = draw(st.integers(0, 4)) > 0
+    return Member(
+        computed=draw(st.integers(0, 40)), num_known=draw(st.integers(1, 4)),
+        num_drafts=draw(st.integers(0, LIMITS.max_drafts)) if samples else 0,
+        row_drafts=draw(st.integers(0, LIMITS.max_drafts)), samples=samples, alive=draw(st.integers(0, 5)) > 0,
+        room=draw(st.one_of(st.integers(0, 6), st.just(30))),
+        stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spare:
+    """How far a batch is padded beyond what is scheduled."""
+
+    requests: int = 0
+    tokens: int = 0
+    logit_rows: int = 0
+    drafts: int = 0
+
+
+SPARE = st.builds(Spare, st.integers(0, 3), st.integers(0, 5), st.integers(0, 4), st.integers(0, 2))
+
+
+def make_state(members: list[Member], limits: Limits, seed: int, device: torch.device) -> tuple[RowState, list[int]]:
+    """Rows are dealt backwards; whatever a row, or the null row, does not define holds anything that is in range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(like: torch.Tensor, end: int) -> torch.Tensor:
+        return torch.randint(0, end, like.shape, generator=generator, dtype=like.dtype).to(device)
+
+    state = RowState(limits, GROUPS, device)
+    state.tokens, state.drafts = some(state.tokens, VOCAB), some(state.drafts, VOCAB)
+    state.known, state.computed = some(state.known, 50), some(state.computed, 50)
+    state.num_drafts = some(state.num_drafts, limits.max_drafts + 1)
+    state.alive.fill_(True)
+    state.page_tables = [some(table, 1000) for table in state.page_tables]
+    sampling = state.sampling
+    sampling.end_len, sampling.stop_ids = some(sampling.end_len, limits.max_len), some(sampling.stop_ids, VOCAB)
+    rows = [limits.max_requests - i for i in range(len(members))]
+    for row, one in zip(rows, members, strict=True):
+        known = one.computed + one.num_known + (0 if one.samples else 3)
+        state.known[row], state.computed[row], state.alive[row] = known, one.computed, one.alive
+        state.num_drafts[row] = one.row_drafts
+        sampling.end_len[row] = min(known + one.room, limits.max_len)
+        sampling.num_stop_ids[row] = len(one.stop_ids)
+        sampling.stop_ids[row, : len(one.stop_ids)] = torch.tensor(one.stop_ids, dtype=torch.int64)
+    return state, rows
+
+
+def make_batch(members: list[Member], rows: list[int]) -> ScheduledBatch:
+    count = range(len(members))
+    return ScheduledBatch(
+        step=0, request_ids=list(count), epochs=[0 for _ in count], rows=rows, num_known=[m.num_known for m in members],
+        num_drafts=[m.num_drafts for m in members], samples=[m.samples for m in members],
+        bounds=[m.computed + m.num_known + m.num_drafts for m in members], params=[SamplingParams() for _ in count],
+    )  # fmt: skip
+
+
+def prepared(members: list[Member], spare: Spare, seed: int, device: torch.device,
+             limits: Limits = LIMITS) -> tuple[Inputs, Inputs, RowState]:
+    """The inputs by torch and by the kernels, and the row state they were made from."""
+    state, rows = make_state(members, limits, seed, device)
+    batch = make_batch(members, rows)
+    logit_rows = sum(1 + m.num_drafts for m in members if m.samples)
+    drafts = min(max(m.num_drafts for m in members) + spare.drafts, limits.max_drafts)
+    size = PaddedSize(batch.num_requests + spare.requests, batch.num_tokens + spare.tokens,
+                      logit_rows + spare.logit_rows, drafts)
+    shape, ints = pack_host(batch, size)
+    made = []
+    for module in (None, kernels):
+        with using(module):
+            made.append(build_inputs(shape, torch.tensor(ints, device=device), state, GROUPS, limits.max_len))
+    return made[0], made[1], state
+
+
+def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
+    """Tensors, and whatever is built from them, by value and dtype."""
+    if isinstance(wanted, torch.Tensor):
+        assert actual.dtype == wanted.dtype and torch.equal(actual, wanted), f"{name}: {actual} for {wanted}"
+    elif is_dataclass(wanted):
+        for field in fields(wanted):
+            if field.name not in ("int32_copies", "first_logit"):  # the torch path has none
+                assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
+    elif isinstance(wanted, tuple | list):
+        assert len(actual) == len(wanted)
+        for index, (one, other) in enumerate(zip(actual, wanted, strict=True)):
+            assert_equal(one, other, f"{name}[{index}]")
+    else:
+        assert actual == wanted, name
+
+
+def assert_prepared(made: Inputs, wanted: Inputs) -> None:
+    assert_equal(made, wanted, "inputs")
+    view, first_logit = made.batch.padded, made.first_logit
+    assert first_logit is not None
+    for field in (view.query_starts, view.lengths, view.live):
+        (int32,) = [made_with for original, made_with in view.int32_copies if original is field]
+        assert int32.dtype == torch.int32 and torch.equal(int32, field.int())
+    for request, samples in enumerate(made.samples.tolist()):
+        own = (made.logit_rows.request == request) & (made.logit_rows.draft_index == 0)
+        assert not samples or int(first_logit[request]) == own.tolist().index(True)
+
+
+def commit(inputs: Inputs, state: RowState, tokens: torch.Tensor, bad: torch.Tensor) -> Committed:
+    step: Any = SimpleNamespace(state=state)
+    return DeviceStep.commit(step, inputs, tokens, bad)
+
+
+def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -> Committed:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (len(made.logit_rows),), generator=generator)
+    # Most logit rows choose their draft, so that runs get long; padded ones choose anything.
+    draft = made.logit_rows.draft_index.cpu()
+    if made.drafts.shape[1]:
+        own = made.drafts.cpu()[made.logit_rows.request.cpu(), draft.clamp_max(made.drafts.shape[1] - 1)]
+        tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.8, own, tokens)
+    bad = (torch.rand(tokens.shape, generator=generator) < 0.1).to(state.device)
+    states = [copy.deepcopy(state), state]
+    found = []
+    for own_state, inputs, module in zip(states, (wanted, made), (None, kernels), strict=True):
+        with using(module):
+            found.append(commit(inputs, own_state, tokens.to(state.device), bad))
+    assert_equal(found[1], found[0], "committed")
+    for name, tensor in vars(states[0]).items():
+        if isinstance(tensor, torch.Tensor):
+            assert_equal(getattr(state, name), tensor, f"state.{name}")
+    return found[1]
+
+
+@settings(max_examples=25)
+@given(st.lists(member(), min_size=1, max_size=4), SPARE, st.integers(0, 2**20))
+def test_kernels_equal_the_torch_code(device: torch.device, members: list[Member], spare: Spare, seed: int) -> None:
+    wanted, made, state = prepared(members, spare, seed, device)
+    assert_prepared(made, wanted)
+    assert_committed(made, wanted, state, seed)
+
+
+def test_the_batches_reach_every_outcome(device: torch.device) -> None:
+    """Or the test above would compare little."""
+    outcomes, accepted, cut = set(), set(), False
+    for seed in range(12):
+        samples, ended = seed % 5 > 0, seed % 7 == 0
+        members = [Member(3 + seed, 1 + i % 2, 5 if samples else 0, 5 - i % 2, samples, not ended, 2 + 3 * i,
+                          (seed % 4,) if i % 2 else ()) for i in range(6)]  # fmt: skip
+        wanted, made, state = prepared(members, Spare(1, 2, 1, 0), seed, device)
+        cut |= bool((made.num_drafts < 4).any() & (made.num_drafts > 0).any())
+        done = assert_committed(made, wanted, state, seed).accepted
+        outcomes |= set(done.finish.tolist())
+        accepted |= set(done.num_accepted.tolist())
+    assert outcomes == {Finish.NO, Finish.STOP, Finish.LENGTH, Finish.ERROR} and accepted == set(range(6)) and cut
+
+
+def test_more_requests_tokens_and_columns_than_a_program_takes(device: torch.device) -> None:
+    limits = replace(LIMITS, max_requests=140, max_len=17_000, max_batched_tokens=1024)
+    members = [Member(i * 120, 1 + i % 3, 2 * (i % 2), 1 + i % 2, True, i % 11 > 0, 9, (i % 4,)) for i in range(130)]
+    wanted, made, state = prepared(members, Spare(3, 7, 5, 1), 1, device, limits)
+    assert max(table.shape[1] for table in state.page_tables) > 1024
+    assert_prepared(made, wanted)
+    assert_committed(made, wanted, state, 1)
+
+
+def test_without_drafts_there_is_one_column(device: torch.device) -> None:
+    members = [Member(i, 1, 0, 0, i > 0, True, 1 + i, ()) for i in range(4)]
+    wanted, made, state = prepared(members, Spare(2, 2, 2), 3, device, replace(LIMITS, max_drafts=0))
+    assert_prepared(made, wanted)
+    assert assert_committed(made, wanted, state, 3).accepted.run.shape == (6, 1)
+
+
+def test_padded_requests_leave_the_null_row_alone(device: torch.device) -> None:
+    _, made, state = prepared([Member(4, 1, 2, 2, True, True, 9, ())], Spare(3, 4, 5, 1), 5, device)
+    state.num_drafts[0] = 0  # as every step leaves it
+    before = copy.deepcopy(state)
+    sampled = torch.ones_like(made.logit_rows.row)
+    with using(kernels):
+        committed = commit(made, state, sampled, torch.ones_like(sampled, dtype=torch.bool))
+    assert not committed.counts[1:].any() and not committed.accepted.run[1:].any()
+    for name in ("tokens", "known", "computed", "alive", "drafts", "num_drafts"):
+        assert torch.equal(getattr(state, name)[0], getattr(before, name)[0]), name
+
+
+def test_a_view_never_meets_the_int32_copy_of_another_tensor(device: torch.device) -> None:
+    _, made, _ = prepared([Member(4, 1, 0, 0, True, True, 9, ())] * 2, Spare(), 7, device)
+    view = made.batch.padded
+    moved = replace(view, lengths=view.lengths + 1)
+    plan, moved_plan = TritonBackend().plan(view, GROUPS[0]), TritonBackend().plan(moved, GROUPS[0])
+    assert plan.lengths is view.int32_copies[0][1] and plan.live is view.int32_copies[1][1]
+    assert torch.equal(moved_plan.lengths, plan.lengths + 1) and moved_plan.query_starts is plan.query_starts
+
+
+def test_an_engine_gives_the_same_tokens_with_kernels() -> None:
+    """Two groups, chunked prompts, drafts, padding and steps in flight. On the CPU: under the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the engine under test runs on the CPU")
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "pad_requests": (4,),
+        "pad_tokens": (6, 24), "overlap": True,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False},
+    }  # fmt: skip
+    asks = [Ask([5, 6, 7, 8] * (3 + i) + prompt_of(i, 3), greedy(8, stop_token_ids=[9 + i])) for i in range(4)]
+    found = []
+    for module in (None, kernels):
+        with using(module), Rig(tiny_model("gemma3"), **options) as rig:
+            found.append((tokens_of(rig.run(asks)), [result.requests for result in rig.results]))
+    assert found[0] == found[1]
+    assert any(request.num_drafted for requests in found[0][1] for request in requests), "drafts were checked"
+
+
+def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
+    _, made, state = prepared([Member(4, 1, 2, 2, True, True, 9, ())], Spare(), 0, device)
+    view, one = made.batch.padded, made.samples.long()
+    scheduled = kernels.Scheduled(view.rows, one, one, one, view.query_starts, view.request_of, view.request_of,
+                                  made.logit_rows.request, made.logit_rows.draft_index)
+    page_tokens = tuple(group.page_tokens for group in GROUPS)
+    options: dict[str, Any] = {"most_drafts": 2, "page_tokens": page_tokens, "max_len": 80}
+    kernels.prepare_step(scheduled, state, **options)
+    for argument, value in (("most_drafts", 6), ("page_tokens", (16,)), ("max_len", 81)):
+        with pytest.raises(ValueError, match=f"prepare_step: {argument} "):
+            kernels.prepare_step(scheduled, state, **(options | {argument: value}))
+    with pytest.raises(ValueError, match="prepare_step: scheduled.query_starts "):
+        kernels.prepare_step(scheduled._replace(query_starts=view.rows), state, **options)
+    batch = kernels.Verified(view.rows, made.num_known, made.num_drafts, made.samples, made.first_logit, made.drafts)
+    tokens, bad = torch.zeros_like(made.logit_rows.row), torch.zeros_like(made.logit_rows.row, dtype=torch.bool)
+    for argument, call in (
+        ("bad", (tokens, tokens, batch)), ("sampled", (tokens.int(), bad, batch)),
+        ("batch.samples", (tokens, bad, batch._replace(samples=one))),
+    ):
+        with pytest.raises(ValueError, match=f"commit_step: {argument} "):
+            kernels.commit_step(*call, state)

@@ -1,0 +1,43 @@
+"""The drafter of docs/drafters.md, taken from the page itself: it runs, and does not change the text."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.engine.build import assemble
+from outrider.params import SamplingParams
+from tests.engine.harness import prompt_of, tiny_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
+
+
+def tokens(speculative: dict[str, object] | None) -> tuple[list[list[int]], int]:
+    config = EngineConfig("tiny", max_model_len=128, max_num_seqs=4, num_pages=64, speculative_config=speculative)
+    engine = assemble(config, tiny_model("llama"), torch.device("cpu"))
+    for i in range(3):
+        params = SamplingParams(temperature=0, max_tokens=24, logit_bias={7: 4.0}, ignore_eos=True)
+        engine.add(str(i), prompt_of(i, 9 + i), params)
+    done = {}
+    while len(done) < 3:
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    engine.close()
+    outputs = [done[str(i)] for i in range(3)]
+    return [o.outputs[0].token_ids for o in outputs], sum(o.metrics.num_draft_tokens for o in outputs)
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 30
+    (tmp_path / "mymodule.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("mymodule", None)
+    plain, _ = tokens(None)
+    drafted, num_drafts = tokens({"method": "mymodule:RepeatLast", "num_speculative_tokens": 3, "auto": False})
+    assert drafted == plain
+    assert num_drafts > 0
