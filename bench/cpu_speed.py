@@ -21,7 +21,7 @@ from outrider.engine.costs import measure_costs
 from outrider.models.sources import resolve
 
 NEW_TOKENS = 64
-PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were only rafts, and then"
+PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were rafts, and then"
 
 
 def hf_model() -> Any:

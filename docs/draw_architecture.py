@@ -1,4 +1,6 @@
-"""Draws docs/architecture.svg: the parts of the engine and what passes between them. Run it after changing the picture."""
+"""Draws docs/architecture.svg: the parts of the engine and what passes between them."""
+
+# ruff: noqa: E501
 
 from pathlib import Path
 

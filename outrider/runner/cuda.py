@@ -46,7 +46,8 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CudaRunner:
-    def __init__(self, step: DeviceStep, limits: Limits, *, use_graphs: bool = True, padding: Padding | None = None) -> None:
+    def __init__(self, step: DeviceStep, limits: Limits, *, use_graphs: bool = True,
+                 padding: Padding | None = None) -> None:
         self.device_step = step
         self._padding = padding or Padding()
         self.graphs = StepGraphs(step, limits) if use_graphs else None

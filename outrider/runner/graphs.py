@@ -100,8 +100,8 @@ class StepGraphs:
 def empty_shape(key: GraphKey, most_drafts: int, max_len: int) -> BatchShape:
     """Extents of a batch whose requests may each have as many tokens as fit."""
     return BatchShape(
-        key.requests, key.tokens, key.tokens, most_drafts, key.requests, key.tokens, (1 + most_drafts,) * key.requests, (),
-        LengthBound(max_len),
+        key.requests, key.tokens, key.tokens, most_drafts, key.requests, key.tokens,
+        (1 + most_drafts,) * key.requests, (), LengthBound(max_len),
     )  # fmt: skip
 
 

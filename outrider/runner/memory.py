@@ -67,7 +67,8 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:
-    """A request of max_len must fit the pool, or it could wait for ever: lower an automatic max_len, refuse a given one."""
+    """A request of max_len must fit the pool, or it could wait for ever: an automatic max_len is lowered, a given one
+    refused."""
     usable = plan.num_pages - 1
 
     def fits(length: int) -> bool:
@@ -82,7 +83,8 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
         low, high = (middle, high) if fits(middle) else (low, middle)
     if config.max_model_len is not None or low < 1:
         raise ValueError(
-            f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is {limits.max_len}: "
+            f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is "
+            f"{limits.max_len}: "
             f"lower max_model_len to {low}, or give the cache more memory (num_pages, kv_cache_memory_bytes, "
             "gpu_memory_utilization)"
         )

@@ -28,6 +28,7 @@ from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.eagle import HeadNetwork
+from outrider.spec.views import OneEach, gather_choosing, reading_pass
 
 
 class AssistantDrafter(AutoregressiveDrafter):
@@ -38,6 +39,7 @@ class AssistantDrafter(AutoregressiveDrafter):
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._max_len = cached, limits.max_len
+        self._one_each = OneEach(limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
         """Nothing is kept of rows."""
@@ -46,33 +48,24 @@ class AssistantDrafter(AutoregressiveDrafter):
         """Nothing is missed."""
 
     def propose(self, step: Step) -> Drafts:
-        batch, rows = step.batch.padded, step.batch.padded.rows
-        view = self.view(step)
-        attend = self._cached.on(view)
-        known = step.known[rows]
-        positions = torch.where(view.live > 0, known - self._behind, 0).clamp_min(0)
-        last = (batch.query_starts[:-1] + step.num_computed - 1).clamp_min(0)
-        tokens, feedback = view.token_ids, step.hidden.final[last]
+        choosing = gather_choosing(step, self._max_len)
+        attend = self._cached.on(view := self.view(step))
+        positions = (choosing.positions[0] - self._behind).clamp_min(0)
+        tokens, feedback = view.token_ids, step.hidden.final[choosing.last]
         chosen: list[torch.Tensor] = []
         for index in range(step.most):
             output, feedback = self.network.forward(tokens, positions, feedback, attend)
-            tokens = self._choose(step, output, index)
+            tokens = self._choose(step, choosing, output, index)
             chosen.append(tokens)
-        room = (self._max_len - known).clamp_min(0)
-        return Drafts(torch.stack(chosen, dim=1), room.clamp_max(step.most))
+        return Drafts(torch.stack(chosen, dim=1), choosing.counts)
 
     def view(self, step: Step) -> BatchView:
         """The step's batch with one query for each request that guesses, at its last computed token."""
-        batch, rows = step.batch.padded, step.batch.padded.rows
-        requests = torch.arange(batch.num_requests + 1, device=rows.device)
-        computed = step.computed_before + step.num_computed
-        tokens = step.tokens[rows, computed.clamp_max(self._max_len - 1)]
-        nowhere = torch.full_like(rows, -1)
+        single = self._one_each.of(step.batch.padded)
+        tokens, rows = reading_pass(step, self._max_len)
         return replace(
-            batch, num_tokens=batch.num_requests, query_lens=(1,) * batch.num_requests, query_starts=requests,
-            request_of=requests[:-1], token_ids=torch.where(step.guesses, tokens, 0),
-            positions=(computed - 1).clamp_min(0), lengths=torch.where(step.guesses, computed, 0),
-            live=step.guesses.long(), token_slots=tuple(nowhere for _ in batch.token_slots),
+            single, token_ids=tokens, token_slots=rows.cells * len(single.token_slots), **rows.in_view,
+            int32_copies=(*single.int32_copies, *rows.int32_copies),
         )  # fmt: skip
 
 

@@ -6,8 +6,7 @@ with outrider.
 The language is that of `train_eagle3.py` with more streams than drafts: a first token names a mode, then streams of
 symbols take turns, and each goes on by the mode's own permutation, with a little noise. So every draft depends on a
 token some places back, which the assistant can only find by position in the target's cache, and on the mode, which it
-must take from the target's hidden state: sliding layers carry the mode a few windows far, and in training the keys up
-to there are mostly out of sight.
+must take from the target's hidden state, since in training the cache mostly tells of another one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ if TYPE_CHECKING:  # tests take the language from here and need no transformers 
 HERE = Path(__file__).parent
 VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 80, 64, 3, 5, 0.02
 WINDOW, LENGTH, BATCH, DRAFTS = 8, 64, 24, 3
-EARLY, LATE = 24, 32  # keys and places: from here on keys know nothing of the mode
-TARGET_STEPS, ASSISTANT_STEPS = 450, 600
+TARGET_STEPS, ASSISTANT_STEPS = 450, 450
 SLIDING, FULL = "sliding_attention", "full_attention"
 SHAPE = {
     "vocab_size": VOCAB, "head_dim": 32, "global_head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -112,16 +110,14 @@ def train_target(language: Language) -> Gemma4ForCausalLM:
 
 
 def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, tokens: torch.Tensor,
-                      hidden: torch.Tensor, caches: dict[str, tuple[torch.Tensor, torch.Tensor]],
-                      sees_mode: torch.Tensor) -> list[torch.Tensor]:
+                      hidden: torch.Tensor, caches: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Logits of draft 0, 1, ... at every place p whose token is the last known one: each sees keys up to p - 1, stands
-    at p and is given the right draft before it. Late places of texts that do not see the mode lack early keys."""
+    at position p and is given the right draft before it."""
     count = tokens.shape[1] - DRAFTS
     places = torch.arange(1, count)
     behind = places[:, None] - torch.arange(tokens.shape[1])  # how far a key lies behind a query
-    tells_mode = (torch.arange(tokens.shape[1]) < EARLY) & (places[:, None] >= LATE)
-    seen = (behind >= 1) & (sees_mode[:, None, None, None] | ~tells_mode)
-    masks = {FULL: seen, SLIDING: seen & (behind <= WINDOW)}
+    masks = {FULL: behind >= 1, SLIDING: (behind >= 1) & (behind <= WINDOW)}
+    masks = {kind: mask.expand(tokens.shape[0], 1, -1, -1) for kind, mask in masks.items()}
     state = hidden[:, : count - 1]
     logits: list[torch.Tensor] = []
     for draft in range(DRAFTS):
@@ -146,12 +142,18 @@ def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4Assi
 
     def loss() -> torch.Tensor:
         tokens = language.texts(BATCH, LENGTH, generator)
+        # Mostly the cache is that of the same text with any mode before it, and in full layers often that of another
+        # text: else cache and hidden state both tell the mode, and neither would be missed.
+        other = tokens.clone()
+        other[:, 0] = torch.randint(MODES, (BATCH,), generator=generator)
+        other[: BATCH // 6, 0] = tokens[: BATCH // 6, 0]
         with torch.no_grad():
-            out = target(tokens, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
+            out = target(tokens, use_cache=False, output_hidden_states=True)
+            caches = target(other, use_cache=False, return_shared_kv_states=True).shared_kv_states
             wanted = out.logits.softmax(dim=-1)
-        # Else the mode would be read from early keys, and hidden states would not matter.
-        sees_mode = torch.rand(BATCH, generator=generator) < 0.2
-        drafts = drafts_everywhere(model, target, tokens, out.hidden_states[-1], out.shared_kv_states, sees_mode)
+        for part in caches[FULL]:
+            part[BATCH // 2 :] = part[BATCH // 2 :].roll(1, 0)
+        drafts = drafts_everywhere(model, target, tokens, out.hidden_states[-1], caches)
         total = torch.zeros(())
         for draft, guess in enumerate(drafts):
             # The draft after place p + draft is what the target says there.

@@ -18,7 +18,7 @@ from outrider.attention.recurrent_backend import Targets
 from outrider.cache.kinds import RecurrentKind
 from outrider.cache.spec import RecurrentSpec
 from outrider.core import Axis, Limits, ScheduledBatch
-from tests.engine.recurrent_rig import K, PAGE, BackendRig, Part, mixers
+from tests.engine.recurrent_rig import PAGE, BackendRig, K, Part, mixers
 
 AROUND = range(PAGE - K - 2, PAGE + 2)  # prompts that end near a boundary
 

@@ -198,8 +198,8 @@ def test_another_geometry_or_another_family_is_refused(tmp_path: Path) -> None:
     heads = changed(tmp_path / "heads", {"per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}}})
     with pytest.raises(ValueError, match="full_attention layers have 1 KV heads of 32"):
         Rig(trained_target(), speculative_config=config_of(heads, DRAFTS))
-    window = changed(tmp_path / "window", {"sliding_window": 8})
-    with pytest.raises(ValueError, match="a window of 8"):
+    window = changed(tmp_path / "window", {"sliding_window": WINDOW // 2})
+    with pytest.raises(ValueError, match=f"a window of {WINDOW // 2}"):
         Rig(trained_target(), speculative_config=config_of(window, DRAFTS))
     with pytest.raises(ValueError, match="the target is a Llama"):
         Rig(tiny_model("llama"), speculative_config=SPECULATIVE)
@@ -275,7 +275,7 @@ def test_tokens_are_a_function_of_the_request(cell: Cell) -> None:
         outputs = [output for asks in WAVES for output in rig.run(asks, after_step=after_step)]
         stats, hits = rig.scheduler.stats, rig.scheduler.cache.stats.hit_tokens
         assert max(batch.num_tokens for batch in rig.batches) <= cell.chunk
-        assert any(not all(batch.samples) for batch in rig.batches), "prompts cut into chunks"
+        assert any(not all(batch.samples) for batch in rig.batches) or cell.chunk > 50, "prompts cut into chunks"
         assert (hits > 0) == cell.prefix, "prefix hits"
         assert stats.max_steps_in_flight == (2 if cell.overlap else 1), "steps in flight"
         assert (rig.runner.num_padded_steps > 0) == cell.padded, "padded beyond scheduled"
@@ -326,7 +326,15 @@ def test_hits_at_every_boundary() -> None:
 # A trained assistant
 
 
-TRAINED_ASKS = trained_asks(41, (8, 12, 20, 33) * 4, max_tokens=36)
+def sixteen_asks() -> list[Ask]:
+    """Of several windows; neighbours are in different modes, which their first tokens name."""
+    texts = trained_prompts(41, (33,) * 40)
+    modes = [*[0, 1, 2] * 5, 1]
+    chosen = [texts.pop(next(i for i, text in enumerate(texts) if text[0] == mode)) for mode in modes]
+    return [Ask(text[:length], greedy(36)) for text, length in zip(chosen, (8, 12, 20, 33) * 4, strict=True)]
+
+
+TRAINED_ASKS = sixteen_asks()
 
 
 @functools.cache

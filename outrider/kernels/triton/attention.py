@@ -239,13 +239,15 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, split_size: int | None = None, num_splits: int | None = None,
+    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, split_size: int | None = None,
+    num_splits: int | None = None,
     out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
     Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    key_starts [requests] is the first key each request may see. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
+    key_starts [requests] is the first key each request may see. A batch that shares `out` with another call passes
+    fill_padding=False. `split_size` fixes the keys per split, for
     results that do not depend on the grid; `num_splits` only overrides the number chosen from the bounds.
     """
     name = "decode_attention"

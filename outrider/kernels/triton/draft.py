@@ -6,7 +6,6 @@ rows go out. A program has a request to itself, and one warp: nothing is read th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,9 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
 from outrider.kernels.triton.sampling import sample_logits
+
+__all__ = ["Batch", "Filled", "Pages", "Passes", "Rows", "draft_passes", "forget_pages", "gather_choosing",
+           "reading_pass", "sample_logits"]  # fmt: skip
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
@@ -57,44 +59,16 @@ class Pages(NamedTuple):
     tail: int  # place of the group whose pages keep hidden states
 
 
-@dataclass(frozen=True)
-class Choosing:
+class Passes(NamedTuple):
+    """Every pass of a proposal; int64 where nothing else is said."""
+
+    choosing: torch.Tensor  # [4 + drafts, requests] seed, sample index, drafts with room, last token row; positions
     temperature: torch.Tensor  # [requests] float32
-    seed: torch.Tensor  # [requests]
-    sample_index: torch.Tensor  # [requests]
-    counts: torch.Tensor  # [requests] drafts there is room for
-    last: torch.Tensor  # [requests] last computed token row
-    positions: torch.Tensor  # [drafts, requests]
-
-
-@dataclass(frozen=True)
-class PassRows:
-    slots: torch.Tensor  # [tokens]
-    cells: tuple[torch.Tensor, ...]  # per group [tokens]
-    lengths: torch.Tensor  # [requests]
-    live: torch.Tensor  # [requests]
-    narrow: tuple[torch.Tensor, ...]  # lengths and live as int32
-
-
-@dataclass(frozen=True)
-class Passes:
-    choosing: Choosing
-    tokens: torch.Tensor  # [tokens] of the first pass
-    first: PassRows
-    further: list[PassRows]  # one token per request
-    key_starts: torch.Tensor  # [requests]
-    narrow_key_starts: torch.Tensor  # int32
-    tail_page: torch.Tensor  # [tokens] the page that the token row ends; the null page where it ends none
-
-
-class _Out(NamedTuple):
-    choosing: torch.Tensor  # [4 + drafts, requests]
-    temperature: torch.Tensor  # [requests]
-    requests: torch.Tensor  # [2, requests] lengths, key starts
-    narrow: torch.Tensor  # [3, requests] int32: lengths, live, key starts
-    tokens: torch.Tensor  # [3 + groups, tokens] tokens, slots, tail page, cells
-    further: torch.Tensor  # [3 + groups, drafts - 1, requests] slots, lengths, live, cells
-    narrow_further: torch.Tensor  # [2, drafts - 1, requests] int32: lengths, live
+    requests: torch.Tensor  # [2, requests] of the first pass: lengths; of all: key starts
+    narrow: torch.Tensor  # [3, requests] int32: lengths and live tokens of the first pass, key starts
+    tokens: torch.Tensor  # [3 + groups, tokens] tokens, slots, page of the tail group that ends or null page; cells
+    further: torch.Tensor  # [3 + groups, drafts - 1, requests] slots, lengths, live tokens; cells
+    narrow_further: torch.Tensor  # [2, drafts - 1, requests] int32: lengths, live tokens
 
 
 @triton.jit
@@ -282,11 +256,6 @@ def _check(name: str, batch: Batch, rows: Rows, pages: Pages | None, max_len: in
             require(table.shape[1] * size >= max_len, name, "pages.tables", f"have no column for token {max_len - 1}")
 
 
-def _unpack_choosing(ints: torch.Tensor, temperature: torch.Tensor) -> Choosing:
-    seed, sample_index, counts, last = ints[: _KEYS.value]
-    return Choosing(temperature, seed, sample_index, counts, last, ints[_KEYS.value :])
-
-
 def draft_passes(
     batch: Batch, rows: Rows, own: Filled, pages: Pages, *, num_tokens: int, most: int, max_len: int, least: int
 ) -> Passes:
@@ -303,7 +272,7 @@ def draft_passes(
         return torch.empty(shape, dtype=dtype, device=device)
 
     groups, int32 = len(pages.tables), torch.int32
-    out = _Out(
+    out = Passes(
         empty(_KEYS.value + most, requests), empty(requests, dtype=torch.float32), empty(2, requests),
         empty(3, requests, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, most - 1, requests),
         empty(2, most - 1, requests, dtype=int32),
@@ -314,18 +283,7 @@ def draft_passes(
             tuple(table.stride(0) for table in pages.tables), PAGES=pages.tokens, TAIL=pages.tail, GROUPS=groups,
             DRAFTS=next_power_of_two(most), BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
-    tokens, slots, tail_page, *cells = out.tokens
-    lengths, key_starts = out.requests
-    narrow_lengths, narrow_live, narrow_key_starts = out.narrow
-    first = PassRows(slots, tuple(cells), lengths, batch.num_computed, (narrow_lengths, narrow_live))
-    further = [
-        PassRows(slots, tuple(cells), lengths, live, tuple(narrow))
-        for (slots, lengths, live, *cells), narrow in zip(
-            out.further.unbind(1), out.narrow_further.unbind(1), strict=True
-        )
-    ]
-    choosing = _unpack_choosing(out.choosing, out.temperature)
-    return Passes(choosing, tokens, first, further, key_starts, narrow_key_starts, tail_page)
+    return out
 
 
 def forget_pages(batch: Batch, page_valid: torch.Tensor, pages: Pages) -> None:
@@ -344,36 +302,31 @@ def forget_pages(batch: Batch, page_valid: torch.Tensor, pages: Pages) -> None:
         )  # fmt: skip
 
 
-def choosing(batch: Batch, rows: Rows, *, most: int, max_len: int) -> Choosing:
-    """What `draft_passes` gives of it, alone."""
+def gather_choosing(batch: Batch, rows: Rows, *, most: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(choosing, temperature) as `draft_passes` makes them."""
     requests, device = batch.row.shape[0], batch.row.device
-    _check("choosing", batch, rows, None, max_len)
-    ints = torch.empty(_KEYS.value + most, requests, dtype=torch.int64, device=device)
+    _check("gather_choosing", batch, rows, None, max_len)
+    out = torch.empty(_KEYS.value + most, requests, dtype=torch.int64, device=device)
     temperature = torch.empty(requests, dtype=torch.float32, device=device)
     if requests:
         _choosing_kernel[(requests,)](
-            batch.row, batch.query_starts, batch.num_computed, rows, ints, temperature, requests, most, max_len,
+            batch.row, batch.query_starts, batch.num_computed, rows, out, temperature, requests, most, max_len,
             DRAFTS=next_power_of_two(most), num_warps=1,
         )  # fmt: skip
-    return _unpack_choosing(ints, temperature)
+    return out, temperature
 
 
-def reading_pass(batch: Batch, rows: Rows, *, max_len: int) -> tuple[torch.Tensor, PassRows]:
-    """(tokens, the rest) of a pass that stands at each guessing request's last computed token, with the known token
-    after it, and writes no slots. All groups have the same cells: none."""
+def reading_pass(batch: Batch, rows: Rows, *, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[5, requests] tokens, positions, lengths, live tokens, cells; [2, requests] int32: lengths, live tokens.
+
+    The pass stands at each guessing request's last computed token, with the known token after it, and has no cells."""
     requests, device = batch.row.shape[0], batch.row.device
     _check("reading_pass", batch, rows, None, max_len)
-    ints = torch.empty(5, requests, dtype=torch.int64, device=device)
+    out = torch.empty(5, requests, dtype=torch.int64, device=device)
     narrow = torch.empty(2, requests, dtype=torch.int32, device=device)
     if requests:
         _reading_kernel[(requests,)](
-            batch.row, batch.computed_before, batch.num_computed, batch.guesses, rows.tokens, ints, narrow, requests,
+            batch.row, batch.computed_before, batch.num_computed, batch.guesses, rows.tokens, out, narrow, requests,
             max_len, rows.tokens.stride(0), num_warps=1,
         )  # fmt: skip
-    tokens, slots, lengths, live, nowhere = ints
-    return tokens, PassRows(slots, (nowhere,), lengths, live, tuple(narrow))
-
-
-def draw(logits: torch.Tensor, by: Choosing, index: int) -> torch.Tensor:
-    """Draft `index` of every request, with the noise of the logits' own ids."""
-    return sample_logits(logits, by.temperature, by.seed, by.sample_index, by.positions[index])
+    return out, narrow

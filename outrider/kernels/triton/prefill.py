@@ -163,7 +163,8 @@ def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool = False,
+    key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
     left alone; with fill_padding the rows past the last request get zeros."""

@@ -252,7 +252,8 @@ def _launch(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, activation: str, *, exact_rows: bool = False, config: ThinConfig | None = None
+    x: torch.Tensor, weight: torch.Tensor, activation: str, *, exact_rows: bool = False,
+    config: ThinConfig | None = None,
 ) -> torch.Tensor:
     """act(gate) * up for 1 to 16 token rows: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
     name, device = "gated_linear", x.device
@@ -266,16 +267,16 @@ def gated_linear(
     # Each program reads its rows of both halves: half the tile of a plain product.
     config = config or (thin_config(1, n, k, num_sms(device)) if is_vector else gated_config(n, num_sms(device)))
     options = {
-        "K": k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PROLOGUE": 0, "PLUS_ONE": False, "HAS_BIAS": False,
-        "HAS_RESIDUAL": False, "LINES": 8, "PDL": False, "EPILOGUE": _PROLOGUES[activation],
+        "K": k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PROLOGUE": 0, "PLUS_ONE": False,
+        "HAS_BIAS": False, "HAS_RESIDUAL": False, "LINES": 8, "PDL": False, "EPILOGUE": _PROLOGUES[activation],
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }
     grid = (triton.cdiv(n, config.block_n),)
     if is_vector:
         _matvec_kernel[grid](x, weight, x, x, x, out, weight.stride(0), n, 1e-6, **options)
     else:
-        _thin_kernel[grid](x, weight, x, x, x, out, x.stride(0), weight.stride(0), x.stride(0), out.stride(0), num_rows, n,
-                           1e-6, ROWS=MAX_ROWS, **options)
+        _thin_kernel[grid](x, weight, x, x, x, out, x.stride(0), weight.stride(0), x.stride(0), out.stride(0), num_rows,
+                           n, 1e-6, ROWS=MAX_ROWS, **options)
     return out
 
 

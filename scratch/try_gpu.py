@@ -1,8 +1,16 @@
-import json, os, random, sys, time, traceback
+import json
+import os
+import random
+import sys
+import time
+import traceback
+
 t00=time.time()
 import torch
+
 sys.path.insert(0, os.getcwd())
 from outrider import LLM, SamplingParams
+
 OUT=os.environ.get("OUT","/tmp")
 def log(**k): print(json.dumps(k), flush=True)
 def check():
@@ -33,7 +41,7 @@ def check():
             same=[sum(a==b for a,b in zip(r,q)) for r,q in zip(res,ref)]
             log(check=str(kw)[:80], equal=same, of=len(prompts), replays=llm.engine.runner.num_replays, eager=llm.engine.runner.num_eager, acc=[x.metrics.num_accepted_tokens for x in o])
             llm.close(); del llm, m; torch.cuda.empty_cache()
-        except Exception as e:
+        except Exception:
             traceback.print_exc()
 def bench(name, shapes, **kw):
     t=time.time()
@@ -52,7 +60,7 @@ def bench(name, shapes, **kw):
         log(case=f"{b}x{i}x{o}", tok_s=round(n/best,1), s=round(best,3), run=round(1+ac/max(1,st),2))
     return llm
 def prof(llm, b=1, out="prof"):
-    from torch.profiler import profile, ProfilerActivity
+    from torch.profiler import ProfilerActivity, profile
     pr=[[7]*128 for _ in range(b)]
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
         llm.generate(pr, SamplingParams(temperature=0,max_tokens=12,ignore_eos=True,detokenize=False))

@@ -1,0 +1,308 @@
+"""The kernels of a proposal's bookkeeping against the torch code that they stand for, integer for integer: requests that
+compute anything or nothing, gaps, rows that do not guess, no room at max_len, padding, several groups; and engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.attention.base import BatchView, ForwardBatch, LengthBound  # noqa: E402
+from outrider.attention.triton_backend import TritonBackend  # noqa: E402
+from outrider.cache.groups import plan_groups  # noqa: E402
+from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
+from outrider.core import Axis, Limits  # noqa: E402
+from outrider.kernels.triton import draft as kernels  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
+from outrider.spec import autoregressive, gemma_assistant, views  # noqa: E402
+from outrider.spec.base import Step  # noqa: E402
+from outrider.spec.views import Filled, OneEach, Passes, PassRows  # noqa: E402
+from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
+from tests.spec.checkpoints import make_drafter  # noqa: E402
+from tests.spec.rig import DraftRig  # noqa: E402
+from tests.spec.trained import trained_asks, trained_rig  # noqa: E402
+
+MAX_LEN = 80
+LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=MAX_LEN, max_drafts=7, vocab_size=50)
+LAYERS = [LayerCache(0, FullSpec(2, 8, 8)), LayerCache(1, SlidingSpec(2, 8, 8, 24)), LayerCache(2, FullSpec(2, 16, 8))]
+GROUPS = plan_groups(LAYERS).groups
+NUM_PAGES = 300
+assert len({group.page_tokens for group in GROUPS}) > 1
+
+
+@contextmanager
+def using(module: ModuleType | None) -> Iterator[None]:
+    """Proposals do their bookkeeping with these kernels, or with none."""
+    with (mock.patch.object(views, "draft_kernels", lambda device: module),
+          mock.patch.object(autoregressive, "draft_kernels", lambda device: module)):
+        yield
+
+
+@dataclass(frozen=True)
+class Member:
+    """One request of a committed step."""
+
+    before: int
+    scheduled: int
+    computed: int  # of the scheduled ones
+    waiting: int  # known tokens that are not computed, but for the first
+    guesses: bool
+    gap: int  # slots missing since the last fill; below 0 there are more than needed
+    valid_from: int
+
+
+@st.composite
+def member(draw: st.DrawFn) -> Member:
+    scheduled = draw(st.integers(1, 40))
+    computed = draw(st.one_of(st.just(scheduled), st.integers(0, scheduled)))
+    # At its longest a request has max_len known tokens, the last one not computed.
+    before = draw(st.one_of(st.integers(0, MAX_LEN - 1 - computed), st.just(MAX_LEN - 1 - computed)))
+    waiting = draw(st.integers(0, min(3, MAX_LEN - 1 - before - computed)))
+    return Member(before, scheduled, computed, waiting, waiting == 0 and draw(st.integers(0, 3)) > 0,
+                  draw(st.integers(-1, 2)), draw(st.integers(0, before + 1)))
+
+
+def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: int, device: torch.device,
+              max_len: int = MAX_LEN) -> tuple[Step, Filled]:
+    """Padded by `spare` requests and tokens. What is not defined holds anything that is in range, the null row too."""
+    generator = torch.Generator().manual_seed(seed)
+    limits = replace(LIMITS, max_len=max_len, max_requests=max(LIMITS.max_requests, len(members)))
+    num_rows, requests = limits.extent(Axis.ROWS), len(members) + spare[0]
+
+    def some(end: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(0, end, shape, generator=generator, dtype=dtype).to(device)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    rows = [num_rows - 1 - i for i in range(len(members))]
+    tokens, known = some(50, num_rows, max_len), some(max_len, num_rows)
+    filled, valid_from = some(max_len, num_rows), some(max_len, num_rows)
+    for row, one in zip(rows, members, strict=True):
+        known[row] = one.before + one.computed + 1 + one.waiting
+        filled[row], valid_from[row] = one.before + 1 - one.gap, one.valid_from
+    lens = [one.scheduled for one in members] + [0] * spare[0]
+    starts = [sum(lens[:i]) for i in range(requests + 1)]
+    request_of = [i for i, n in enumerate(lens) for _ in range(n)] + [requests - 1] * spare[1]
+    # A page has one owner: groups and requests have their own.
+    widths = [group.kind.capacity(limits).table_width for group in GROUPS]
+    pages = torch.randperm(requests * sum(widths), generator=generator).to(torch.int32).add_(1).to(device)
+    tables = [part.view(requests, -1) for part in pages.split([requests * width for width in widths])]
+    spare_counts = [0] * spare[0]
+    before, computed = ints([m.before for m in members] + [3] * spare[0]), ints([m.computed for m in members] + spare_counts)
+    count = len(request_of)
+    view = BatchView(
+        num_requests=requests, num_tokens=count, query_lens=tuple(lens), max_length=LengthBound(max_len),
+        rows=ints(rows + spare_counts), query_starts=ints(starts), lengths=before + computed, live=computed,
+        token_ids=some(50, count), positions=some(max_len, count), request_of=ints(request_of),
+        page_tables=tuple(tables), token_slots=tuple(some(99, count) for _ in GROUPS),
+    )  # fmt: skip
+    guesses = torch.tensor([m.guesses for m in members] + [False] * spare[0], device=device)
+    temperature = some(3, num_rows).float()
+    sampling: Any = SimpleNamespace(seed=some(2**62, num_rows), sample_index=some(9, num_rows), temperature=temperature)
+    nothing: Any = None
+    step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, guesses, tokens, known, sampling, False, most)
+    page_valid = some(2, len(pages) + 1).bool()
+    own = Filled(GROUPS, GROUPS[seed % len(GROUPS)], seed % 2, max_len, valid_from, filled, page_valid)
+    return step, own
+
+
+def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
+    """Tensors, and whatever is built from them, by value and dtype."""
+    if isinstance(wanted, torch.Tensor):
+        assert actual.dtype == wanted.dtype and torch.equal(actual, wanted), f"{name}: {actual} for {wanted}"
+    elif is_dataclass(wanted):
+        for field in fields(wanted):
+            if field.name != "int32_copies":  # the torch path has none
+                assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
+    elif isinstance(wanted, tuple | list):
+        assert len(actual) == len(wanted)
+        for index, (one, other) in enumerate(zip(actual, wanted, strict=True)):
+            assert_equal(one, other, f"{name}[{index}]")
+    else:
+        assert actual == wanted, name
+
+
+def assert_copies(rows: PassRows) -> None:
+    wide = [rows.lengths, rows.live, *([] if rows.key_starts is None else [rows.key_starts])]
+    assert [original for original, _ in rows.int32_copies] == wide
+    for original, narrow in rows.int32_copies:
+        assert narrow.dtype == torch.int32 and torch.equal(narrow, original.int())
+
+
+def assert_as_torch(step: Step, own: Filled) -> Passes:
+    """Passes, rows and pages, of a proposal and of a cold step; the null page may be anything."""
+    own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels")}
+    with using(None):
+        one_each = OneEach(LIMITS, own.filled.device)
+        wanted = views.lay_out_passes(step, own_of["torch"], one_each)
+        views.forget_pages(step, own_of["cold torch"])
+        alone, reading = views.gather_choosing(step, own.max_len), views.reading_pass(step, own.max_len)
+    with using(kernels):
+        made = views.lay_out_passes(step, own_of["kernels"], one_each)
+        views.forget_pages(step, own_of["cold kernels"])
+        assert_equal(views.gather_choosing(step, own.max_len), alone, "choosing")
+        made_reading = views.reading_pass(step, own.max_len)
+    assert_equal(made, wanted, "passes")
+    assert_equal(made_reading, reading, "reading")
+    for rows in (made.first, *made.further, made_reading[1]):
+        assert_copies(rows)
+    for prefix in ("", "cold "):
+        one, other = own_of[f"{prefix}kernels"], own_of[f"{prefix}torch"]
+        for state in (one, other):
+            state.page_valid[0] = False
+        assert_equal(one, other, f"{prefix}filled")
+    return made
+
+
+@settings(max_examples=40)
+@given(st.lists(member(), min_size=1, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 5)), st.integers(1, 7),
+       st.integers(0, 2**20))
+def test_kernels_equal_the_torch_code(device: torch.device, members: list[Member], spare: tuple[int, int], most: int,
+                                      seed: int) -> None:
+    assert_as_torch(*make_step(members, spare, most, seed, device))
+
+
+def test_the_steps_reach_every_case(device: torch.device) -> None:
+    """Or the test above would compare little."""
+    members = [
+        Member(14, 3, 3, 0, True, 0, 0),  # ends a page
+        Member(20, 20, 20, 0, True, 1, 5),  # ends some, after a gap
+        Member(70, 9, 6, 0, True, 0, 2),  # room for three drafts
+        Member(75, 4, 4, 0, True, 0, 2),  # room for none
+        Member(3, 4, 0, 1, False, 2, 2),  # computed nothing
+        Member(30, 8, 8, 2, False, 0, 31),  # a chunk of a prompt
+    ]  # fmt: skip
+    step, own = make_step(members, (2, 3), 5, 7, device)
+    made, rows = assert_as_torch(step, own), step.batch.padded.rows
+    counts = made.choosing.counts.tolist()
+    assert counts[:4] == [5, 5, 3, 0]
+    live = torch.stack([rows.live for rows in made.further], dim=1).sum(dim=1)
+    assert live.tolist() == [4, 4, 3, 0, 0, 0, 0, 0], "passes, which draft from a draft each"
+    starts = made.first.key_starts
+    assert starts is not None
+    assert starts[:2].tolist() == [0, 21] and int(starts[4]) == int(own.valid_from[rows[4]]), "a gap counts if filled"
+    assert int((made.tail_page > 0).sum()) >= 3
+    assert made.first.lengths.tolist()[4:] == [0, 39, 0, 0]
+    assert all(bool((cells[made.tokens.shape[0] - 3 :] == -1).all()) for cells in made.first.cells), "padded tokens"
+
+
+def test_more_tokens_and_pages_than_are_taken_at_a_time(device: torch.device) -> None:
+    members = [Member(5, 600, 599, 0, True, 0, 0), Member(90, 5000, 5000, 0, True, 3, 9), Member(0, 1, 1, 0, True, 0, 0)]
+    made = assert_as_torch(*make_step(members, (1, 300), 3, 2, device, max_len=5200))
+    assert int((made.tail_page > 0).sum()) > 40
+
+
+def test_padded_requests_leave_the_null_row_and_page_alone(device: torch.device) -> None:
+    step, own = make_step([Member(4, 20, 20, 0, True, 1, 0)], (3, 4), 2, 5, device)
+    before = copy.deepcopy(own)
+    with using(kernels):
+        views.lay_out_passes(step, own, OneEach(LIMITS, device))
+        views.forget_pages(step, own)
+    for name in ("valid_from", "filled", "page_valid"):
+        assert getattr(own, name)[0] == getattr(before, name)[0], name
+    assert not torch.equal(own.filled, before.filled)
+
+
+def test_plans_take_the_int32_copies(device: torch.device) -> None:
+    """Attention over a pass casts nothing."""
+    step, own = make_step([Member(4, 3, 3, 0, True, 0, 0)] * 2, (1, 1), 3, 5, device)
+    one_each = OneEach(LIMITS, device)
+    drafter: Any = SimpleNamespace(_filled=own, _one_each=one_each)
+    drafter._moved = lambda *args: autoregressive.AutoregressiveDrafter._moved(drafter, *args)
+    assistant: Any = SimpleNamespace(_one_each=one_each, _max_len=MAX_LEN)
+    with using(kernels):
+        passes = views.lay_out_passes(step, own, one_each)
+        first = autoregressive.AutoregressiveDrafter._first_view(drafter, step, passes)
+        second = autoregressive.AutoregressiveDrafter._next_view(drafter, step, passes, 1, passes.choosing.last)
+        reading = gemma_assistant.AssistantDrafter.view(assistant, step)
+    for view, query_starts in ((first, False), (second, True), (reading, True)):
+        plan, copies = TritonBackend().plan(view, GROUPS[0]), [narrow for _, narrow in view.int32_copies]
+        taken = [plan.lengths, plan.live, *([plan.query_starts] if query_starts else [])]  # the first has the batch's own
+        taken += [] if plan.key_starts is None else [plan.key_starts]
+        assert all(any(one is narrow for narrow in copies) for one in taken)
+    assert first.key_starts is not None and reading.key_starts is None
+
+
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "overlap": True,
+                            "pad_requests": (4,), "pad_tokens": (6, 24)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "family"), [("eagle3", "gemma3"), ("eagle", "llama"), ("draft_model", "gemma3")])
+def test_an_engine_proposes_the_same_with_kernels(kind: str, family: str, tmp_path: Path) -> None:
+    """Cold steps, hits, chunks, padding and steps in flight, until max_model_len. On the CPU: under the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the engine under test runs on the CPU")
+    drafter, shared = make_drafter(kind, family, tmp_path), prompt_of(0, 32)
+    asks = [Ask([*shared, *prompt_of(1, 9)], greedy(9)), Ask(prompt_of(2, 55), greedy(None)),
+            Ask([*shared, *prompt_of(3, 2)], SamplingParams(temperature=1.0, seed=3, max_tokens=8))]  # fmt: skip
+    found = []
+    for module in (None, kernels):
+        with using(module), DraftRig(tiny_model(family), speculative_config=drafter.speculative(3),
+                                     propose_at=lambda step: 3 if step % 4 else 0, **SETTINGS) as rig:
+            outputs = [rig.run(asks), rig.run(asks)]
+            assert rig.num_cold > 1 and rig.scheduler.cache.stats.hit_tokens > 0
+            own = rig.step.drafter._filled  # type: ignore[union-attr]
+            state = (own.valid_from, own.filled, own.page_valid[1:])
+            found.append((rig.proposals, [tokens_of(part) for part in outputs], [part.tolist() for part in state]))
+    assert found[0] == found[1]
+    assert any(len(proposal.drafts) < 3 for proposal in found[0][0]), "room ran out"
+
+
+def test_an_assistant_proposes_the_same_with_kernels() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the engine under test runs on the CPU")
+    found = []
+    for module in (None, kernels):
+        with using(module), trained_rig(pad_requests=(4,), pad_tokens=(30,), max_num_seqs=3) as rig:
+            rig.run(trained_asks(3, (9, 20), max_tokens=10))
+            found.append(rig.proposals)
+    assert found[0] and found[0] == found[1]
+
+
+def test_float32_drafts_are_chosen_by_the_sampling_kernel(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the engine under test runs on the CPU")
+    drafter = make_drafter("mtp", "llama", tmp_path)
+    asks = [Ask(prompt_of(1, 9), greedy(5)), Ask(prompt_of(2, 7), SamplingParams(temperature=0.7, seed=3, max_tokens=6))]
+    found = []
+    for module in (None, kernels):
+        with (using(module), mock.patch.object(kernels, "sample_logits", wraps=kernels.sample_logits) as called,
+              DraftRig(tiny_model("llama", torch.float32), speculative_config=drafter.speculative(2)) as rig):
+            rig.run(asks)
+            found.append(rig.proposals)
+            assert called.called == (module is kernels)
+    assert found[0] == found[1]
+
+
+def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
+    step, own = make_step([Member(4, 3, 3, 0, True, 0, 0)], (0, 0), 2, 0, device)
+    batch, rows, pages = (make(kernels, step) for make in (views._batch, views._rows, lambda k, s: views._pages(k, s, own)))
+    filled = kernels.Filled(own.valid_from, own.filled, own.page_valid)
+    options: dict[str, Any] = {"num_tokens": 3, "most": 2, "max_len": MAX_LEN, "least": 0}
+    kernels.draft_passes(batch, rows, filled, pages, **options)
+    cases: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("batch.guesses", (batch._replace(guesses=batch.row), rows, filled, pages), {}),
+        ("batch.query_starts", (batch._replace(query_starts=batch.row), rows, filled, pages), {}),
+        ("rows.known", (batch, rows._replace(known=rows.known.int()), filled, pages), {}),
+        ("own.page_valid", (batch, rows, filled._replace(page_valid=own.filled), pages), {}),
+        ("pages.tokens", (batch, rows, filled, pages._replace(tokens=(16,))), {}),
+        ("pages.tail", (batch, rows, filled, pages._replace(tail=len(GROUPS))), {}),
+        ("pages.tables", (batch, rows, filled, pages._replace(tables=tuple(t[:, :1] for t in pages.tables))), {}),
+        ("max_len", (batch, rows, filled, pages), {"max_len": MAX_LEN + 1}), ("most", (batch, rows, filled, pages), {"most": 0}),
+    ]  # fmt: skip
+    for argument, tensors, changes in cases:
+        with pytest.raises(ValueError, match=f"draft_passes: {argument} "):
+            kernels.draft_passes(*tensors, **(options | changes))

@@ -1,0 +1,20 @@
+"""A row that ended with drafts pending saves the state it has, as if they had been folded."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.recurrent import RecurrentState
+from outrider.attention.recurrent_backend import RecurrentLayers, Targets
+
+NAME = "f4: the end is not folded"
+TESTS = ["tests/engine/test_f4_states.py", "-k", "fold"]
+
+
+def apply() -> None:
+    def save_as_it_is(self: RecurrentLayers, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
+                      targets: Targets) -> None:
+        for layer, own in self.rows.items():
+            self.pages.write(layer, RecurrentState(own.state[rows], own.tail[rows]), targets.pages, pending > 0)
+
+    RecurrentLayers.fold_ended = save_as_it_is  # type: ignore[method-assign]

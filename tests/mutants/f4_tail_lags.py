@@ -1,0 +1,32 @@
+"""The inputs that the convolution looks back on are not advanced by the drafts that are folded."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.attention.recurrent import Gates
+from outrider.attention.recurrent_backend import RecurrentStep, Walk
+
+NAME = "f4: the conv tail is not folded"
+TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]
+
+
+def apply() -> None:
+    call, step = RecurrentStep.__call__, Walk.step
+
+    def folding_without_tail(self: RecurrentStep, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+        num_folds = self.counts.most_pending
+
+        def without_tail(walk: Walk, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
+            nonlocal num_folds
+            tail = walk.tail
+            y = step(walk, conv_in, gates, moves)
+            if num_folds > 0:
+                walk.tail = tail
+            num_folds -= 1
+            return y
+
+        Walk.step = without_tail  # type: ignore[method-assign]
+        return call(self, layer, conv_in, gates)
+
+    RecurrentStep.__call__ = folding_without_tail  # type: ignore[method-assign]
