@@ -127,7 +127,7 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config: method {methods} needs 'model', the folder or id of the drafter")
         low, high = fields.get("prompt_lookup_min", 2), fields.get("prompt_lookup_max", 4)
         if not 1 <= low <= high:
-            raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be in 1 to prompt_lookup_max ({high})")
+            raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be 1 to prompt_lookup_max ({high})")
         position = fields.get("assistant_position", "sampled")
         _one_of("speculative_config: assistant_position", position, ASSISTANT_POSITIONS)
         return cls(methods, k, model, low, high, bool(fields.get("auto", True)), _synthetic_rates(fields), position)

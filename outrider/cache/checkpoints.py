@@ -172,6 +172,11 @@ class Checkpoints:
         for checkpoint in [c for c in self._open.values() if c.owner is None and c.step <= step]:
             self._drop(checkpoint)  # its last chance has passed
 
+    def drop_promised(self) -> None:
+        """A step failed: what rows of ended requests hold is unknown now, and so is what will be written of it."""
+        for checkpoint in [c for c in self._open.values() if c.owner is None]:
+            self._drop(checkpoint)
+
     def retire(self, request_id: int, token_ids: Sequence[int], settled: int, folded: int, *, is_exact: bool) -> None:
         """A request is about to give up its row. Its latest checkpoint is published; what steps in flight may still
         write is published when they report it.

@@ -327,8 +327,8 @@ def paged_attention(
     settings = _ATTENTION.pack(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), result.data_ptr(), q.stride(0), k_cache.stride(0),
         v_cache.stride(0), page_table.data_ptr(), query_starts.data_ptr(), lengths.data_ptr(), live.data_ptr(),
-        _pointer(key_starts), page_table.stride(0), columns, num_pages, page_size, tokens, requests, heads, kv_heads, dim, window,
-        scale, softcap, page_table.dtype is torch.int64, query_starts.dtype is torch.int64,
+        _pointer(key_starts), page_table.stride(0), columns, num_pages, page_size, tokens, requests, heads, kv_heads,
+        dim, window, scale, softcap, page_table.dtype is torch.int64, query_starts.dtype is torch.int64,
         lengths.dtype is torch.int64, live.dtype is torch.int64,
     )  # fmt: skip
     error = lib.paged_attention(settings, torch.get_num_threads())

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from outrider.cache.checkpoints import Reach
-from outrider.cache.manager import CacheManager, Granted
+from outrider.cache.manager import CacheManager
 from outrider.core import (
     NULL_ROW,
     Admission,
     Bound,
-    CheckpointWrite,
     Finish,
     HostDraft,
     Limits,
@@ -29,6 +27,7 @@ from outrider.core import (
     Settled,
     StepResult,
 )
+from outrider.sched.batch import BatchBuilder
 from outrider.sched.request import Request, State
 
 
@@ -135,7 +134,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to compute before a result comes back."""
-        batch = _BatchBuilder(self.stats.num_steps)
+        batch = BatchBuilder(self.stats.num_steps)
         budget = self.limits.max_batched_tokens
         propose = 0
         if self._drafts is not None:
@@ -205,6 +204,7 @@ class Scheduler:
         one ends; a row taken later was written anew."""
         step, _ = self._in_flight.popitem(last=False)
         self._settle_checkpoints(step, [])
+        self.cache.checkpoints.drop_promised()
         later = [*self._admissions, *(a for batch in self._in_flight.values() for a in batch.admissions)]
         rows = {admission.row for admission in later}
         for request in [r for r in self._running if r.row not in rows]:
@@ -236,7 +236,7 @@ class Scheduler:
         self._host_drafts.append(HostDraft(request.row, known, guess))
         return min(most, len(guess))
 
-    def _schedule_known(self, request: Request, budget: int, batch: _BatchBuilder) -> int:
+    def _schedule_known(self, request: Request, budget: int, batch: BatchBuilder) -> int:
         left = request.known - request.bound.at_most
         chunk = min(left, budget)
         bound = request.bound.at_most + chunk
@@ -245,7 +245,7 @@ class Scheduler:
         batch.add(request, chunk, 0, chunk == left, bound)
         return chunk
 
-    def _admit(self, budget: int, batch: _BatchBuilder) -> None:
+    def _admit(self, budget: int, batch: BatchBuilder) -> None:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
             assert request.hashes is not None
@@ -276,7 +276,7 @@ class Scheduler:
                       request.params, request.sample_index, request.seed, self.cache.checkpoints.restored(request.id))
         )
 
-    def _make_room(self, request: Request, bound: int, batch: _BatchBuilder) -> bool:
+    def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
         """Pages up to `bound`. Waits for outstanding results before it preempts whoever matters least, even itself."""
         target = Bound(bound)
         while not self.cache.reserve(request.id, target):
@@ -301,7 +301,7 @@ class Scheduler:
         self._release(request)
         self._wait(request)
 
-    def _finish_batch(self, batch: _BatchBuilder, propose: int) -> ScheduledBatch | None:
+    def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
         if not batch.requests and not self.cache.checkpoints.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
@@ -377,62 +377,3 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         request.state = State.WAITING
         heapq.heappush(self._waiting, (request.priority, self._arrival_of[request.id], request))
-
-
-class _BatchBuilder:
-    """Collects the requests of one batch and advances their bounds."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self.requests: list[Request] = []
-        self._num_known: list[int] = []
-        self._num_drafts: list[int] = []
-        self._samples: list[bool] = []
-        self._num_pending: list[int] = []
-        self._before: list[int] = []  # bounds
-
-    def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
-        self.requests.append(request)
-        self._num_known.append(num_known)
-        self._num_drafts.append(num_drafts)
-        self._samples.append(samples)
-        self._num_pending.append(request.num_pending)
-        self._before.append(request.bound.at_most)
-        request.num_pending = num_drafts
-        request.bound.at_most = bound
-        request.unsettled += num_known + num_drafts
-        request.in_flight_samples += samples
-
-    @property
-    def reaches(self) -> dict[int, Reach]:
-        """How far each request's recurrent states get. Tokens known at admission are never in doubt, and drafts are
-        not stored in the step that checks them."""
-        reaches: dict[int, Reach] = {}
-        for request, known, before in zip(self.requests, self._num_known, self._before, strict=True):
-            sure = min(request.known, before)  # computed when the step begins, whatever is in flight
-            least = max(request.settled.at_least, sure) + known
-            reaches[request.id] = Reach(request.folded, max(request.folded, sure), least, before + known)
-        return reaches
-
-    def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
-              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int) -> ScheduledBatch:
-        requests = self.requests
-        return ScheduledBatch(
-            step=self._step,
-            request_ids=[r.id for r in requests],
-            epochs=[r.epoch for r in requests],
-            rows=[r.row for r in requests],
-            num_known=self._num_known,
-            num_drafts=self._num_drafts,
-            samples=self._samples,
-            bounds=[r.bound.at_most for r in requests],
-            params=[r.params for r in requests],
-            admissions=list(admissions),
-            page_writes=granted.page_writes,
-            clear_pages=granted.clear_pages,
-            host_drafts=host_drafts,
-            checkpoints=checkpoints,
-            folds=folds,
-            num_pending=self._num_pending,
-            propose=propose,
-        )

@@ -100,9 +100,6 @@ def draft_kernels(device: torch.device) -> ModuleType | None:
     return draft
 
 
-# In torch
-
-
 def cells_of(view: BatchView, groups: tuple[Group, ...], slots: torch.Tensor,
              is_live: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Per group the cells of slots [..., tokens]; page tables are the batch's own."""

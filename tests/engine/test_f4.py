@@ -181,8 +181,9 @@ def test_f4_a_pool_that_runs_short_changes_nothing(family: str, overlap: bool) -
     assert num_preemptions > 0
 
 
+# Two of them end just behind a boundary: if enough drafts are accepted, a fold brings the state there.
 SMALL = [Ask([*SHARED[: 16 * (i % 3)], *prompt_of(20 + i, 1 + 5 * i)],
-             SamplingParams(temperature=float(i % 2), seed=i, max_tokens=5 + 3 * i)) for i in range(4)]
+             SamplingParams(temperature=float(i % 2), seed=i, max_tokens=(4, 12, 7, 6)[i])) for i in range(4)]
 
 
 @functools.cache

@@ -375,6 +375,28 @@ def test_a_fold_whose_step_failed_is_forgotten() -> None:
     assert sched.cache.usage() == 0 and not sched.has_work
 
 
+def test_a_failed_step_spoils_what_later_ones_write_of_ended_requests() -> None:
+    """The host ends a request with two steps in flight; the first of them dies, and the second begins from nobody knows
+    what."""
+    sched, state = scheduler(max_drafts=0, steps=2), {}
+    sched.add(request(0, TOKENS[:17]))
+    drive(sched, state)
+    for _ in range(2):
+        drive(sched, state)
+    assert sched.schedule() is not None  # computes token 19
+    second = sched.schedule()
+    assert second is not None and [write.boundary for write in second.checkpoints] == [20]
+    sched._requests[0].token_ids.append(5)  # as if it were known
+    sched.end(0, Finish.ABORT)
+    assert sched.cache.usage() > 0, "what the second step may write is waited for"
+    sched.fail_step("lost")
+    assert sched.cache.usage() == 0
+    sched.update(StepResult(second.step, play(second, state).requests, checkpoints=[second.checkpoints[0].id]))
+    sched.check_integrity()
+    sched.add(request(1, [*TOKENS[:17], 5, 5, 5, 5, 5]))
+    assert drive(sched, state).admissions[0].computed == 16
+
+
 def test_an_error_leaves_no_fold() -> None:
     sched, state = scheduler(), {}
     sched.add(request(0, TOKENS[:13]))

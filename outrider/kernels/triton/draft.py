@@ -20,7 +20,6 @@ __all__ = ["Batch", "Filled", "Pages", "Passes", "Rows", "draft_passes", "forget
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
-_NEVER = tl.constexpr(2**62)  # no slot is valid
 
 
 class Batch(NamedTuple):
@@ -203,7 +202,8 @@ def _forget_kernel(
     count = tl.load(num_computed + request)
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
-        _mark_pages(table, page_valid, before, count, _NEVER, 0, PAGES[group], BLOCK)
+        # As if slots were valid from behind these pages on.
+        _mark_pages(table, page_valid, before, count, before + count, 0, PAGES[group], BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
