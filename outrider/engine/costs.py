@@ -44,9 +44,9 @@ def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens
     requests = min(tokens, limits.max_requests)
     if runner is not None and runner.graphs is not None:
         tokens = -(-tokens // requests) * requests
-        captured = runner.graphs.get(GraphKey(requests, tokens, False, propose))
+        captured = runner.graphs.get(GraphKey(requests, tokens, False, propose, tokens > requests))
         return _best(captured.graph.replay, step.state.device)
-    key = GraphKey(requests, tokens, False, propose)
+    key = GraphKey(requests, tokens, False, propose, tokens > requests)
     shape = empty_shape(key, limits.max_drafts if tokens > requests else 0, limits.max_len)
     ints = empty_batch(shape, step.state.device)
     return _best(lambda: step.body(shape, ints, empty_plan(key)), step.state.device)

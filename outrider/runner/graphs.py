@@ -24,6 +24,7 @@ class GraphKey:
     tokens: int
     any_sampled: bool
     propose: int
+    has_drafts: bool  # not said by the counts: a few drafts may fit into the padding of the requests
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class StepGraphs:
         requests = next(size for size in self._ladder if size >= batch.num_requests)
         per_request = -(-batch.num_tokens // requests)
         any_sampled = any(not params.is_greedy for params in batch.params)
-        return GraphKey(requests, requests * per_request, any_sampled, batch.propose)
+        return GraphKey(requests, requests * per_request, any_sampled, batch.propose, any(batch.num_drafts))
 
     def padded_size(self, key: GraphKey) -> PaddedSize:
         return PaddedSize(key.requests, key.tokens, logit_rows=key.tokens, drafts=self._most_drafts(key))
@@ -75,13 +76,13 @@ class StepGraphs:
         """The sizes a server meets, largest first so that their memory is shared. Returns how many."""
         drafts = self._limits.max_drafts
         for requests in reversed(self._ladder):
-            self.get(GraphKey(requests, requests, False, 0))
+            self.get(GraphKey(requests, requests, False, 0, False))
             if drafts:
-                self.get(GraphKey(requests, requests * (1 + drafts), False, drafts))
+                self.get(GraphKey(requests, requests * (1 + drafts), False, drafts, True))
         return len(self._captured)
 
     def _most_drafts(self, key: GraphKey) -> int:
-        return self._limits.max_drafts if key.tokens > key.requests else 0
+        return self._limits.max_drafts if key.has_drafts else 0
 
     def _capture(self, key: GraphKey) -> CapturedStep:
         shape = empty_shape(key, self._most_drafts(key), self._limits.max_len)

@@ -17,7 +17,8 @@ DECAY = 0.9  # of one request's counts, per observation
 SHARED_DECAY = 0.999  # of the counts over all requests
 PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
 FORGETTING = 0.95  # of a request's counts, per step without drafts
-PROBE_AFTER = 32  # steps without drafts until one is tried, whatever the rates say
+PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
+PROBE_ALL_AFTER = 64  # the same for all requests at once, where one alone would cost as much as all
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 
 
@@ -106,7 +107,9 @@ class AutoDrafts:
         self._always_propose = always_propose  # a proposal costs nothing worth saving
         self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
         self._rates: dict[int, Rates] = {}
-        self._since_proposal = 0
+        # Where a step is padded to equal counts, or the drafter rests while nobody drafts, all try together.
+        self._probes_alone = always_propose and not costs.is_padded
+        self._since_drafts = 0  # steps in which drafting did not pay
         self.chosen = [0] * (k + 1)  # how often each k was chosen
 
     def choose(self, requests: list[Request], exact: bool) -> int:
@@ -124,9 +127,13 @@ class AutoDrafts:
         best = self._best_count(running, candidates)
         for _, request in candidates[:best]:
             request.drafts_wanted += 1
-        for _, request in candidates[best:]:
-            if not request.drafts_wanted:
-                self._maybe_probe(request)
+        if self._probes_alone:
+            for request in {request.id: request for _, request in candidates[best:]}.values():
+                if not request.drafts_wanted:
+                    self._maybe_probe(request)
+        elif best == 0 and self._since_drafts and self._since_drafts % PROBE_ALL_AFTER == 0:
+            for _, request in candidates:
+                request.drafts_wanted = 1
         for request in requests:
             self.chosen[request.drafts_wanted] += 1
         return self._proposal(best)
@@ -162,10 +169,10 @@ class AutoDrafts:
         return best
 
     def _proposal(self, best: int) -> int:
-        """Cold when drafting does not pay, but for a look every now and then."""
-        self._since_proposal = 0 if best else self._since_proposal + 1
-        is_probe = self._since_proposal % 64 == 0
-        return self._k if self._always_propose or best or is_probe else 0
+        """Cold when drafting does not pay, but for the step before everyone tries again."""
+        self._since_drafts = 0 if best else self._since_drafts + 1
+        is_before_probe = self._since_drafts % PROBE_ALL_AFTER == 0
+        return self._k if self._always_propose or best or is_before_probe else 0
 
     def _gains(self, request: Request) -> list[float]:
         rates = self._rates.get(request.id)

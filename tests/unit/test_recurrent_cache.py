@@ -474,8 +474,8 @@ def test_f4_any_schedule() -> None:
 def test_f4_every_number_of_accepted_drafts(max_drafts: int) -> None:
     scenarios = st.builds(
         Scenario, SEEDS, st.tuples(st.tuples(PAGES, st.just(0))), depth=st.integers(0, 2),
-        max_drafts=st.just(max_drafts), budget=st.just(24), num_requests=st.just(7), spare_pages=st.just(60), preempt_rate=st.just(0.02),
-        is_lazy=st.booleans(), **STATE,
+        max_drafts=st.just(max_drafts), budget=st.just(24), num_requests=st.just(7), spare_pages=st.just(60),
+        preempt_rate=st.just(0.02), is_lazy=st.booleans(), **STATE,
     )  # fmt: skip
     totals = run(scenarios, 125)
     totals.needs_acceptance(max_drafts)
