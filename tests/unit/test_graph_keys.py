@@ -17,7 +17,8 @@ LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts
 
 def batch_of(num_drafts: list[int], num_known: int = 1, **params: Any) -> ScheduledBatch:
     count = len(num_drafts)
-    return ScheduledBatch(0, list(range(count)), [0] * count, list(range(1, count + 1)), [num_known] * count, num_drafts,
+    rows = list(range(1, count + 1))
+    return ScheduledBatch(0, list(range(count)), [0] * count, rows, [num_known] * count, num_drafts,
                           [True] * count, [50] * count, [SamplingParams(temperature=0, **params)] * count)  # fmt: skip
 
 
@@ -42,7 +43,8 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("batch", [
-    batch_of([0, 0], num_known=2), batch_of([0], logprobs=1), batch_of([0], min_tokens=2), batch_of([0], logit_bias={3: 1.0}),
+    batch_of([0, 0], num_known=2), batch_of([0], logprobs=1), batch_of([0], min_tokens=2),
+    batch_of([0], logit_bias={3: 1.0}),
     batch_of([0] * 65),
 ], ids=["a prompt", "logprobs", "min_tokens", "logit_bias", "too many"])  # fmt: skip
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch) -> None:
