@@ -21,7 +21,8 @@ def main() -> None:
 
     report = json.loads((ROOT / "bench/results/h200.json").read_text())
     series = report["series"]
-    figure, axes = plt.subplots(1, len(series), figsize=(3.1 * len(series), 3.4))
+    figure, grid = plt.subplots(2, -(-len(series) // 2), figsize=(9.6, 6.0))
+    axes = grid.flatten()
     for axis, entry in zip(axes, series, strict=True):
         batches = [row["batch"] for row in entry["rows"]]
         ratios = [row["tok_s"] / row["peer"] for row in entry["rows"]]

@@ -205,9 +205,9 @@ class DecodeConfig:
     num_stages: int = 5
 
 
-def decode_config(padded_dim: int, num_requests: int) -> DecodeConfig:
+def decode_config(padded_dim: int, num_requests: int | None = None) -> DecodeConfig:
     # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
-    if padded_dim <= 128 and num_requests <= 2:
+    if padded_dim <= 128 and num_requests is not None and num_requests <= 2:
         return DecodeConfig(block_n=128, max_rows=64, num_warps=8, num_stages=4)  # few programs: latency is all
     if padded_dim <= 128:
         return DecodeConfig(block_n=32, max_rows=64)
@@ -253,7 +253,8 @@ def decode_attention(
     name = "decode_attention"
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
                             window, softcap, key_starts)
-    config = config or decode_config(shape.padded_dim, shape.num_requests)
+    # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
+    config = config or decode_config(shape.padded_dim, shape.num_requests if split_size is None else None)
     require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
     require(max_length <= page_table.shape[1] * shape.page_size, name, "max_length",
             f"is {max_length}, but page_table has {page_table.shape[1]} columns of {shape.page_size} tokens")
