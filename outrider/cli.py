@@ -110,6 +110,11 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_flags(parser)
 
 
+def _add_synthetic(parser: Parser) -> None:
+    parser.add_argument("--synthetic-rates", metavar="P,P", default=None,
+                        help="accept drafts with these probabilities, by position, whatever the model says; as 1,0.5,0")
+
+
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
                  usage="throughput|latency|spec [MODEL] [flags]")
@@ -123,9 +128,11 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                                                   "(256 requests, 100 to 1024 in and out) (default: %(default)s)")
         parser.add_argument("--rounds", type=int, default=2 if name == "throughput" else 3, metavar="N",
                             help="repeat each shape; throughput takes the best (default: %(default)s)")
+        _add_synthetic(parser)
         add_engine_flags(parser)
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)
+    _add_synthetic(spec)
     spec.add_argument("--batch-sizes", default="1,4,16", metavar="N,N", help="requests at once (default: %(default)s)")
     spec.add_argument("--prompts", action="append", metavar="FILE",
                       help="prompt sets, repeat for several (default: bench/prompts/*.json)")

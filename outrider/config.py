@@ -149,7 +149,14 @@ def _synthetic_rates(fields: dict[str, Any]) -> tuple[float, ...] | None:
     method = fields.get("rejection_sample_method")
     if method not in (None, "synthetic"):
         raise ValueError(f"speculative_config: rejection_sample_method must be 'synthetic' or left out, got {method!r}")
-    rates = fields.get("synthetic_rates")
+    rates, length = fields.get("synthetic_rates"), fields.get("synthetic_acceptance_length")
+    if rates is not None and length is not None:
+        raise ValueError("speculative_config: synthetic_rates and synthetic_acceptance_length say the same thing")
     if rates is not None:
         return tuple(float(rate) for rate in rates)
+    if length is not None:  # vLLM's pattern: whole drafts first, then a part of one; 2.5 is 1, 0.5, 0
+        k = fields["num_speculative_tokens"]
+        if not 1 <= length <= 1 + k:
+            raise ValueError(f"speculative_config: synthetic_acceptance_length must be in 1 to {1 + k}, got {length}")
+        return tuple(min(1.0, max(0.0, length - 1 - j)) for j in range(k))
     return (SYNTHETIC_RATE,) if method == "synthetic" else None

@@ -138,7 +138,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+    settings = {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+    if getattr(args, "synthetic_rates", None) is not None:
+        if settings.get("speculative_config") is None:
+            raise UsageError("--synthetic-rates goes with --speculative-config")
+        try:
+            rates = [float(rate) for rate in args.synthetic_rates.split(",")]
+        except ValueError:
+            message = f"--synthetic-rates: {args.synthetic_rates!r} is not a list of numbers, as 1,0.5,0"
+            raise UsageError(message) from None
+        settings["speculative_config"] = settings["speculative_config"] | {"synthetic_rates": rates}
+    return settings
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Axis, Limits
 from outrider.engine.build import pick_backend, pick_device, pick_dtype
 from outrider.models.sources.base import ModelSource
@@ -104,3 +104,12 @@ def test_every_type_runs_on_the_cpu(dtype: torch.dtype) -> None:
     with Rig(tiny_model("gemma3", dtype)) as rig:
         (output,) = rig.run([Ask(prompt_of(1, 30), greedy(6))])
         assert len(output.outputs[0].token_ids) == 6 and rig.step.pool.data.dtype == dtype
+
+
+def test_a_synthetic_mean_run_becomes_rates_by_position() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    assert SpeculativeConfig.parse(given).synthetic_rates == (0.6914,)
+    assert SpeculativeConfig.parse(given | {"synthetic_acceptance_length": 2.5}).synthetic_rates == (1.0, 0.5, 0.0)
+    assert SpeculativeConfig.parse(given | {"synthetic_rates": [1, 0.5, 0]}).synthetic_rates == (1.0, 0.5, 0.0)
+    with pytest.raises(ValueError, match="synthetic_acceptance_length must be in 1 to 4, got 9"):
+        SpeculativeConfig.parse(given | {"synthetic_acceptance_length": 9})
