@@ -148,6 +148,11 @@ class Backend(Protocol):
                   norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
 
 
+def check_writes(layer: AttentionLayer) -> None:
+    if not layer.writes:
+        raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")
+
+
 def check_rows(view: BatchView, group: Group) -> None:
     """Every kernel wrapper's first line: all request-axis tensors must speak of the same requests."""
     table, lengths, starts = view.page_table(group), view.lengths, view.query_starts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows
+from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 from outrider.kernels import native, reference
 
@@ -31,7 +31,7 @@ class NativeBackend:
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            _check_writes(layer)
+            check_writes(layer)
             reference.write_slots(cache.k, k, plan.slots)
             reference.write_slots(cache.v, v, plan.slots)
         return self._attend(layer, cache, q, plan)
@@ -52,8 +52,3 @@ class NativeBackend:
         out = native.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
                                      layer.scale, layer.window or 0, layer.softcap or 0.0, key_starts=view.key_starts)
         return out.view(-1, layer.num_heads * layer.head_dim)
-
-
-def _check_writes(layer: AttentionLayer) -> None:
-    if not layer.writes:
-        raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")

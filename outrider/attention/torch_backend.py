@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows
+from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
@@ -53,8 +53,7 @@ class TorchBackend:
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            if not layer.writes:
-                raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")
+            check_writes(layer)
             write_cache(cache, plan, k, v)
         out = q.new_zeros(plan.num_tokens, layer.num_heads * layer.head_dim)
         for part in plan.parts:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows
+from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 from outrider.kernels import reference
 from outrider.kernels.triton import QueryTiles, decode_attention, prefill_attention, query_tiles, rope_cache_write
@@ -54,7 +54,7 @@ class TritonBackend:
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            _check_writes(layer)
+            check_writes(layer)
             reference.write_slots(cache.k, k, plan.slots)
             reference.write_slots(cache.v, v, plan.slots)
         return self._attend(layer, cache, q, plan)
@@ -80,8 +80,3 @@ class TritonBackend:
                 plan.tiles = query_tiles(plan.long_lens, layer.num_heads, layer.num_kv_heads, layer.head_dim, q.device)
             prefill_attention(*tensors, plan.live, plan.tiles, fill_padding=not plan.short_query, **options)
         return out.view(-1, layer.num_heads * layer.head_dim)
-
-
-def _check_writes(layer: AttentionLayer) -> None:
-    if not layer.writes:
-        raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")
