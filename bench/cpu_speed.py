@@ -2,7 +2,8 @@
 
     python bench/cpu_speed.py [--threads 2] [--repeats 5]
 
-Prints single-stream decoding, a batch of 8, prompt processing, and what an Outrider step costs by its token rows.
+Prints single-stream decoding, a batch of 8, prompt processing, and what an Outrider step costs by its token rows: with
+the weights in the file's own bits (the default) and dequantised to float32, which give the same tokens.
 The last line is JSON. Needs the test extra (transformers).
 """
 
@@ -21,7 +22,13 @@ from outrider.engine.costs import measure_costs
 from outrider.models.sources import resolve
 
 NEW_TOKENS = 64
+DENSE = "float32 weights"
 PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were rafts, and then"
+
+
+def our_llm(keep_quantized: bool) -> LLM:
+    return LLM("smollm2", max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=512,
+               keep_quantized=keep_quantized)
 
 
 def hf_model() -> Any:
@@ -63,11 +70,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    llm = LLM("smollm2", max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=512)
+    llm, dense = (our_llm(keep_quantized) for keep_quantized in (True, False))
     model = hf_model()
     ids = llm.get_tokenizer().encode(PROMPT)[:32]
     long = (ids * 16)[:512]
-    sides = {"outrider": lambda i, n: our_generate(llm, i, n), "transformers": lambda i, n: hf_generate(model, i, n)}
+    sides = {"outrider": lambda i, n: our_generate(llm, i, n), "transformers": lambda i, n: hf_generate(model, i, n),
+             DENSE: lambda i, n: our_generate(dense, i, n)}
     cases = {
         "single stream, tok/s": lambda run: decode_rate(run, [ids]),
         "batch 8, tok/s": lambda run: decode_rate(run, [ids] * 8),
@@ -81,15 +89,17 @@ def main() -> None:
         for _ in range(args.repeats):
             for side, run in sides.items():
                 rates[side].append(case(run))
-        ours, theirs = (statistics.median(rates[side]) for side in sides)
-        report[name] = {"outrider": ours, "transformers": theirs, "ratio": ours / theirs}
-        print(f"{name:24s} outrider {ours:7.1f}   transformers {theirs:7.1f}   ratio {ours / theirs:.2f}")
-    step = llm.engine.runner.device_step
-    rows = (1, 2, 4, 5, 8, 16)
-    costs = measure_costs(step, llm.engine.limits, sizes=rows)
-    report["step_ms"] = {n: s * 1e3 for n, s in zip(costs.tokens, costs.seconds, strict=True)}
-    print("a step of n token rows, ms:", ", ".join(f"{n}: {s:.1f}" for n, s in report["step_ms"].items()))
+        ours, theirs, ours_dense = (statistics.median(rates[side]) for side in sides)
+        report[name] = {"outrider": ours, "transformers": theirs, "ratio": ours / theirs,
+                        DENSE: ours_dense, f"{DENSE} ratio": ours_dense / theirs}
+        print(f"{name:24s} outrider {ours:7.1f}   transformers {theirs:7.1f}   ratio {ours / theirs:.2f}   "
+              f"{DENSE} {ours_dense:7.1f}   ratio {ours_dense / theirs:.2f}")
+    for key, engine in (("step_ms", llm.engine), (f"step_ms, {DENSE}", dense.engine)):
+        costs = measure_costs(engine.runner.device_step, engine.limits, sizes=(1, 2, 4, 5, 8, 16))
+        report[key] = {n: s * 1e3 for n, s in zip(costs.tokens, costs.seconds, strict=True)}
+        print(f"a step of n token rows ({key}):", ", ".join(f"{n}: {s:.1f}" for n, s in report[key].items()))
     llm.close()
+    dense.close()
     print(json.dumps(report))
 
 

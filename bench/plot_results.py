@@ -1,5 +1,9 @@
 """Draws bench/results/h200.json as docs/h200.svg and docs/h200.png: tokens per second beside the peer's, by batch.
 
+A series has rows of "batch" and "tok_s"; with "peer" in every row bars are relative to the peer, and a "floor" (tokens
+per second at the bandwidth of memory, as `outrider bench throughput` prints it) is a mark above them. A series without
+a peer, as those with spread routing, is drawn relative to its floor.
+
     python bench/plot_results.py
 
 Needs the plot extra. The figures come from `outrider bench throughput`; see docs/log.md for the commands.
@@ -9,8 +13,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
+
+
+def draw(axis: Any, entry: dict[str, Any]) -> None:
+    rows = entry["rows"]
+    has_peer = all("peer" in row for row in rows)
+    bases = [row["peer"] if has_peer else row["floor"] for row in rows]
+    ratios = [row["tok_s"] / base for row, base in zip(rows, bases, strict=True)]
+    top = max(2.0, *ratios) + 0.15 if has_peer else 1.15
+    axis.bar([str(row["batch"]) for row in rows], ratios, color="#3b6fb6" if has_peer else "#6b8f3b", width=0.62)
+    for i, (row, base) in enumerate(zip(rows, bases, strict=True)):
+        axis.text(i, ratios[i] + 0.02, f"{row['tok_s']:,.0f}", ha="center", fontsize=7.5)
+        if has_peer and "floor" in row:
+            axis.plot([i - 0.31, i + 0.31], [min(row["floor"] / base, top)] * 2, color="#b6523b", linewidth=1.2)
+    axis.axhline(1, color="#444", linewidth=0.9, linestyle="--")
+    axis.set_title(entry["name"] + ("" if has_peer else " (of the floor)"), fontsize=9.5)
+    axis.set_xlabel("batch", fontsize=8.5)
+    axis.set_ylim(0, top)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def main() -> None:
@@ -23,20 +48,13 @@ def main() -> None:
     series = report["series"]
     figure, grid = plt.subplots(2, -(-len(series) // 2), figsize=(9.6, 6.0))
     axes = grid.flatten()
-    for axis, entry in zip(axes, series, strict=True):
-        batches = [row["batch"] for row in entry["rows"]]
-        ratios = [row["tok_s"] / row["peer"] for row in entry["rows"]]
-        axis.bar([str(b) for b in batches], ratios, color="#3b6fb6", width=0.62)
-        for i, row in enumerate(entry["rows"]):
-            axis.text(i, ratios[i] + 0.02, f"{row['tok_s']:,.0f}", ha="center", fontsize=7.5)
-        axis.axhline(1, color="#444", linewidth=0.9, linestyle="--")
-        axis.set_title(entry["name"], fontsize=9.5)
-        axis.set_xlabel("batch", fontsize=8.5)
-        axis.set_ylim(0, max(2.0, *ratios) + 0.15)
-        axis.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    axes[0].set_ylabel("speed relative to vLLM 0.26 (dashed)", fontsize=8.5)
+    for axis, entry in zip(axes, series, strict=False):
+        draw(axis, entry)
+    for axis in axes[len(series) :]:
+        axis.set_axis_off()
+    has_floor = any("peer" in row and "floor" in row for entry in series for row in entry["rows"])
+    label = "speed relative to vLLM 0.26 (dashed)" + ("; floor in red" if has_floor else "")
+    axes[0].set_ylabel(label, fontsize=8.5)
     figure.suptitle(f"Output tokens per second, 128 in, 256 out, {report['card']}, {report['date']}", fontsize=10)
     figure.tight_layout()
     for suffix in ("svg", "png"):

@@ -129,6 +129,10 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
         parser.add_argument("--rounds", type=int, default=2 if name == "throughput" else 3, metavar="N",
                             help="repeat each shape; throughput takes the best (default: %(default)s)")
         _add_synthetic(parser)
+        parser.add_argument("--routing", choices=("learned", "spread"), default="learned",
+                            help="spread: experts drawn evenly, where random weights would choose the same for every "
+                                 "token (default: %(default)s)")
+        parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
         add_engine_flags(parser)
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)

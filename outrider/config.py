@@ -33,6 +33,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    checkpoint_interval: int = 1024  # tokens between the states of recurrent layers that are kept for prefix hits
     overlap: bool | None = None  # schedule the next step before the last one's result is read
     seed: int = 0
     load_format: str = "auto"
@@ -44,6 +45,7 @@ class EngineConfig:
     pad_tokens: tuple[int, ...] = ()
     speculative_config: dict[str, Any] | None = None
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
+    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's own bits, with the same results
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -55,6 +57,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.checkpoint_interval < max(1, self.page_size):
+            raise ValueError(f"checkpoint_interval must be at least page_size ({self.page_size} tokens), got "
+                             f"{self.checkpoint_interval}: states are kept where pages end")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:

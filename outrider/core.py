@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.params import SamplingParams
 
@@ -184,9 +185,8 @@ class TokenLogprobs:
     rank: int  # of the chosen token; 1 is the most likely
 
 
-@dataclass(frozen=True, slots=True)
-class RequestResult:
-    """What one step did for one request."""
+class RequestResult(NamedTuple):
+    """What one step did for one request. A tuple: hundreds are made every step."""
 
     request_id: int
     epoch: int

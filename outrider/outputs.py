@@ -65,4 +65,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return all(output.is_finished for output in self.outputs)
+        for output in self.outputs:  # not all(..): asked for every request in every step
+            if output.finish_reason is None:
+                return False
+        return True

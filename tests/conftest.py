@@ -16,13 +16,20 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
-from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
-settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=_SLOW_IS_FINE)
-settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE)
-# Under a mutant only the failure matters, not its smallest example.
-settings.register_profile("mutant", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
+
+def _set_hypothesis(profile: str) -> None:
+    """Machines with a card may lack it; tests that need it say so."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, Phase, settings
+
+    slow_is_fine = (HealthCheck.too_slow, HealthCheck.data_too_large)
+    settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+    settings.register_profile("long", deadline=None, max_examples=2000, suppress_health_check=slow_is_fine)
+    # Under a mutant only the failure matters, not its smallest example.
+    settings.register_profile("mutant", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
+    settings.load_profile(profile)
 
 
 def _apply_mutant(path: Path) -> None:
@@ -36,9 +43,9 @@ def _apply_mutant(path: Path) -> None:
 if _mutant := os.environ.get("OUTRIDER_MUTANT"):
     # Before collection, so that the test modules import what the mutant has put in place.
     _apply_mutant(Path(_mutant))
-    settings.load_profile("mutant")
+    _set_hypothesis("mutant")
 else:
-    settings.load_profile("ci")
+    _set_hypothesis("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
+from outrider.kernels.native import LayerWeights
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class BatchView:
 
     num_requests: int
     num_tokens: int
-    query_lens: tuple[int, ...]  # scheduled tokens per request, on the host; zero for padded ones
+    query_lens: tuple[int, ...]  # scheduled tokens per request, on the host; zero for padded ones; see longest_short
     max_length: LengthBound
     rows: torch.Tensor  # [requests] row of each request
     query_starts: torch.Tensor  # [requests + 1]
@@ -62,6 +63,8 @@ class BatchView:
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
     key_starts: torch.Tensor | None = None  # [requests] first key that may be seen; None: the first of all
     int32_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (field, copy); read through int32()
+    order: torch.Tensor | None = None  # [requests] the longest first, for kernels that start programs in order
+    longest_short: int | None = None  # a captured batch with prompts in it: requests with more tokens are such
 
     @property
     def max_query(self) -> int:
@@ -104,6 +107,11 @@ class Rope(Protocol):
     positions: torch.Tensor  # [tokens]
     table: torch.Tensor  # [positions, cos | sin]
 
+    @property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table's columns of cos and of sin."""
+        ...
+
 
 class HeadNorms(NamedTuple):
     """RMS norms of q and k heads: what multiplies, [dim] each; perhaps of v heads, without a weight."""
@@ -128,6 +136,12 @@ class Attend(Protocol):
         step by step. May overwrite qkv if it does not return None."""
         ...
 
+    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
+              norms: HeadNorms | None) -> torch.Tensor | None:
+        """A whole decoder layer in one go: residual += delta, then attention and MLP of it. Returns what the MLP adds,
+        perhaps in delta's memory; or None, with nothing done, if the layer must be done in parts."""
+        ...
+
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The mixer of a recurrent layer over each request's tokens: conv_in [tokens, conv_dim], gates [tokens, n]
         each. Returns [tokens, out_dim]."""
@@ -146,6 +160,9 @@ class Backend(Protocol):
 
     def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
+
+    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
+                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
 
 
 def check_writes(layer: AttentionLayer) -> None:

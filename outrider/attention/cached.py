@@ -15,6 +15,7 @@ from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, 
 from outrider.attention.recurrent import Gates
 from outrider.attention.recurrent_backend import RecurrentStep
 from outrider.cache.pool import DevicePool
+from outrider.kernels.native import LayerWeights
 
 
 class CachedLayers:
@@ -43,6 +44,13 @@ class _Attention:
         cached = self._cached
         plan = self._plans[cached.group_of[layer].index]
         return cached.backend.run_fused(cached.layers[layer], cached.caches[layer], qkv, rope, norms, plan)
+
+    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
+              norms: HeadNorms | None) -> torch.Tensor | None:
+        cached = self._cached
+        plan = self._plans[cached.group_of[layer].index]
+        return cached.backend.run_whole(cached.layers[layer], cached.caches[layer], weights, delta, residual, rope,
+                                        norms, plan)
 
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
         assert self._recurrent is not None, f"layer {layer} is recurrent and this model's rows keep no states"

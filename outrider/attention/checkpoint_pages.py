@@ -27,13 +27,14 @@ class Piece:
 class CheckpointPages:
     def __init__(self, kind: RecurrentKind, pool: torch.Tensor, dtype: torch.dtype) -> None:
         """pool: [pages, elements]; dtype: the model's."""
+        self.pool, self.page_bytes, self.starts = pool, kind.page_bytes, kind.starts()
         self._bytes = pool.view(torch.uint8)
         self._dtype = dtype
         self._state_dtype = state_dtype(dtype)
         self._specs = dict(kind.layers)
         self._pieces = {
             layer: split(start, start + _num_bytes(self._specs[layer]), kind.page_bytes)
-            for layer, start in kind.starts().items()
+            for layer, start in self.starts.items()
         }
 
     def write(self, layer: int, saved: RecurrentState, pages: torch.Tensor, written: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ mixer knows nothing of rows, pages or drafts: whoever keeps the states decides w
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +40,20 @@ class Scanned(NamedTuple):
     states_at: list[RecurrentState]  # after as many tokens as each boundary says
 
 
+@dataclass(frozen=True)
+class MixerParams:
+    """What kernels need of a mixer beside its spec. float32; heads as in the state's shape."""
+
+    kind: Literal["mamba2", "delta"]
+    conv_weight: torch.Tensor  # [conv_width, conv_dim]
+    conv_bias: torch.Tensor | None
+    dt_bias: torch.Tensor  # [heads]
+    decay: torch.Tensor  # [heads], below zero
+    num_groups: int  # of heads that share B and C, or q and k
+    skip: torch.Tensor | None = None  # [heads] D of Mamba-2
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+
 class RecurrentMixer(Protocol):
     """conv_in and gates are as the projections leave them, in the model's dtype and before any nonlinearity: kept in
     that dtype for a later fold, they lose nothing. Both functions are pure and read nothing on the host.
@@ -58,4 +73,8 @@ class RecurrentMixer(Protocol):
         [tokens, conv_dim], gates [tokens, n] each; boundaries do not decrease. However the tokens are split into
         calls, results are equal up to rounding; with `exact` they are those of `step`, bit for bit.
         """
+        ...
+
+    def kernel_params(self) -> MixerParams | None:
+        """None if no kernel serves this mixer."""
         ...

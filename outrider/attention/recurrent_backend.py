@@ -1,4 +1,5 @@
-"""Recurrent layers over a ragged batch: fold, known tokens, store, drafts. Plain torch, any device, the reference.
+"""Recurrent layers over a ragged batch: fold, known tokens, store, drafts. Plain torch, any device, the reference; on a
+GPU kernels do the same (`recurrent_kernels.py`).
 
     row's state   | accepted drafts of the last step | known tokens | drafts of this step
     covers        | folded from the row's window     | applied      | run, not stored: their inputs are the new window
@@ -20,8 +21,8 @@ import torch
 
 from outrider.attention.checkpoint_pages import CheckpointPages
 from outrider.attention.recurrent import Gates, RecurrentMixer, RecurrentState
-
-SHORT_RUN = 4  # requests with at most so many known tokens go together, token by token
+from outrider.kernels import ops
+from outrider.kernels.recurrent import SHORT_RUN
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Targets:
     boundary: torch.Tensor
     start: torch.Tensor  # computed tokens as the host thinks, where the row must be there; -1 where it need not
     pages: torch.Tensor  # [checkpoints, pages]
+    order: torch.Tensor | None = None  # which sorts them by request, where they are not
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StepCounts:
 
     rows: torch.Tensor  # [requests]
     query_starts: torch.Tensor  # [requests + 1]
+    request_of: torch.Tensor  # [tokens]
     computed: torch.Tensor  # [requests] when the step begins
     num_known: torch.Tensor  # [requests] live ones: all that were scheduled, or none
     num_drafts: torch.Tensor  # [requests] live ones
@@ -72,11 +75,13 @@ class StepCounts:
 
 
 class RecurrentLayers:
-    """A model's mixers with their rows and checkpoint pages. `on(counts)` is what a step calls."""
+    """A model's mixers with their rows and checkpoint pages. `on(counts)` is what a step calls. use_kernels: decided
+    by the device and the mixers, unless said."""
 
     def __init__(self, mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows], pages: CheckpointPages, *,
-                 exact: bool = False) -> None:
+                 exact: bool = False, use_kernels: bool | None = None) -> None:
         self.mixers, self.rows, self.pages, self.exact = mixers, rows, pages, exact
+        self.use_kernels = can_use_kernels(mixers, rows, pages) if use_kernels is None else use_kernels
 
     def on(self, counts: StepCounts) -> RecurrentStep:
         return RecurrentStep(self, counts)
@@ -84,6 +89,15 @@ class RecurrentLayers:
     def fold_ended(self, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor, targets: Targets) -> None:
         """Rows [targets] that take no further step: their pending drafts are applied up to the boundary. Stores
         nothing but the checkpoints."""
+        if self.use_kernels:
+            from outrider.attention.recurrent_kernels import KernelStep
+
+            written = (targets.boundary > computed - pending) & (targets.boundary <= computed)
+            step = KernelStep.of_ended(rows, computed, pending, targets, written, self.pages)
+            for layer, own in self.rows.items():
+                nothing = tuple(window.new_empty(0, window.shape[2]) for window in (own.conv_in, *own.gates))
+                step(layer, self.mixers[layer], own, nothing[0], nothing[1:])
+            return
         for layer, mixer in self.mixers.items():
             own = self.rows[layer]
             walk = Walk(mixer, RecurrentState(own.state[rows], own.tail[rows]), computed - pending, targets)
@@ -144,6 +158,13 @@ class RecurrentStep:
 
     def __init__(self, layers: RecurrentLayers, counts: StepCounts) -> None:
         self._layers, self.counts = layers, counts
+        self.written = None if counts.targets is None else counts.written(counts.targets)  # [checkpoints]
+        self._kernels = None
+        if layers.use_kernels:
+            from outrider.attention.recurrent_kernels import KernelStep
+
+            self._kernels = KernelStep.of(counts, self.written, layers.pages, exact=layers.exact)
+            return
         self._is_live = counts.num_known > 0
         self._starts = counts.query_starts[:-1]
         self._long = [i for i, n in enumerate(counts.known_lens) if n > SHORT_RUN]
@@ -157,6 +178,8 @@ class RecurrentStep:
     def __call__(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
         """conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and padded ones."""
         counts, rows, mixer = self.counts, self._layers.rows[layer], self._layers.mixers[layer]
+        if self._kernels is not None:
+            return self._kernels(layer, mixer, rows, conv_in, gates)
         at_row = counts.rows
         walk = Walk(mixer, RecurrentState(rows.state[at_row], rows.tail[at_row]), counts.computed - counts.pending,
                     counts.targets)
@@ -201,6 +224,15 @@ class RecurrentStep:
             kept = window[counts.rows][:, :width]
             fresh = selected(self._is_live, inputs[source].to(window.dtype), kept)
             window[:, :width].index_copy_(0, counts.rows, fresh)
+
+
+def can_use_kernels(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows],
+                    pages: CheckpointPages) -> bool:
+    """On a GPU, in types and for mixers that have kernels, with states at whole words of a checkpoint's pages."""
+    if pages.pool.device.type != "cuda" or pages.pool.dtype == torch.float64 or ops.triton_kernels() is None:
+        return False
+    starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
+    return starts_whole and all(mixers[layer].kernel_params() is not None for layer in rows)
 
 
 def selected(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
+from outrider.kernels.native import LayerWeights
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
 
@@ -64,6 +65,10 @@ class TorchBackend:
 
     def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> None:
+        return None
+
+    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
+                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Plan) -> None:
         return None
 
 

@@ -14,7 +14,15 @@ import torch
 from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 from outrider.kernels import reference
-from outrider.kernels.triton import QueryTiles, decode_attention, prefill_attention, query_tiles, rope_cache_write
+from outrider.kernels.native import LayerWeights
+from outrider.kernels.triton import (
+    QueryTiles,
+    decode_attention,
+    device_query_tiles,
+    prefill_attention,
+    query_tiles,
+    rope_cache_write,
+)
 
 SHORT_QUERY = 16  # tokens of a request that the decode kernel takes
 
@@ -33,23 +41,35 @@ class Plan:
     long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
     tiles: QueryTiles | None = None
 
+    def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
+        """Tiles for the prefill kernel, None where no request is for it. Layers of a group have the same heads."""
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if self.tiles is None and self.view.longest_short is not None:
+            self.tiles = device_query_tiles(self.query_starts, self.view.num_tokens, self.view.longest_short, *heads)
+        elif self.tiles is None and self.long_lens is not None:
+            self.tiles = query_tiles(self.long_lens, *heads, self.query_starts.device)
+        return self.tiles
+
 
 class TritonBackend:
     name = "triton"
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        live = view.int32(view.live)
+        live, starts = view.int32(view.live), view.int32(view.query_starts)
         short = [n for n in view.query_lens if 0 < n <= SHORT_QUERY]
         long_lens, short_live = None, None
-        if view.max_query > SHORT_QUERY:
+        if view.longest_short is not None:  # only the device knows which they are
+            short = [view.longest_short]
+            short_live = torch.where(starts.diff() <= view.longest_short, live, 0)
+        elif view.max_query > SHORT_QUERY:
             long_lens = [n if n > SHORT_QUERY else 0 for n in view.query_lens]
             if short:
                 is_short = torch.tensor([n <= SHORT_QUERY for n in view.query_lens], dtype=torch.int32)
                 short_live = live * is_short.pin_memory().to(live.device, non_blocking=True)
         key_starts = None if view.key_starts is None else view.int32(view.key_starts)
-        return Plan(view, view.page_table(group), view.slots(group), view.int32(view.query_starts),
-                    view.int32(view.lengths), live, key_starts, short_live, max(short, default=0), long_lens)
+        return Plan(view, view.page_table(group), view.slots(group), starts, view.int32(view.lengths), live, key_starts,
+                    short_live, max(short, default=0), long_lens)
 
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -66,6 +86,10 @@ class TritonBackend:
                              v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
         return self._attend(layer, cache, q, plan)
 
+    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
+                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Plan) -> None:
+        return None
+
     def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
@@ -74,9 +98,9 @@ class TritonBackend:
         if plan.short_query:
             live = plan.live if plan.short_live is None else plan.short_live
             longest = plan.view.max_length.tokens
-            decode_attention(*tensors, live, max_query=plan.short_query, max_length=longest, **options)
-        if plan.long_lens is not None:
-            if plan.tiles is None:
-                plan.tiles = query_tiles(plan.long_lens, layer.num_heads, layer.num_kv_heads, layer.head_dim, q.device)
-            prefill_attention(*tensors, plan.live, plan.tiles, fill_padding=not plan.short_query, **options)
+            decode_attention(*tensors, live, max_query=plan.short_query, max_length=longest, order=plan.view.order,
+                             **options)
+        tiles = plan.tiles_for(layer)
+        if tiles is not None:
+            prefill_attention(*tensors, plan.live, tiles, fill_padding=not plan.short_query, **options)
         return out.view(-1, layer.num_heads * layer.head_dim)

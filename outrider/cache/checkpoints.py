@@ -260,7 +260,12 @@ class Checkpoints:
 
     def _publish(self, checkpoint: Checkpoint, digest: bytes) -> None:
         self._unlink(checkpoint)
-        if self._find(digest) is None:
+        known = self._find(digest)
+        if known is not None:
+            for page in known:  # used again: as recent as the pages of attention that go with it
+                self.pool.hold(page)
+            self._free(known)
+        else:
             for page, key in zip(checkpoint.pages, self._keys(digest, checkpoint.id), strict=True):
                 self.pool.publish(page, key)
             self._known[digest] = (checkpoint.id, checkpoint.pages)

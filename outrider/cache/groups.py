@@ -8,7 +8,8 @@ states lie in rows, and their checkpoints take pages as these turn out.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, RecurrentKind, kind_of
@@ -28,6 +29,7 @@ class Group:
     layers: tuple[int, ...]
     num_parts: int  # layers, and phantom ones where the split is not even
     page_tokens: int
+    is_target: bool = True  # some of the layers are the target's: without its pages a prefix cannot be served
 
     @cached_property
     def kind(self) -> Kind:
@@ -55,9 +57,10 @@ class CacheLayout:
         return 1 - used / held
 
 
-def plan_groups(layers: list[LayerCache], page_tokens: int = 16,
-                checkpoint_interval: int = CHECKPOINT_INTERVAL) -> CacheLayout:
-    """`page_tokens` is the smallest page a group may have."""
+def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
+                drafter: Sequence[LayerCache] = ()) -> CacheLayout:
+    """`page_tokens` is the smallest page a group may have. A drafter's layers join the target's where they can."""
+    layers = [*target, *drafter]
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")
     buckets: dict[PagedSpec, list[int]] = {}
@@ -72,13 +75,15 @@ def plan_groups(layers: list[LayerCache], page_tokens: int = 16,
         raise ValueError("the model declares no cache" if not recurrent else "a model of recurrent layers alone is not "
                          "supported: at least one layer must attend")
     layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
+    own = {layer.layer for layer in drafter}
+    groups = tuple(replace(group, is_target=not own.issuperset(group.layers)) for group in layout.groups)
     places = dict(layout.places)
     for layer in layers:
         if layer.reads is not None:
             places[layer.layer] = places[layer.reads]
-    size = max(group.page_tokens for group in layout.groups)
+    size = max(group.page_tokens for group in groups if group.is_target)
     kind = RecurrentKind(tuple(recurrent), size, layout.page_bytes, max(checkpoint_interval // size, 1) * size)
-    return CacheLayout(layout.groups, places, layout.page_bytes, kind)
+    return CacheLayout(groups, places, layout.page_bytes, kind)
 
 
 def _best_split(buckets: dict[PagedSpec, list[int]], sizes: list[int]) -> CacheLayout:

@@ -126,7 +126,7 @@ class RecurrentKind:
     checkpoint is a list of pages, with the layers' states and tails one after the other."""
 
     layers: tuple[tuple[int, RecurrentSpec], ...] = ()
-    page_tokens: int = 1  # checkpoints are taken at multiples of this, where every group's pages end
+    page_tokens: int = 1  # checkpoints are taken at multiples of this, where the pages of all the target's groups end
     page_bytes: int = 1
     interval: int = CHECKPOINT_INTERVAL
 

@@ -59,6 +59,9 @@ class CacheManager:
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
         self._granted = Granted()
+        self._target_groups = [g for g in self.groups if g.is_target]
+        # Freed first is evicted first: a drafter's pages are the ones to miss.
+        self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
         self._smallest_page = min(g.page_tokens for g in self.groups)
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
@@ -81,7 +84,7 @@ class CacheManager:
             self.stats.hit_tokens += hit
         pages = RequestPages(row, hashes, [], [], [], covered=hit)
         for group in self.groups:
-            self._hold_hit(pages, group, hit)
+            self._hold_hit(pages, group, hit, token_ids)
         self.checkpoints.admit(request_id, row, token_ids, hashes, hit)
         self._requests[request_id] = pages
         return hit
@@ -168,7 +171,7 @@ class CacheManager:
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
         self.checkpoints.free(request_id)
-        for group in self.groups:
+        for group in self._freed_in_order:
             columns, first = pages.columns[group.index], pages.first[group.index]
             for page in reversed(columns[first:]):  # tails are evicted first
                 self.pool.free(page)
@@ -214,7 +217,7 @@ class CacheManager:
 
     def _longest_hit(self, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
         # At least one token is always computed, so that there are logits to sample from.
-        return longest_hit(self.pool, self.groups, hashes, token_ids, len(token_ids) - 1,
+        return longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
                            lambda candidate: self.checkpoints.serves(hashes, token_ids, candidate))
 
     def _pages_beside(self, hit: int, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
@@ -224,26 +227,33 @@ class CacheManager:
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
             digests = hashes[group.page_tokens].upto(token_ids, hit // group.page_tokens)
-            for column in range(group.kind.first_needed(hit), hit // group.page_tokens):
-                page = self.pool.find((group.index, digests[column]))
-                needed -= page is not None and self.pool.is_held(page)
+            needed -= sum(self.pool.is_held(page) for page in self._cached_last(group, digests, hit))
         return needed
 
-    def _hold_hit(self, pages: RequestPages, group: Group, hit: int) -> None:
+    def _hold_hit(self, pages: RequestPages, group: Group, hit: int, token_ids: Sequence[int]) -> None:
         count = hit // group.page_tokens
-        first = group.kind.first_needed(hit)
-        digests = pages.hashes[group.page_tokens].upto((), 0)
-        columns = [NULL_PAGE] * first
-        for column in range(first, count):
-            page = self.pool.find((group.index, digests[column]))
-            assert page is not None, "a hit names a page that is not cached"
+        held = self._cached_last(group, pages.hashes[group.page_tokens].upto(token_ids, count), hit)
+        first = count - len(held)
+        assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
+        for page in held:
             self.pool.hold(page)
-            columns.append(page)
+        columns = [NULL_PAGE] * first + held
         pages.columns.append(columns)
         pages.first.append(first)
         pages.published.append(count)
         if columns:
             self._granted.page_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
+
+    def _cached_last(self, group: Group, digests: list[bytes], hit: int) -> list[int]:
+        """The cached pages at the end of a hit that a row needs. A drafter's group, which does not shorten a hit, may
+        have none: what is before the first missing page from the end it could not attend to."""
+        pages: list[int] = []
+        for column in range(hit // group.page_tokens - 1, group.kind.first_needed(hit) - 1, -1):
+            page = self.pool.find((group.index, digests[column]))
+            if page is None:
+                break
+            pages.append(page)
+        return pages[::-1]
 
     def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
         columns = pages.columns[group.index]

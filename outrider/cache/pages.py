@@ -70,11 +70,20 @@ class PagePool:
                 self._cached[page] = None
 
     def publish(self, page: int, key: PageKey) -> None:
-        """The page's content is final and known by `key`. The first page of a content stays the one found."""
+        """The page's content is final and known by `key`. The first page of a content stays the one found while someone
+        holds it. Else the fresh one takes its place: it would be evicted before what belongs to it."""
         assert self._holders[page] > 0, f"page {page} published by nobody"
-        if key not in self._page_of and self._key[page] is None:
-            self._page_of[key] = page
-            self._key[page] = key
+        if self._key[page] is not None:
+            return
+        known = self._page_of.get(key)
+        if known is not None:
+            if self._holders[known] > 0:
+                return
+            del self._cached[known]
+            self._forget(known)
+            self._blank.append(known)
+        self._page_of[key] = page
+        self._key[page] = key
 
     def forget_all(self) -> None:
         """Drop every known content, held or not."""

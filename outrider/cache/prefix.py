@@ -1,4 +1,4 @@
-"""Chained hashes of full pages, and the longest prefix that all groups can serve.
+"""Chained hashes of full pages, and the longest prefix that all the target's groups can serve.
 
 A page is known by the hash of everything up to its end: tokens, salt and other keys. Two requests share a page only
 if all of that is equal.
@@ -40,7 +40,7 @@ def longest_hit(
     pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int,
     serves_state: Callable[[int], int] = int,
 ) -> int:  # fmt: skip
-    """The longest prefix of at most `most` tokens that every group can serve, lowered until all agree.
+    """The longest prefix of at most `most` tokens that every one of the groups can serve, lowered until all agree.
 
     `serves_state` lowers a candidate to one after which the state of the recurrent layers is known."""
     step = max(group.page_tokens for group in groups)

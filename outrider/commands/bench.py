@@ -1,31 +1,47 @@
 """`outrider bench throughput` and `latency`: random prompts of given shapes, greedy, no prefix hits. Last line: JSON.
 
-The prompts depend on the seed and the list of shapes alone, and are those other engines are measured with: one stream
-of numbers, 64 for a warm-up, then those of every shape in turn.
+Throughput stands beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, and are
+those other engines are measured with: one stream of numbers, 64 for a warm-up, then those of every shape in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from outrider import __version__
 from outrider.commands.drive import Ask, Ran, abort_all, interruptible, raise_failed
 from outrider.commands.drive import run as run_asks
+from outrider.commands.env import cpu_name
 from outrider.commands.loading import bar, load
 from outrider.commands.parser import UsageError, engine_config
+from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
+from outrider.engine.build import pick_device
 from outrider.engine.engine import Engine
+from outrider.layers.router import ExpertTally, SpreadRouting, find_routers
+from outrider.models.base import Model
 from outrider.params import SamplingParams
+from outrider.runner.cuda import CudaRunner
+from outrider.runner.step import DeviceStep
+from outrider.spec.base import Drafter
 
 LOWEST_ID, HIGHEST_ID = 100, 30000
 WARM_UP = (64, 16)  # tokens in and out
 NANO = "nano"  # many requests of mixed lengths
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
+COUNTED_TOKENS = 16  # answer tokens of the extra run that counts experts
 
 
 @dataclass(frozen=True)
@@ -84,29 +100,71 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give at least one shape and one round")
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
+    _check_file(args.save_result)
+    bandwidth = measure_bandwidth(pick_device(config.device))
     start = time.perf_counter()
     loaded = load(config, needs_text=False)
-    engine = loaded.engine(config)
+    engine = loaded.engine(config, prepare=_spread if args.routing == "spread" else None)
     start_seconds = time.perf_counter() - start
     try:
         warm_up, work = workloads(shapes, config.seed, engine.limits.vocab_size)
         for one in work:
             _check_fits(engine, one)
         run_asks(engine, warm_up.asks())
-        measure = _throughput if args.kind == "throughput" else _latency
         rows = []
         for one in work:
-            rows.append(measure(engine, one, args.rounds))
+            if args.kind == "throughput":
+                rows.append(_throughput(engine, one, args.rounds, bandwidth))
+            else:
+                rows.append(_latency(engine, one, args.rounds))
             print(_line(rows[-1]), flush=True)
     finally:
         engine.close()
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         print("acceptance was synthetic: the text is not the model's")
-    print(json.dumps({"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
-                      "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
-                      "speculative_config": config.speculative_config, "start_s": round(start_seconds, 2),
-                      "results": rows}))
+    if args.routing == "spread":
+        print("experts were drawn, not chosen by the routers: the text is not the model's")
+    if args.kind == "throughput":
+        print(f"floor: what decode steps must read and write, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted")
+    report = {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
+              "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
+              "speculative_config": config.speculative_config, "routing": args.routing,
+              "start_s": round(start_seconds, 2), "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+              "date": datetime.date.today().isoformat(), "card": _card(loaded.device), "versions": _versions(),
+              "results": rows}
+    if args.save_result is not None:
+        Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
     return 0
+
+
+def _check_file(name: str | None) -> None:
+    """Before anything is measured."""
+    if name is not None and not Path(name).resolve().parent.is_dir():
+        raise UsageError(f"--save-result: there is no folder {Path(name).resolve().parent}")
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def _versions() -> dict[str, str]:
+    found = {"outrider": __version__, "python": platform.python_version()}
+    for package in ("torch", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _spread(model: Model, drafter: Drafter | None) -> None:
+    routers = find_routers((model, drafter))
+    if not routers:
+        raise UsageError("--routing spread: this model has no experts")
+    override = SpreadRouting(routers, device=model.device)
+    for router in routers:
+        router.routing_override = override
 
 
 def _check_fits(engine: Engine, work: Workload) -> None:
@@ -116,7 +174,7 @@ def _check_fits(engine: Engine, work: Workload) -> None:
                          f"{engine.limits.max_len}")
 
 
-def _throughput(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
+def _throughput(engine: Engine, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
     before = engine.stats.copy()
     best: Ran | None = None
@@ -131,7 +189,48 @@ def _throughput(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
         row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
                 "accepted": stats.num_accepted_tokens,
                 "acceptance_per_position": [round(rate, 3) for rate in stats.acceptance_per_position]}
+    distinct = _distinct_experts(engine, work)
+    if distinct is not None:
+        row["distinct_experts"] = round(distinct, 2)
+    step = _step_of(engine)
+    lengths = [(len(p), n) for p, n in zip(work.prompts, work.output_lens, strict=True)]
+    decoding = Decoding(lengths, max(1.0, stats.mean_run_length), stats.mean_chosen, distinct)
+    traffic = Traffic(step.model, step.drafter)
+    floor = traffic.floor(decoding, bandwidth)
+    row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
+            "of_floor": round(best.tokens_per_second / floor, 3)}
     return row
+
+
+def _step_of(engine: Engine) -> DeviceStep:
+    step = getattr(engine.runner, "device_step", None)
+    assert isinstance(step, DeviceStep)
+    return step
+
+
+def _distinct_experts(engine: Engine, work: Workload) -> float | None:
+    """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
+    counting disturbs no measurement."""
+    step = _step_of(engine)
+    routers = find_routers(step.model)
+    if not routers:
+        return None
+    most = work.shape.batch * (1 + engine.limits.max_drafts)
+    tally = ExpertTally(routers, most, device=step.model.device)
+    runner, graphs = engine.runner, None
+    if isinstance(runner, CudaRunner):
+        graphs, runner.graphs = runner.graphs, None  # captured steps have no observer
+    for router in routers:
+        router.observer = tally
+    try:
+        run_asks(engine, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
+                 label="counting experts")
+    finally:
+        for router in routers:
+            router.observer = None
+        if isinstance(runner, CudaRunner):
+            runner.graphs = graphs
+    return tally.mean()
 
 
 def _latency(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:

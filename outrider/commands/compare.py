@@ -51,22 +51,16 @@ class Recorder:
             request_id, epoch = row_of.get(admission.row, (None, 0))
             if request_id == self._request_id:
                 self._known[epoch] = len(admission.token_ids)
-        slim: Future[StepResult] = Future()
-        self._inner.submit(batch).add_done_callback(lambda done: self._pass_on(done, slim))
-        return slim
+        return _Slim(self, self._inner.submit(batch))
 
     def close(self) -> None:
         self._inner.close()
 
-    def _pass_on(self, done: Future[StepResult], slim: Future[StepResult]) -> None:
-        if (error := done.exception()) is not None:
-            slim.set_exception(error)
-            return
-        result = done.result()
+    def take(self, result: StepResult) -> StepResult:
         for part in result.requests:
             if part.request_id == self._request_id:
                 self._record(part)
-        slim.set_result(replace(result, requests=[replace(part, logprobs=None) for part in result.requests]))
+        return replace(result, requests=[part._replace(logprobs=None) for part in result.requests])
 
     def _record(self, part: RequestResult) -> None:
         start = self._known[part.epoch]
@@ -76,6 +70,20 @@ class Recorder:
             entry = part.logprobs[at]
             self.token = part.run[at]
             self.logprobs = dict(zip(entry.token_ids, entry.logprobs, strict=True))
+
+
+class _Slim(Future[StepResult]):
+    """A step whose result is read, and recorded, when it is asked for: a step on CUDA is not done by itself."""
+
+    def __init__(self, recorder: Recorder, inner: Future[StepResult]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._inner = inner
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        if not self.done():
+            self.set_result(self._recorder.take(self._inner.result(timeout)))
+        return super().result()
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def _software() -> list[tuple[str, str]]:
 
 
 def _machine() -> list[tuple[str, str]]:
-    rows = [("platform", platform.platform()), ("cpu", f"{_cpu_name()}, {os.cpu_count()} cores")]
+    rows = [("platform", platform.platform()), ("cpu", f"{cpu_name()}, {os.cpu_count()} cores")]
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -48,7 +48,7 @@ def _machine() -> list[tuple[str, str]]:
     return rows
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file if ":" in line)
@@ -89,7 +89,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)
-    layout = plan_groups(model.cache_layers(), config.page_size)
+    layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval)
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
     plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
     limits = fit_max_len(config, layout, limits, plan)

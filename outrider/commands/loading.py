@@ -12,13 +12,14 @@ import torch
 from tqdm import tqdm
 
 from outrider.config import EngineConfig
-from outrider.engine.build import assemble, load_tokenizer, pick_device, pick_dtype
+from outrider.engine.build import Prepare, assemble, load_tokenizer, pick_device, pick_dtype
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
+from outrider.runner.memory import enough_memory
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Loaded:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
 
-    def engine(self, config: EngineConfig) -> Engine:
-        return assemble(config, self.model, self.device, tokenizer=self.tokenizer, eos_ids=self.eos_ids)
+    def engine(self, config: EngineConfig, *, prepare: Prepare | None = None) -> Engine:
+        return assemble(config, self.model, self.device, tokenizer=self.tokenizer, eos_ids=self.eos_ids,
+                        prepare=prepare)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -46,15 +48,16 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     device = pick_device(config.device)
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)
-    model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+    with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
+        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
     loaded = Loaded(source.name, model, device, load_tokenizer(source), source.eos_token_ids)
     if needs_text:
         loaded.need_tokenizer()
     if config.load_format == "dummy":
         load_dummy(model, config.seed)
     else:
-        load_weights(model, bar(source.tensors(), total=len(model.weights()), desc=f"loading {source.name}",
-                                unit="tensors"))
+        tensors = source.read(keep_quantized=config.keep_quantized)
+        load_weights(model, bar(tensors, total=len(model.weights()), desc=f"loading {source.name}", unit="tensors"))
     return loaded
 
 

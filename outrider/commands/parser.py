@@ -26,6 +26,7 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes of the cache",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "enable_prefix_caching": "share the cache of equal beginnings of prompts",
+    "checkpoint_interval": "tokens between the states of recurrent layers that are kept for prefix hits",
     "overlap": "schedule the next step while the last one runs",
     "seed": "seed of sampling, and of random weights",
     "load_format": "dummy: random weights",
@@ -36,6 +37,7 @@ ENGINE_HELP = {
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
+    "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
 }
 SAMPLING_HELP = {
     "n": "samples per prompt",
@@ -65,6 +67,8 @@ SAMPLING_HELP = {
 CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
            "logprobs_mode": LOGPROBS_MODES}
 # The engine's seed serves requests without one; the last is filled in by the engine.
+# Flags of some benchmarks that change the text on purpose.
+BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
@@ -100,6 +104,8 @@ class Parser(argparse.ArgumentParser):
         if not flags:
             own.error(f"unexpected argument {unknown[0]!r}")
         name = flags[0].split("=")[0]
+        if name in BENCH_ONLY:
+            own.error(f"{name} is for `outrider bench throughput` and `latency` alone: {BENCH_ONLY[name]}")
         known = [option for action in own._actions for option in action.option_strings]
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
 

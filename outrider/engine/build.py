@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -27,7 +28,8 @@ from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
 from outrider.runner.cuda import CudaRunner
-from outrider.runner.memory import fit_max_len, plan_memory
+from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
+from outrider.runner.profile import measure_step_memory
 from outrider.runner.recurrent import RecurrentRows
 from outrider.runner.runner import LocalRunner, Padding, Runner
 from outrider.runner.state import RowState
@@ -40,23 +42,27 @@ from outrider.spec.scripted import SyntheticAcceptance
 from outrider.spec.suffix import SuffixDrafter
 
 log = logging.getLogger("outrider")
+Prepare = Callable[[Model, Drafter | None], None]
 
 
 def build_engine(config: EngineConfig) -> Engine:
     device = pick_device(config.device)
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)
-    model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+    with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
+        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
     if config.load_format == "dummy":
         load_dummy(model, config.seed)
     else:
-        load_weights(model, source.tensors())
+        load_weights(model, source.read(keep_quantized=config.keep_quantized))
     return assemble(config, model, device, tokenizer=load_tokenizer(source), eos_ids=source.eos_token_ids)
 
 
 def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokenizer: Tokenizer | None = None,
-             eos_ids: tuple[int, ...] = (), drafter: Drafter | None = None) -> Engine:
-    """An engine around a model that is already loaded, and around a drafter where the config does not make one."""
+             eos_ids: tuple[int, ...] = (), drafter: Drafter | None = None,
+             prepare: Prepare | None = None) -> Engine:
+    """An engine around a model that is already loaded, and around a drafter where the config does not make one.
+    `prepare` gets both before anything runs: benchmarks change what routers choose."""
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -67,33 +73,47 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
+    if prepare is not None:
+        prepare(model, drafter)
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
-    layout = plan_groups(model.cache_layers() + own_layers, config.page_size)
-    weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
+    layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
+    weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
-    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes, packed_bytes=packed_bytes)
-    limits = fit_max_len(config, layout, limits, plan)
-    log.info("%s", plan.report())
-    pool = DevicePool(layout, plan.num_pages, model.dtype, device)
     backend = pick_backend(config, model)
-    if drafter is not None:
-        drafter.bind(CachedLayers(drafter.attention_layers, pool, backend), limits, plan.num_pages, device)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
         synthetic.bind(limits.max_drafts, device)
-    step = DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len,
-                      recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool), drafter=drafter,
-                      synthetic=synthetic,
-                      logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
+
+    def make_step(limits: Limits, num_pages: int) -> DeviceStep:
+        pool = DevicePool(layout, num_pages, model.dtype, device)
+        if drafter is not None:
+            drafter.bind(CachedLayers(drafter.attention_layers, pool, backend), limits, num_pages, device)
+        return DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len,
+                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
+                          drafter=drafter, synthetic=synthetic,
+                          logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
+
+    step_memory = None
+    if on_cuda and config.num_pages is None and config.kv_cache_memory_bytes is None:
+        extra = 0 if drafter is None else drafter.page_bytes(model.dtype.itemsize)
+        step_memory = measure_step_memory(lambda: make_step(limits, 2), limits, device,
+                                          use_graphs=not config.enforce_eager, page_extra_bytes=extra)
+    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes, packed_bytes=packed_bytes,
+                       step=step_memory)
+    limits = fit_max_len(config, layout, limits, plan)
+    log.info("%s", plan.report())
+    with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
+        step = make_step(limits, plan.num_pages)
     padding = Padding(config.pad_requests, config.pad_tokens)
     runner: Runner
     if on_cuda:
         runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
-        runner.warm_up()
+        with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
+            runner.warm_up(takes_checkpoints=config.enable_prefix_caching and bool(layout.recurrent.layers))
     else:
         runner = LocalRunner(step, padding)
     cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching,
@@ -112,9 +132,10 @@ def _draft_counts(speculative: SpeculativeConfig | None, step: DeviceStep, limit
     if not speculative.auto:
         return FixedDrafts(k)
     costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
-    log.info("step costs in ms by tokens: %s; drafter %.2f + %.2f per further draft",
+    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
-             costs.draft_fixed * 1e3, costs.draft_each * 1e3)
+             ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
+                       for n, first, each in costs.drafting) or "nothing")
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
     return AutoDrafts(k, costs, always_propose=not has_layers)
 

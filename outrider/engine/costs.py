@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from outrider.cache.spec import SlidingSpec
 from outrider.core import Limits
 from outrider.runner.cuda import CudaRunner
-from outrider.runner.graphs import GraphKey, empty_batch, empty_plan, empty_shape
+from outrider.runner.graph_keys import GraphKey, empty_batch, empty_plan, empty_shape
 from outrider.runner.step import DeviceStep
-from outrider.sched.drafts import StepCosts
+from outrider.sched.drafts import DraftCost, ReadCost, StepCosts
 
 REPEATS = 3
+SAMPLE_BYTES = 1 << 30  # of the pool, read to learn how fast it is
 
 
 @torch.inference_mode()
@@ -30,13 +32,39 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
     seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
-    fixed = each = 0.0
-    if step.drafter is not None and step.drafter.attention_layers:
-        one, all_drafts = (_seconds(step, limits, runner, 1, propose) - seconds[0] for propose in (1, k))
-        fixed = max(0.0, one)
-        each = max(0.0, (all_drafts - one) / max(1, k - 1))
     is_padded = runner is not None and runner.graphs is not None
-    return StepCosts(tuple(sizes), tuple(seconds), fixed, each, is_padded)
+    drafting: list[DraftCost] = []
+    if step.drafter is not None and step.drafter.attention_layers:
+        plain = dict(zip(sizes, seconds, strict=True))
+        counts = sorted({1, *(n for n in (8, 64) if is_padded and n < limits.max_requests),
+                         *([limits.max_requests] if is_padded else [])})  # fmt: skip
+        drafting = [_drafting(step, limits, runner, n, plain.get(n)) for n in counts]
+    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), read_costs(step), is_padded)
+
+
+def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, requests: int,
+              plain: float | None) -> DraftCost:
+    k = limits.max_drafts
+    if plain is None:
+        plain = _seconds(step, limits, runner, requests, propose=0)
+    one, all_drafts = (_seconds(step, limits, runner, requests, propose) - plain for propose in (1, k))
+    return DraftCost(requests, max(0.0, one), max(0.0, (all_drafts - one) / max(1, k - 1)))
+
+
+def read_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
+    """What a token of context costs a step that attends to it, by the pool's own speed. On a GPU only: elsewhere a
+    step's tokens cost far more."""
+    data = step.pool.data
+    if data.device.type != "cuda":
+        return ()
+    sample = data[: max(1, min(len(data), SAMPLE_BYTES // step.pool.layout.page_bytes))].view(torch.int16)
+    seconds = _best(lambda: sample.amax(), data.device) / (sample.numel() * sample.element_size())
+    bytes_by_window: dict[int | None, int] = {}
+    for group in step.groups:
+        window = group.spec.window if isinstance(group.spec, SlidingSpec) else None
+        size = len(group.layers) * group.spec.token_bytes
+        bytes_by_window[window] = bytes_by_window.get(window, 0) + size
+    return tuple(ReadCost(window, size * seconds) for window, size in bytes_by_window.items())
 
 
 def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens: int, propose: int) -> float:

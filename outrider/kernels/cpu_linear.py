@@ -45,6 +45,7 @@ class CpuProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool, exact: bool) -> None:
         self.weight, self.bias = weight, bias
         self.copy: Tensor | None = None
+        self.matrix: native.Matrix | None = None  # what the native product reads
         self.few: Callable[[Tensor], Tensor] = self._library
         self.few_rows = range(0)
         if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
@@ -69,6 +70,7 @@ class CpuProduct:
     def _use_native(self, packed: bool, exact: bool) -> None:
         if packed and fits_bfloat16(self.weight):
             self.copy = self.weight.to(torch.bfloat16)
+        self.matrix = native.dense_matrix(self.weight if self.copy is None else self.copy, self.bias)
         self.few, self.few_rows = self._native, range(1, sys.maxsize if exact else NATIVE_MAX_ROWS + 1)
 
     def _use_packed(self) -> None:
@@ -79,7 +81,8 @@ class CpuProduct:
         return F.linear(x, self.weight, self.bias)
 
     def _native(self, x: Tensor) -> Tensor:
-        return native.linear(x, self.weight if self.copy is None else self.copy, self.bias)
+        assert self.matrix is not None
+        return native.product(x, self.matrix)
 
     def _packed(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.copy, self.bias, "none", [], "")

@@ -163,7 +163,7 @@ def experts_reference(
 def activate(projected: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return reference.silu_mul(projected)
-    return reference.gelu_tanh_mul(projected) if activation in GATED else F.relu(projected).square()
+    return reference.gelu_tanh_mul(projected) if activation in GATED else reference.relu2(projected)
 
 
 def combine(made: Tensor, weights: Tensor) -> Tensor:

@@ -1,131 +1,38 @@
-"""Native CPU kernels: builds native.c once with the machine's C compiler, keeps it in the user's cache, calls it.
+"""Native CPU kernels: the C code of native*.c behind typed wrappers that check shapes, strides and types.
 
 Every function has the contract of its twin in reference.py and hands over to it whatever the C code does not take:
-other types or devices, unusual strides, gradients, no compiler, OUTRIDER_NATIVE=0. Knows no layers or models.
+other types or devices, unusual strides, gradients, no compiler, OUTRIDER_NATIVE=0. Knows no models.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.kernels import reference
+from outrider.kernels.native_build import load as _load
 
-SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
-BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
-
-# Limits of native.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
+# Limits of native_attention.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64
 HEAD_DIM_STEP = 16
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _F, _I]),
-    "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
-    "rope_write": (_L, [_P, _L, _P, _P, _L, _P, _P, _P, _I]),
-    "product": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _L, _L, _I, _I]),
-    "paged_attention": (_I, [_P, _I]),
-}
-# The structs Rope and Attention of native.c. Packing bytes is several times cheaper than a ctypes.Structure.
-_ROPE = struct.Struct("@PP qqqqq qqqqqqq PP ff")
+# How native.h numbers the ways to store a weight.
+FLOATS, HALVES, Q8_0, Q4_0, Q4_1 = range(5)
+
+# The structs of native.h and native.c. Packing bytes is several times cheaper than a ctypes.Structure.
+_MATRIX = struct.Struct("@PP qqqq")
+_LAYER_END = struct.Struct("@PP fi")  # after the four matrices of a layer
+_ROPE = struct.Struct("@PP PPPP qqqqq qqqqqqq PP ff")
 _ATTENTION = struct.Struct("@PPPP qqq PPPPP qqqq qqqqqq ff iiii")
 _ATTENTION_ERRORS = {
     1: "query starts, lengths and live counts do not fit each other",
     2: "a page table is too short for its length, or names a page that does not exist",
     3: "out of memory",
 }
-
-
-class BuildError(RuntimeError):
-    """Why there is no native library; its text is for `outrider env`."""
-
-
-def cache_folder() -> Path:
-    chosen = os.environ.get("OUTRIDER_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-
-
-def build() -> Path:
-    """The library's path, compiling only if this source, compiler and processor have not met before."""
-    compiler = _compiler()
-    try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS, check=True
-        ).stdout
-        identity = "\n".join([SOURCE.read_text(), version, *compiler, *FLAGS, _processor()])
-        target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, target)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{shlex.join(compiler)}: {error}") from error
-    return target
-
-
-def _compiler() -> list[str]:
-    chosen = os.environ.get("CC")
-    if chosen:
-        return shlex.split(chosen)
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return [name]
-    raise BuildError("no C compiler (cc, gcc or clang) found")
-
-
-def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(fields)})])
-
-
-def _compile(compiler: list[str], target: Path) -> None:
-    """Compiles beside the target and renames, so that other processes see all of it or nothing."""
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    try:
-        for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
-            command = [*compiler, *flags, str(SOURCE), "-o", name, "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-            if done.returncode == 0:
-                return os.replace(name, target)
-        raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why."""
-    if os.environ.get("OUTRIDER_NATIVE") == "0":
-        return None, "switched off by OUTRIDER_NATIVE=0"
-    try:
-        lib = ctypes.CDLL(str(build()))
-    except (BuildError, OSError) as error:
-        return None, str(error)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    return lib, ""
 
 
 def available() -> bool:
@@ -229,6 +136,44 @@ def _is_table(table: Tensor, rotary_dim: int) -> bool:
     return _is_matrix(table) and table.shape[1] in (rotary_dim // 2, rotary_dim)
 
 
+class RopeWrite(NamedTuple):
+    """Everything `rope_write` needs but the token rows."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+    plus_one: bool = False
+    rotary_dim: int | None = None
+
+    def settings(self, tokens: int, width: int) -> bytes | None:
+        """For [tokens, width]; None if the C code does not take this."""
+        positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, eps, plus_one, rotary_dim = self
+        num_pages, page_size, kv_heads, dim = k_cache.shape
+        assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"
+        assert positions.shape == slots.shape == (tokens,), "one position and one slot per token row"
+        rotary = rotary_dim or dim
+        if (
+            not (_is_cache(k_cache) and _is_cache(v_cache))
+            or not (_is_index(positions) and _is_index(slots) and _is_vector(q_norm, dim) and _is_vector(k_norm, dim))
+            or not (_is_table(cos, rotary) and _is_table(sin, rotary) and cos.shape == sin.shape)
+        ):
+            return None
+        heads = width // dim - 2 * kv_heads
+        assert heads > 0 and width % dim == 0, f"qkv has {width} columns for heads of {dim}"
+        return _ROPE.pack(
+            cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), k_cache.data_ptr(),
+            v_cache.data_ptr(), cos.stride(0), sin.stride(0), cos.shape[0], rotary, cos.shape[1] - rotary // 2, heads,
+            kv_heads, dim, page_size, num_pages, k_cache.stride(0), v_cache.stride(0), _pointer(q_norm),
+            _pointer(k_norm), eps, float(plus_one),
+        )  # fmt: skip
+
+
 def rope_write(
     qkv: Tensor,
     positions: Tensor,
@@ -243,55 +188,71 @@ def rope_write(
     plus_one: bool = False,
     rotary_dim: int | None = None,
 ) -> None:
+    rope = RopeWrite(positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, eps, plus_one, rotary_dim)
+    settings = rope.settings(*qkv.shape)
     lib = _load()[0]
-    num_pages, page_size, kv_heads, dim = k_cache.shape
-    tokens = qkv.shape[0]
-    assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"
-    assert positions.shape == slots.shape == (tokens,), "one position and one slot per token row"
-    rotary = rotary_dim or dim
-    if (
-        lib is None
-        or not (_is_matrix(qkv) and _is_cache(k_cache) and _is_cache(v_cache))
-        or not (_is_index(positions) and _is_index(slots) and _is_vector(q_norm, dim) and _is_vector(k_norm, dim))
-        or not (_is_table(cos, rotary) and _is_table(sin, rotary) and cos.shape == sin.shape)
-    ):
-        arguments = (qkv, positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, eps, plus_one, rotary_dim)
-        return reference.rope_write(*arguments)
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    assert heads > 0 and qkv.shape[1] % dim == 0, f"qkv has {qkv.shape[1]} columns for heads of {dim}"
-    settings = _ROPE.pack(
-        cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), cos.shape[0], rotary,
-        cos.shape[1] - rotary // 2, heads, kv_heads, dim, page_size, num_pages, k_cache.stride(0), v_cache.stride(0),
-        _pointer(q_norm), _pointer(k_norm), eps, float(plus_one),
-    )  # fmt: skip
-    bad = lib.rope_write(
-        qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), slots.data_ptr(), tokens, k_cache.data_ptr(),
-        v_cache.data_ptr(), settings, torch.get_num_threads(),
-    )  # fmt: skip
+    if lib is None or settings is None or not _is_matrix(qkv):
+        return reference.rope_write(qkv, *rope)
+    bad = lib.rope_write(qkv.data_ptr(), qkv.stride(0), qkv.shape[0], settings, torch.get_num_threads())
     if bad:
-        raise IndexError(f"rope_write: {bad} token rows have a position or slot outside the tables or the cache")
+        raise IndexError(_bad_rows(bad))
     return None
+
+
+def _bad_rows(count: int) -> str:
+    return f"rope_write: {count} token rows have a position or slot outside the tables or the cache"
 
 
 def _is_counts(x: Tensor) -> bool:
     return x.dtype in (torch.int32, torch.int64) and x.is_cpu and x.dim() == 1 and x.stride(0) == 1
 
 
-def _takes_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, *counts: Tensor) -> bool:
-    _, heads, dim = q.shape
-    return (
-        q.dtype is torch.float32
-        and q.is_cpu
-        and q.stride()[1:] == (dim, 1)
-        and dim % HEAD_DIM_STEP == 0
-        and dim <= MAX_HEAD_DIM
-        and heads <= MAX_GROUP * k_cache.shape[2]
-        and _is_cache(k_cache)
-        and _is_cache(v_cache)
-        and page_table.dtype in (torch.int32, torch.int64)
-        and page_table.stride(1) == 1
-        and all(map(_is_counts, counts))
-    )
+class Attention(NamedTuple):
+    """Everything `paged_attention` needs but the queries and the cache."""
+
+    page_table: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    live: Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    key_starts: Tensor | None = None
+
+    def check(self) -> None:
+        requests = self.page_table.shape[0]
+        rows = (requests, self.lengths.shape[0], self.live.shape[0], self.query_starts.shape[0] - 1)
+        assert rows == (requests,) * 4, f"rows of table, lengths, live counts and query starts differ: {rows}"
+        assert self.key_starts is None or self.key_starts.shape == (requests,), "one first key per request"
+
+    def takes(self, heads: int, k_cache: Tensor, v_cache: Tensor) -> bool:
+        """Whether the C code serves this with so many heads and this cache."""
+        dim = k_cache.shape[3]
+        return (
+            dim % HEAD_DIM_STEP == 0
+            and dim <= MAX_HEAD_DIM
+            and heads <= MAX_GROUP * k_cache.shape[2]
+            and _is_cache(k_cache)
+            and _is_cache(v_cache)
+            and self.page_table.dtype in (torch.int32, torch.int64)
+            and self.page_table.stride(1) == 1
+            and all(map(_is_counts, (self.query_starts, self.lengths, self.live)))
+            and (self.key_starts is None or _is_index(self.key_starts))
+        )
+
+    def settings(
+        self, q: int, q_stride: int, out: int, tokens: int, heads: int, k_cache: Tensor, v_cache: Tensor
+    ) -> bytes:
+        """Queries and output are given by their addresses."""
+        table, starts, lengths, live, scale, window, softcap, key_starts = self
+        num_pages, page_size, kv_heads, dim = k_cache.shape
+        return _ATTENTION.pack(
+            q, k_cache.data_ptr(), v_cache.data_ptr(), out, q_stride, k_cache.stride(0), v_cache.stride(0),
+            table.data_ptr(), starts.data_ptr(), lengths.data_ptr(), live.data_ptr(), _pointer(key_starts),
+            table.stride(0), table.shape[1], num_pages, page_size, tokens, table.shape[0], heads, kv_heads, dim,
+            window, scale, softcap, table.dtype is torch.int64, starts.dtype is torch.int64,
+            lengths.dtype is torch.int64, live.dtype is torch.int64,
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -308,54 +269,114 @@ def paged_attention(
     out: Tensor | None = None,
     key_starts: Tensor | None = None,
 ) -> Tensor:
-    requests, columns = page_table.shape
-    rows = (requests, lengths.shape[0], live.shape[0], query_starts.shape[0] - 1)
-    assert rows == (requests,) * 4, f"rows of table, lengths, live counts and query starts differ: {rows}"
-    tokens, heads, dim = q.shape
-    num_pages, page_size, kv_heads, _ = k_cache.shape
-    assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim and heads % kv_heads == 0
-    assert key_starts is None or key_starts.shape == (requests,), "one first key per request"
-    lib = _load()[0]
-    result = None
-    if key_starts is not None and not (key_starts.dtype is torch.int64 and key_starts.is_contiguous()):
+    if key_starts is not None and not _is_index(key_starts):
         key_starts = key_starts.long().contiguous()
-    if lib is not None and _takes_attention(q, k_cache, v_cache, page_table, query_starts, lengths, live):
+    attention = Attention(page_table, query_starts, lengths, live, scale, window, softcap, key_starts)
+    attention.check()
+    tokens, heads, dim = q.shape
+    assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim and heads % k_cache.shape[2] == 0
+    lib = _load()[0]
+    is_rows = q.dtype is torch.float32 and q.is_cpu and q.stride()[1:] == (dim, 1)
+    result = None
+    if lib is not None and is_rows and attention.takes(heads, k_cache, v_cache):
         result = _output(out, tokens, heads, dim)
     if lib is None or result is None:
         arguments = (q, k_cache, v_cache, page_table, query_starts, lengths, live, scale, window, softcap, out)
         return reference.paged_attention(*arguments, key_starts)
-    settings = _ATTENTION.pack(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), result.data_ptr(), q.stride(0), k_cache.stride(0),
-        v_cache.stride(0), page_table.data_ptr(), query_starts.data_ptr(), lengths.data_ptr(), live.data_ptr(),
-        _pointer(key_starts), page_table.stride(0), columns, num_pages, page_size, tokens, requests, heads, kv_heads,
-        dim, window, scale, softcap, page_table.dtype is torch.int64, query_starts.dtype is torch.int64,
-        lengths.dtype is torch.int64, live.dtype is torch.int64,
-    )  # fmt: skip
+    settings = attention.settings(q.data_ptr(), q.stride(0), result.data_ptr(), tokens, heads, k_cache, v_cache)
     error = lib.paged_attention(settings, torch.get_num_threads())
     if error:
         raise IndexError(f"paged_attention: {_ATTENTION_ERRORS[error]}")
     return result
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product whose cost is nearly flat up to eight token rows and whose rows do not depend on each other.
+class Matrix:
+    """A weight [outputs, inputs] and perhaps a bias, as the C code reads them. Keeps both alive."""
 
-    weight [outputs, inputs] is float32, or bfloat16 that stands for the same numbers in float32 (half the reading).
-    """
-    lib = _load()[0]
+    def __init__(self, data: Tensor, bias: Tensor | None, kind: int, inputs: int) -> None:
+        self.data, self.bias, self.kind = data, bias, kind
+        self.outputs, self.inputs = data.shape[0], inputs
+        row_bytes = data.stride(0) * data.element_size()
+        self.packed = _MATRIX.pack(data.data_ptr(), _pointer(bias), row_bytes, inputs, self.outputs, kind)
+
+
+def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
+    """Of float32, or of bfloat16 that stands for the same float32 numbers; None for what the C code does not take."""
     outputs, inputs = weight.shape
-    halves = weight.dtype is torch.bfloat16
-    if (
-        lib is None
-        or not (_is_matrix(x) and x.shape[1] == inputs and _is_vector(bias, outputs))
-        or not (weight.dtype is torch.float32 or halves)
-        or not (weight.is_cpu and weight.stride(1) == 1)
-    ):
-        return reference.linear(x, weight.to(x.dtype) if halves else weight, bias)
-    tokens = x.shape[0]
-    out = torch.empty(tokens, outputs)
+    kinds = {torch.float32: FLOATS, torch.bfloat16: HALVES}
+    is_good = weight.dtype in kinds and weight.is_cpu and weight.stride(1) == 1 and _is_vector(bias, outputs)
+    return Matrix(weight, bias, kinds[weight.dtype], inputs) if is_good and available() else None
+
+
+def product(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [tokens, inputs] float32, rows at any distance, times the matrix.
+
+    The cost is nearly flat up to eight token rows, and rows do not depend on each other."""
+    lib = _load()[0]
+    assert lib is not None and _is_matrix(x) and x.shape[1] == matrix.inputs
+    out = torch.empty(x.shape[0], matrix.outputs)
     lib.product(
-        x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), _pointer(bias), out.data_ptr(), outputs,
-        tokens, inputs, outputs, halves, torch.get_num_threads(),
+        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], torch.get_num_threads()
     )  # fmt: skip
     return out
+
+
+def dequantize(matrix: Matrix, first: int, out: Tensor) -> None:
+    """Weight rows [first, first + rows of out) as float32; the matrix is stored in blocks."""
+    lib = _load()[0]
+    assert lib is not None and matrix.kind > HALVES and first + out.shape[0] <= matrix.outputs
+    assert out.is_contiguous() and out.dtype is torch.float32 and out.shape[1] == matrix.inputs
+    lib.dequantize(matrix.packed, first, out.shape[0], out.data_ptr(), torch.get_num_threads())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` with a weight as it comes: see `dense_matrix`."""
+    matrix = dense_matrix(weight, bias)
+    if matrix is None or not _is_matrix(x) or x.shape[1] != matrix.inputs:
+        return reference.linear(x, weight.to(x.dtype), bias)
+    return product(x, matrix)
+
+
+class LayerWeights:
+    """A decoder layer: norm, one product for q, k and v, attention, output; norm, gated MLP."""
+
+    def __init__(
+        self, input_norm: Tensor, mlp_norm: Tensor, eps: float, qkv: Matrix, out: Matrix, gate_up: Matrix,
+        down: Matrix, *, gelu: bool, max_tokens: int,
+    ) -> None:  # fmt: skip
+        assert _is_vector(input_norm, qkv.inputs) and _is_vector(mlp_norm, qkv.inputs)
+        assert qkv.inputs == out.outputs == gate_up.inputs == down.outputs and gate_up.outputs == 2 * down.inputs
+        self.max_tokens = max_tokens  # where another product takes over, the layer is done in parts
+        self.qkv, self.out = qkv, out
+        self._owners = (input_norm, mlp_norm, gate_up, down)
+        end = _LAYER_END.pack(input_norm.data_ptr(), mlp_norm.data_ptr(), eps, gelu)
+        self.packed = b"".join([*(matrix.packed for matrix in (qkv, out, gate_up, down)), end])
+
+
+def decoder_layer(
+    layer: LayerWeights, delta: Tensor | None, residual: Tensor, rope: RopeWrite, attention: Attention
+) -> Tensor | None:
+    """residual += delta, then attention and MLP of it; returns what the MLP adds, in delta's memory.
+
+    The bits are those of the operations one by one. None, with nothing done, if the C code does not take this.
+    """
+    tokens, hidden = residual.shape
+    lib = _load()[0]
+    if lib is None or tokens > layer.max_tokens or not (_is_matrix(residual) and residual.is_contiguous()):
+        return None
+    if delta is not None and not (_is_matrix(delta) and delta.is_contiguous() and delta.shape == residual.shape):
+        return None
+    attention.check()
+    k_cache, v_cache = rope.k_cache, rope.v_cache
+    heads = layer.out.inputs // k_cache.shape[3]
+    rope_settings = rope.settings(tokens, layer.qkv.outputs)
+    if rope_settings is None or not attention.takes(heads, k_cache, v_cache):
+        return None
+    result = torch.empty_like(residual) if delta is None else delta
+    error = lib.decoder_layer(
+        layer.packed, rope_settings, attention.settings(0, 0, 0, tokens, heads, k_cache, v_cache), result.data_ptr(),
+        delta is not None, residual.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if error:
+        raise IndexError(_bad_rows(-error) if error < 0 else f"paged_attention: {_ATTENTION_ERRORS[error]}")
+    return result

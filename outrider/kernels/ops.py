@@ -50,11 +50,39 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return result[0] if isinstance(result, tuple) else result
 
 
+def norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                  factor: float = 1.0) -> torch.Tensor:
+    """residual becomes factor * residual + norm(x) in place; returns the norm of that."""
+    kernels = _kernels(x)
+    if kernels is not None and x.is_cuda:
+        result: torch.Tensor = kernels.norm_add_norm(x, post_weight, residual, weight, eps, factor=factor)
+        return result
+    if factor != 1.0:
+        residual.mul_(factor)
+    return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)
+
+
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up of [tokens, gate | up]."""
     module = _kernels(gate_up) or reference
     operation = module.silu_mul if activation == "silu" else module.gelu_tanh_mul
     result: torch.Tensor = operation(gate_up)
+    return result
+
+
+def gated_norm(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, gate_first: bool
+) -> torch.Tensor:
+    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z), on y or on the result."""
+    module = (_kernels(y) if y.is_cuda else None) or reference
+    result: torch.Tensor = module.gated_norm(y, z, weight, group_size, eps, gate_first)
+    return result
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of relu, of [tokens, width]."""
+    module = (_kernels(x) if x.is_cuda else None) or reference
+    result: torch.Tensor = module.relu2(x)
     return result
 
 
@@ -68,6 +96,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if is_single(x):
         result: torch.Tensor = _triton().thin_linear(x, weight, bias)
         return result
+    if bias is None and is_thin(x):
+        if _triton().can_split(weight):
+            split: torch.Tensor = _triton().split_linear(x, weight)
+            return split
+        if _triton().is_small(weight):
+            thin: torch.Tensor = _triton().thin_linear(x, weight)
+            return thin
     return F.linear(x, weight, bias)
 
 
@@ -84,8 +119,13 @@ def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_thin(x: torch.Tensor) -> bool:
-    """Few token rows on a GPU: a product with its activation costs no more than the product alone."""
+    """Few token rows on a GPU: they share one tile."""
     return x.is_cuda and x.shape[0] <= 16 and x.dtype == torch.bfloat16 and triton_kernels() is not None
+
+
+def gates_thin(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `gated_linear` beats a product and then its activation."""
+    return is_single(x) or (is_thin(x) and bool(_triton().is_small(weight)))
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
@@ -100,14 +140,66 @@ def linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     _triton().thin_linear(x, weight, bias, residual=residual, out=residual)
 
 
-def choose(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, sample_index: torch.Tensor,
-           position: torch.Tensor) -> torch.Tensor | None:
-    """The greatest logit of each row, after Gumbel noise where `temperature` is not 0; None if no kernel serves.
+# Around draft heads
 
-    Only whether a temperature is 0 matters: the logits are already divided by it."""
-    if logits.dtype != torch.float32 or not logits.is_cuda or triton_kernels() is None:
+
+def head_kernels(x: torch.Tensor) -> ModuleType | None:
+    return triton_kernels() if x.is_cuda and x.dtype != torch.float64 else None
+
+
+def join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
+                   gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
+                   hidden_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. The second may be a
+    view of the first, which a caller that goes on in place has to be done with."""
+    kernels, width = head_kernels(hidden), hidden.shape[1]
+    if kernels is not None:
+        joined: torch.Tensor = kernels.join_embedding(tokens, table, hidden, scale=scale, gains=gains, eps=eps,
+                                                      hidden_first=hidden_first)
+        return joined, joined[:, :width] if hidden_first else joined[:, width:]
+    embedded = F.embedding(tokens, table)
+    embedded = embedded if scale is None else embedded * scale
+    if gains is not None:
+        embedded, hidden = rms_norm(embedded, gains[0], eps), rms_norm(hidden, gains[1], eps)
+    return torch.cat((hidden, embedded) if hidden_first else (embedded, hidden), dim=-1), hidden
+
+
+def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first[index], second[index])"""
+    kernels = head_kernels(first)
+    if first is second or kernels is None:
+        taken = first[index]
+        return taken, taken if first is second else second[index]
+    one, other = kernels.take_rows(first, second, index)
+    return one, other
+
+
+# Sampling
+
+
+def sampling_kernels(logits: torch.Tensor) -> ModuleType | None:
+    return triton_kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
+
+
+def draw(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: tuple[torch.Tensor, ...],
+         any_sampled: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(tokens, which are bad) of logit rows that ask for a temperature at most; None if no kernel serves. `keys` are
+    temperatures, seeds and sample indices by row."""
+    kernels = sampling_kernels(logits)
+    if kernels is None:
         return None
-    result: torch.Tensor = _triton().sample_logits(logits, temperature.sign(), seed, sample_index, position)
+    tokens, bad = kernels.draw_tokens(logits, row, position, kernels.Keys(*keys), any_sampled=any_sampled)
+    return tokens, bad
+
+
+def choose(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
+           keys: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The greatest logit of each logit row, after Gumbel noise where its temperature, by which they are divided
+    already, is not 0; None if no kernel serves."""
+    kernels = sampling_kernels(scaled)
+    if kernels is None:
+        return None
+    result: torch.Tensor = kernels.choose_scaled(scaled, row, position, kernels.Keys(*keys))
     return result
 
 

@@ -41,7 +41,18 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps, out, plus_one), residual
 
 
-# Gated activations
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, gate_first: bool) -> Tensor:
+    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z), on y or on the result.
+
+    weight [size], or [group_size] for all groups. In z's dtype."""
+    gate = F.silu(_widened(z))
+    x = _widened(y) * gate if gate_first else _widened(y)
+    groups = x.unflatten(1, (-1, group_size))
+    x = (F.rms_norm(groups, (group_size,), None, eps) * _widened(weight).view(-1, group_size)).flatten(1)
+    return (x if gate_first else x * gate).to(z.dtype)
+
+
+# Activations
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -54,6 +65,11 @@ def gelu_tanh_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """As silu_mul, with the tanh form of gelu."""
     gate, up = _widened(gate_up).chunk(2, dim=-1)
     return _deliver(F.gelu(gate, approximate="tanh") * up, gate_up, out)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of relu."""
+    return F.relu(x).square()
 
 
 # Rope and cache write

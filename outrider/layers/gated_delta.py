@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.attention.base import Attend
-from outrider.attention.recurrent import Gates
+from outrider.attention.recurrent import Gates, MixerParams
 from outrider.cache.spec import RecurrentSpec
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
@@ -76,6 +76,10 @@ class GatedDeltaMixer(ConvMixer):
 
     def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return delta_scan(state, *inputs)
+
+    def kernel_params(self) -> MixerParams | None:
+        return MixerParams("delta", self.conv_weight, self.conv_bias, self.dt_bias, self.decay,
+                           self.shape.num_key_heads)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.attention.base import Attend
-from outrider.attention.recurrent import Gates
+from outrider.attention.recurrent import Gates, MixerParams
 from outrider.cache.spec import RecurrentSpec
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.linear import Linear, WeightSlot
@@ -83,6 +83,10 @@ class Mamba2Mixer(ConvMixer):
     def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x, dt, b, c = inputs
         return mamba2_scan(state, x, dt, b, c, self.decay, self.skip)
+
+    def kernel_params(self) -> MixerParams | None:
+        return MixerParams("mamba2", self.conv_weight, self.conv_bias, self.dt_bias, self.decay, self.shape.num_groups,
+                           self.skip, self.shape.dt_limits)
 
 
 class Mamba2:

@@ -48,6 +48,6 @@ class GatedMLP:
 
     def gate(self, x: torch.Tensor) -> torch.Tensor:
         """act(gate(x)) * up(x)"""
-        if self.gate_up.format.bias is None and ops.is_thin(x):
+        if self.gate_up.format.bias is None and ops.gates_thin(x, self.gate_up.format.weight):
             return ops.gated_linear(x, self.gate_up.format.weight, self.activation)
         return ops.gated(self.gate_up(x), self.activation)

@@ -6,12 +6,38 @@ norms (Gemma) scale by 1 + weight, a sum that 16 bits would round, so it is kept
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 import torch.nn.functional as F
 
 from outrider.attention.base import HeadNorms
 from outrider.kernels import ops
 from outrider.layers.linear import WeightSlot
+
+
+class Unnormed(NamedTuple):
+    """What a layer adds to the residual stream, before its norm; the stream itself is multiplied by `factor`. Left to
+    the norm that comes next, so that both are one operation."""
+
+    x: torch.Tensor
+    scale: torch.Tensor  # what multiplies, factor included
+    eps: float
+    factor: float = 1.0
+
+    def added_to(self, residual: torch.Tensor) -> torch.Tensor:
+        """The stream after it, as a new tensor."""
+        return residual * self.factor + ops.rms_norm(self.x, self.scale, self.eps)
+
+
+Delta: TypeAlias = torch.Tensor | Unnormed | None  # what a layer hands on to be added; None adds nothing
+
+
+def stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
+    """A copy of the residual stream with what is to be added: the stream itself goes on in place."""
+    if delta is None:
+        return residual.clone()
+    return delta.added_to(residual) if isinstance(delta, Unnormed) else residual + delta
 
 
 class RMSNorm:
@@ -36,12 +62,15 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.scale, self.eps)
 
-    def add_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds. None adds nothing.
+    def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds.
 
         The sum is made in place."""
         if x is None:
             return self(residual), residual
+        if isinstance(x, Unnormed):
+            assert x.eps == self.eps
+            return ops.norm_add_norm(x.x, x.scale, residual, self.scale, self.eps, x.factor), residual
         return ops.add_rms_norm(x, residual, self.scale, self.eps), residual
 
 

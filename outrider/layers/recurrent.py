@@ -9,14 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.recurrent import Gates, RecurrentState, Scanned, Stepped
+from outrider.attention.recurrent import Gates, MixerParams, RecurrentState, Scanned, Stepped
 from outrider.cache.spec import RecurrentSpec
+from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.linear import WeightSlot
-from outrider.layers.norm import widened
 
 PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
 
@@ -47,6 +46,10 @@ class ConvMixer(ABC):
     @abstractmethod
     def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """(y [tokens, ..], new state): tokens of one request."""
+
+    @abstractmethod
+    def kernel_params(self) -> MixerParams | None:
+        """For kernels, which work in float32."""
 
     def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> Stepped:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
@@ -103,9 +106,4 @@ class GatedNorm:
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """y and z [tokens, size]."""
-        gate = F.silu(widened(z))
-        x = widened(y) * gate if self.gate_first else widened(y)
-        groups = x.unflatten(1, (-1, self.group_size))
-        weight = widened(self.weight).view(-1, self.group_size)
-        x = (F.rms_norm(groups, (self.group_size,), None, self.eps) * weight).flatten(1)
-        return (x if self.gate_first else x * gate).to(z.dtype)
+        return ops.gated_norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)

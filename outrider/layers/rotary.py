@@ -39,6 +39,12 @@ class Angles:
         self.positions, self.table = positions, table
 
     @cached_property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table's columns of cos and of sin [positions, rotary_dim / 2]."""
+        cos, sin = self.table.chunk(2, dim=1)
+        return cos, sin
+
+    @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, 1, rotary_dim] each; sin is negated in the first half. Gathered once, the layers share it."""
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)

@@ -5,7 +5,9 @@ What a family does to the router's input (a norm, a scale) is the model's busine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ from outrider.layers.linear import Linear, WeightSlot
 RoutingOverride = Callable[[int, int], torch.Tensor]
 # (layer index, expert ids [tokens, k]); runs inside the step, so it must not read them on the host.
 RoutingObserver = Callable[[int, torch.Tensor], None]
+Part = TypeVar("Part")
 
 
 class Router:
@@ -77,9 +80,75 @@ class ExpertCounter:
         self.distinct[index].copy_(distinct_experts(ids, self.num_experts))
 
 
+class ExpertTally:
+    """An observer that adds up each layer's number of distinct experts, over steps of at most `most_tokens` token rows:
+    those that decode. Steps are counted on the host; what was added up is read at the end."""
+
+    def __init__(self, routers: Sequence[Router], most_tokens: int, *, device: torch.device) -> None:
+        self._num_experts = {router.index: router.rule.num_experts for router in routers}
+        self._totals = {index: torch.zeros((), dtype=torch.int64, device=device) for index in self._num_experts}
+        self._steps = dict.fromkeys(self._num_experts, 0)
+        self._most_tokens = most_tokens
+
+    def __call__(self, index: int, ids: torch.Tensor) -> None:
+        if ids.shape[0] <= self._most_tokens:
+            self._totals[index].add_(distinct_experts(ids, self._num_experts[index]))
+            self._steps[index] += 1
+
+    def mean(self) -> float | None:
+        """Of a layer in a step; None if no step was counted."""
+        means = [total.item() / self._steps[index] for index, total in self._totals.items() if self._steps[index]]
+        return sum(means) / len(means) if means else None
+
+
+class SpreadRouting:
+    """A routing override that draws experts from a hash of (layer, token row, step), about as evenly as a trained
+    router spreads a batch. Everything is on the device, the step's number too, so that captured steps draw anew.
+
+    The first router's call begins a step, and draws for all layers at once: their number of small kernels would
+    otherwise show in the time of the step."""
+
+    _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of a 64-bit mixer
+
+    def __init__(self, routers: Sequence[Router], *, device: torch.device) -> None:
+        rule = routers[0].rule
+        if any((r.rule.num_experts, r.rule.top_k) != (rule.num_experts, rule.top_k) for r in routers):
+            raise ValueError("spread routing needs the same number of experts in every layer")
+        self._num_experts, self._first = rule.num_experts, routers[0].index
+        self._place = {router.index: place for place, router in enumerate(routers)}
+        strides = [n for n in range(1, max(2, rule.num_experts)) if math.gcd(n, rule.num_experts) == 1]
+        self._strides = torch.tensor(strides, device=device)  # coprime to the experts: no id comes twice
+        self._slots = torch.arange(rule.top_k, device=device)
+        self._keys = (torch.tensor(list(self._place), device=device) + 1)[:, None] * self._ODD[0]
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._ids: torch.Tensor | None = None  # [layers, tokens, k] of this step
+
+    def __call__(self, index: int, num_tokens: int) -> torch.Tensor:
+        if index == self._first:
+            self._step.add_(1)
+            self._ids = self._draw(num_tokens)
+        if self._ids is None or self._ids.shape[1] != num_tokens:  # a drafter's pass has token rows of its own
+            return self._draw(num_tokens)[self._place[index]]
+        return self._ids[self._place[index]]
+
+    def _draw(self, num_tokens: int) -> torch.Tensor:
+        token_rows = torch.arange(num_tokens, device=self._step.device)
+        bits = self._keys + token_rows * self._ODD[1] + self._step * self._ODD[2]
+        for shift, odd in zip((30, 27), self._ODD, strict=False):
+            bits = (bits ^ (bits >> shift)) * odd
+        first = ((bits >> 3) & 0xFFFFFF) % self._num_experts
+        stride = self._strides[((bits >> 35) & 0xFFFFFF) % len(self._strides)]
+        return (first[..., None] + stride[..., None] * self._slots) % self._num_experts
+
+
 def find_routers(part: object) -> list[Router]:
     """Every router inside a model or a part of one, in the order of its layers."""
-    found: list[Router] = []
+    return find_parts(part, Router)
+
+
+def find_parts(part: object, kind: type[Part]) -> list[Part]:
+    """Everything of a kind inside a model or a part of one, each once, in the order it is met."""
+    found: list[Part] = []
     seen: set[int] = set()
 
     def walk(value: object) -> None:
@@ -88,7 +157,7 @@ def find_routers(part: object) -> list[Router]:
                 walk(item)
         elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__") and id(value) not in seen:
             seen.add(id(value))
-            if isinstance(value, Router):
+            if isinstance(value, kind):
                 found.append(value)
             for item in vars(value).values():
                 walk(item)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from outrider.attention.base import Attend, AttentionLayer
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear, WeightSlot
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import Delta, RMSNorm, stream
 from outrider.layers.rotary import Angles, Rotary
 from outrider.models.config import ConfigReader, Sizes
 
@@ -78,9 +78,10 @@ class DecoderLayer(Protocol):
     rotary: int  # which of the model's ropes it uses
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already."""
+        self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[Any, torch.Tensor]:
+        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already. What
+        one layer hands on (a `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`."""
         ...
 
     def weights(self, prefix: str) -> dict[str, WeightSlot]: ...
@@ -123,6 +124,8 @@ class Decoder(Model):
 
     def weights(self) -> dict[str, WeightSlot]:
         slots = self.embed_tokens.weights("model.embed_tokens") | self.norm.weights("model.norm")
+        if self.sizes.is_tied:
+            slots |= self.lm_head.weights("model.embed_tokens")  # the same tensor; the head may keep its bits too
         for index, layer in enumerate(self.layers):
             slots |= layer.weights(f"model.layers.{index}")
         return slots if self.sizes.is_tied else slots | self.lm_head.weights("lm_head")
@@ -141,12 +144,12 @@ class Decoder(Model):
     ) -> Hidden:
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
         angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual, delta = self.embed_tokens(tokens), None
+        residual = self.embed_tokens(tokens)
+        delta: Delta = None
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                # A copy: the stream goes on in place.
-                seen[index] = residual.clone() if delta is None else residual + delta
+                seen[index] = stream(delta, residual)
             delta, residual = layer(delta, residual, angles[layer.rotary], attend)
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, Rotary
@@ -27,7 +28,7 @@ from outrider.models.config import (
     read_rope,
     refuse_unsupported,
 )
-from outrider.models.head import DraftHead, rope_positions
+from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.llama import LlamaLayer
 from outrider.models.loader import WeightError
 
@@ -100,7 +101,8 @@ class EagleHead(DraftHead):
                                                    "use a head that was made for this target")
         self.made_for = head.made_for
         self.has_own_embedding = False
-        self.rotary = Rotary(read_rope(head.layer, sizes.head_dim), max_len=max_len, dtype=dtype, device=device)
+        rope = read_rope(head.layer, sizes.head_dim)
+        self.rotary = SlotRotary(Rotary(rope, max_len=max_len, dtype=dtype, device=device))
         kinds = head.layer.get("layer_types", list, [FULL] * sizes.num_layers)
         self.attention_layers = [
             AttentionLayer(first_layer + index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim,
@@ -151,7 +153,7 @@ class EagleHead(DraftHead):
             self.own_output.finalize()
 
     def _take_output(self, name: str, tensor: torch.Tensor) -> None:
-        shared = self.target.lm_head.format.weight
+        shared = self.target.lm_head.format.dense()
         weight = self._own(name, tensor, (self.num_outputs, self.hidden_size), shared)
         self.own_output = None if weight is shared else Linear.sharing(weight)
 
@@ -206,8 +208,8 @@ class Eagle1Head(EagleHead):
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(rope_positions(slots))
-        x = self.fc(torch.cat((self.embed(tokens), hidden), dim=-1))
+        angles = self.rotary.at(slots)
+        x = self.fc(ops.join_embedding(tokens, self.embedding, hidden)[0])
         y, residual = self.first.mlp_norm.add_norm(self.first.attention(x, angles, attend), x)
         delta = self.first.mlp(y)
         for layer in self.others:
@@ -284,18 +286,18 @@ class Eagle3Head(EagleHead):
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(rope_positions(slots))
-        delta, residual = self._first_layer(self.embed(tokens), hidden, angles, attend)
+        angles = self.rotary.at(slots)
+        delta, residual = self._first_layer(tokens, hidden, angles, attend)
         for layer in self.others:
             delta, residual = layer(delta, residual, angles, attend)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self._feeds_back_normed else before_norm
 
-    def _first_layer(self, embedded: torch.Tensor, hidden: torch.Tensor, angles: Angles,
+    def _first_layer(self, tokens: torch.Tensor, hidden: torch.Tensor, angles: Angles,
                      attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.first
-        normed = self.hidden_norm(hidden)
-        x = torch.cat((layer.input_norm(embedded), normed), dim=-1)
+        gains = (layer.input_norm.scale, self.hidden_norm.scale)
+        x, normed = ops.join_embedding(tokens, self.embedding, hidden, gains=gains, eps=self.sizes.eps)
         residual = normed if self._norm_before_residual else hidden
         y, residual = layer.mlp_norm.add_norm(layer.attention(x, angles, attend), residual)
         return layer.mlp(y), residual

@@ -11,7 +11,7 @@ from outrider.attention.base import Attend, AttentionLayer
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.models.base import Decoder
 from outrider.models.config import (
@@ -70,11 +70,12 @@ class Gemma3Layer:
             part.finalize()
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[Delta, torch.Tensor]:
         x, residual = self.input_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.attention_norm(self.attention(x, angles, attend)), residual)
-        return self.output_norm(self.mlp(x)), residual
+        attended = Unnormed(self.attention(x, angles, attend), self.attention_norm.scale, self.attention_norm.eps)
+        x, residual = self.mlp_norm.add_norm(attended, residual)
+        return Unnormed(self.mlp(x), self.output_norm.scale, self.output_norm.eps), residual
 
 
 class Gemma3(Decoder):

@@ -18,7 +18,7 @@ from outrider.layers.embedding import Embedding
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts
-from outrider.layers.norm import RMSNorm, widened
+from outrider.layers.norm import Delta, RMSNorm, Unnormed, stream, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.models.base import Decoder, Hidden
@@ -201,19 +201,21 @@ class Gemma4Layer:
         last.scale = widened(last.weight) * self.factor
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend,
+        self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend,
         told: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Delta, torch.Tensor]:  # fmt: skip
         """told: [tokens, size], this layer's input, where the model has such."""
         x, residual = self.input_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.attention_norm(self.attention(x, angles, attend)), residual)
+        attended = Unnormed(self.attention(x, angles, attend), self.attention_norm.scale, self.attention_norm.eps)
+        x, residual = self.mlp_norm.add_norm(attended, residual)
         x = self.mlp(x)
-        delta = self.output_norm(x if self.experts is None else self.experts(residual, x))
-        if self.per_layer is not None:
-            assert told is not None
-            residual = residual.add_(delta)
-            delta = self.per_layer(residual, told)
-        return delta, residual if self.factor == 1.0 else residual.mul_(self.factor)
+        if self.experts is not None:
+            x = self.experts(residual, x)
+        if self.per_layer is None:
+            return Unnormed(x, self.output_norm.scale, self.output_norm.eps, self.factor), residual
+        assert told is not None
+        residual = residual.add_(self.output_norm(x))
+        return self.per_layer(residual, told), residual if self.factor == 1.0 else residual.mul_(self.factor)
 
 
 class ProportionalRotary(Rotary):
@@ -291,12 +293,13 @@ class Gemma4(Decoder):
             return super().forward(tokens, positions, attend, taps)
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
         angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual, delta = self.embed_tokens(tokens), None
+        residual = self.embed_tokens(tokens)
+        delta: Delta = None
         told = self.per_layer(tokens, residual)
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                seen[index] = residual.clone() if delta is None else residual + delta
+                seen[index] = stream(delta, residual)
             delta, residual = layer(delta, residual, angles[layer.rotary], attend, told[:, index])
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm

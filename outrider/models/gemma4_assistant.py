@@ -13,9 +13,10 @@ import torch
 
 from outrider.attention.base import Attend
 from outrider.cache.spec import LayerCache
+from outrider.kernels import ops
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear, WeightSlot
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import Delta, RMSNorm
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
@@ -108,7 +109,10 @@ class Gemma4Assistant(DraftHead):
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens, positions [n]: the last token and where its query stands; hidden [n, target's hidden]."""
         angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual, delta = self.pre(torch.cat((self.target.embed_tokens(tokens), hidden), dim=-1)), None
+        embedding = self.target.embed_tokens
+        joined, _ = ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale)
+        residual = self.pre(joined)
+        delta: Delta = None
         for layer in self.layers:
             delta, residual = layer(delta, residual, angles[layer.rotary], attend)
         final, _ = self.norm.add_norm(delta, residual)

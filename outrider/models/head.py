@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from outrider.attention.base import Attend, AttentionLayer
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.rotary import Rotary
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import WeightError, load_dummy, load_weights
 
@@ -64,9 +64,6 @@ class DraftHead(ABC):
     def check_loaded(self) -> None:  # noqa: B027
         """Refuses a checkpoint that leaves the head unusable with this target."""
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.embedding)
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.logits(hidden) if self.own_output is None else self.own_output.wide(hidden)
 
@@ -94,9 +91,11 @@ class DraftHead(ABC):
         return own
 
 
-def rope_positions(slots: torch.Tensor) -> torch.Tensor:
-    """A head's slot p was trained at position p - 1. Dead token rows may stand at slot 0."""
-    return (slots - 1).clamp_min(0)
+class SlotRotary(Rotary):
+    """A rope by slots: slot p was trained at position p - 1. Slot 0 is only where dead token rows stand."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        self.table = torch.cat((rotary.table[:1], rotary.table[:-1]))
 
 
 def load_head(head: DraftHead, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -14,6 +14,7 @@ from outrider.layers.linear import WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary
+from outrider.layers.whole import WholeLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,
@@ -58,6 +59,7 @@ class LlamaLayer:
         self.mlp = GatedMLP(
             sizes.hidden_size, sizes.intermediate_size, activation="silu", bias=mlp_bias, dtype=dtype, device=device
         )
+        self.whole = WholeLayer(self.input_norm, self.attention, self.mlp_norm, self.mlp)
 
     def weights(self, prefix: str) -> dict[str, WeightSlot]:
         return (
@@ -78,6 +80,9 @@ class LlamaLayer:
             self.attention.add_single(residual, self.input_norm, angles, attend)
             self.mlp.add_single(residual, self.mlp_norm)
             return None, residual
+        added = self.whole(delta, residual, angles, attend)
+        if added is not None:
+            return added, residual
         x, residual = self.input_norm.add_norm(delta, residual)
         x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
         return self.mlp(x), residual

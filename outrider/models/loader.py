@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outrider.kernels.quantized import QuantizedRows
 from outrider.layers.linear import WeightSlot
 from outrider.models.base import Model
 
@@ -25,8 +26,11 @@ class WeightError(ValueError):
     """Weights that do not fit the model, or a file that cannot be read."""
 
 
-def load_weights(model: Model, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Fill the model and finalize it. Tensors are not kept."""
+Stored: TypeAlias = torch.Tensor | QuantizedRows  # a file's tensor as numbers, or in its own bits
+
+
+def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
+    """Fill the model and finalize it. Tensors are not kept, bits are where a layer's format takes them."""
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
@@ -49,15 +53,16 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _one_by_one(
-    tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, WeightSlot]
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
+) -> Iterator[tuple[str, Stored]]:
     """A tensor of all experts as one for each, where the model has slots for these: files of a family have either."""
     for name, tensor in tensors:
         experts, _, projection = name.rpartition(".")
-        if name in slots or not experts.endswith(".experts") or tensor.dim() != 3:
+        if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:
             yield name, tensor
         else:
             parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            assert isinstance(tensor, torch.Tensor)
             for expert, rows in enumerate(tensor):
                 for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
                     yield f"{experts}.{expert}.{part}.weight", own
@@ -74,9 +79,15 @@ def load_dummy(model: Model, seed: int) -> None:
     model.finalize()
 
 
-def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
+def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
+    if isinstance(tensor, QuantizedRows):
+        if slot.keep is not None:
+            if not tensor.is_finite():
+                raise WeightError(f"tensor {name} holds NaN or Inf")
+            return slot.keep(tensor)
+        tensor = tensor.dequantize()
     if not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
     slot.store(tensor)

@@ -14,12 +14,13 @@ from typing import Literal
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer
+from outrider.kernels import ops
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
 from outrider.models.base import Decoder, DecoderLayer, Hidden, Model
 from outrider.models.config import FULL, ConfigError
-from outrider.models.head import DraftHead, rope_positions
+from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama, LlamaLayer
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
@@ -74,7 +75,7 @@ class MTPHead(DraftHead):
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
         self.layer, attention = description.layer(first_layer)
         self.attention_layers = attention if isinstance(attention, list) else [attention]
-        self.rotary = target.rotaries[self.layer.rotary]
+        self.rotary = SlotRotary(target.rotaries[self.layer.rotary])
 
     def weights(self) -> dict[str, WeightSlot]:
         names = self.description.names
@@ -95,22 +96,26 @@ class MTPHead(DraftHead):
         for part in (self.embedding_norm, self.hidden_norm, self.projection, self.layer, self.norm):
             part.finalize()
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.target.embed_tokens(tokens)
-
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = self.embed(tokens)
-        if self.description.zeroes_first_embedding:
-            embedded = torch.where((slots > 1)[:, None], embedded, 0)
-        parts = (self.embedding_norm(embedded), self.hidden_norm(hidden))
-        x = self.projection(torch.cat(parts if self.description.embedding_first else parts[::-1], dim=-1))
-        delta, residual = self.layer(None, x, self.rotary.at(rope_positions(slots)), attend)
+        x = self.projection(self._joined(tokens, slots, hidden))
+        delta, residual = self.layer(None, x, self.rotary.at(slots), attend)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self.description.hidden == "final" else before_norm
+
+    def _joined(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, 2 x hidden] the norms of embedding and hidden state."""
+        embedding, hidden_first = self.target.embed_tokens, not self.description.embedding_first
+        if self.description.zeroes_first_embedding:
+            embedded = torch.where((slots > 1)[:, None], embedding(tokens), 0)
+            parts = (self.embedding_norm(embedded), self.hidden_norm(hidden))
+            return torch.cat(parts[::-1] if hidden_first else parts, dim=-1)
+        gains = (self.embedding_norm.scale, self.hidden_norm.scale)
+        return ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale, gains=gains,
+                                  eps=self.description.eps, hidden_first=hidden_first)[0]
 
 
 class LayerStack:

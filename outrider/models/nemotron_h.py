@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.attention.base import Attend, AttentionLayer
-from outrider.kernels import moe
+from outrider.kernels import moe, ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
@@ -51,7 +51,7 @@ class PlainMLP:
         self.down.finalize()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(moe.activate(self.up(x), ACTIVATION))
+        return self.down(ops.relu2(self.up(x)))
 
 
 class NemotronHLayer:

@@ -14,7 +14,9 @@ import torch
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.kernels.buffers import to_device
 from outrider.runner.graphs import StepGraphs
-from outrider.runner.inputs import pack_host
+from outrider.runner.inputs import PaddedSize, pack_host
+from outrider.runner.memory import StepOutOfMemory
+from outrider.runner.profile import compiling, run_kinds
 from outrider.runner.results import read_result
 from outrider.runner.runner import Padding
 from outrider.runner.step import DeviceResult, DeviceStep
@@ -29,6 +31,7 @@ class PendingStep(Future[StepResult]):
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)
+        self._written = None if result.written is None else _to_pinned(result.written)
         self._queued = time.perf_counter()
         self._done = torch.cuda.Event()
         self._done.record()
@@ -36,7 +39,8 @@ class PendingStep(Future[StepResult]):
     def result(self, timeout: float | None = None) -> StepResult:
         self._done.synchronize()
         late = self._device_result
-        host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, late.written)
+        host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, self._written,
+                            late.by_request)
         return read_result(self._batch, host, time.perf_counter() - self._queued)
 
 
@@ -45,32 +49,68 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def _failed(error: Exception) -> Future[StepResult]:
+    failed: Future[StepResult] = Future()
+    failed.set_exception(error)
+    return failed
+
+
 class CudaRunner:
     def __init__(self, step: DeviceStep, limits: Limits, *, use_graphs: bool = True,
                  padding: Padding | None = None) -> None:
         self.device_step = step
+        self._limits = limits
         self._padding = padding or Padding()
         self.graphs = StepGraphs(step, limits) if use_graphs else None
         self.num_replays = 0
         self.num_eager = 0
+        self.num_padded_steps = 0
 
     @torch.inference_mode()
-    def warm_up(self) -> int:
-        return 0 if self.graphs is None else self.graphs.capture_ladder()
+    def warm_up(self, *, takes_checkpoints: bool = False) -> int:
+        """Compiles what steps run and captures the usual ones. Returns how many were captured."""
+        with compiling(self.device_step):
+            run_kinds(self.device_step, self._limits)
+            self.device_step.recurrent.warm_up(takes_checkpoints=takes_checkpoints)
+            if self.graphs is not None:
+                self.graphs.run_sizes(takes_checkpoints=takes_checkpoints)
+        return 0 if self.graphs is None else self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
 
-    @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
+        try:
+            return self._queue(batch)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()  # what the step had taken may lie in pieces that serve nobody
+            return _failed(StepOutOfMemory(error))
+        except Exception as error:
+            return _failed(error)
+
+    @torch.inference_mode()
+    def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
-        key = None if self.graphs is None else self.graphs.key_for(batch)
+        key = None if self.graphs is None else self.graphs.keys.key_for(batch)
         if key is None or self.graphs is None:
             self.num_eager += 1
-            return PendingStep(batch, self.device_step.run(batch, self._padding.size_for(batch)))
+            size = self._padding.size_for(batch)
+            self._count_padding(batch, size)
+            return PendingStep(batch, self.device_step.run(batch, size))
+        captured = self.graphs.find(key)
+        size = self.graphs.keys.padded_size(key if captured is None else captured.key)
+        self._count_padding(batch, size)
+        ints = to_device(pack_host(batch, size)[1], torch.int64, self.device_step.state.device)
+        if captured is None:
+            self.num_eager += 1
+            pending = PendingStep(batch, self.graphs.run(key, ints))
+            self.graphs.capture(key)
+            return pending
         self.num_replays += 1
-        captured = self.graphs.get(key)
-        _, ints = pack_host(batch, self.graphs.padded_size(key))
-        captured.ints.copy_(to_device(ints, torch.int64, captured.ints.device))
+        captured.ints.copy_(ints)
         captured.graph.replay()
         return PendingStep(batch, captured.result)
+
+    def _count_padding(self, batch: ScheduledBatch, size: PaddedSize) -> None:
+        self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
 
     def close(self) -> None:
         torch.cuda.synchronize()

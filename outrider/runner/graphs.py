@@ -1,30 +1,26 @@
-"""Captured steps: a whole decode step (inputs, forward, finish, draft) as one CUDA graph per padded size.
+"""Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key.
 
-A request's number of drafts is data, not a key: a graph serves any batch that fits its padded requests and tokens. The
-host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Only here is the
-worst-case length bound made.
+The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Sizes for
+decoding are captured at start-up; others, steps with prompts in them above all, when they are met, after they have run.
 """
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from outrider.attention.base import LengthBound
-from outrider.core import Limits, ScheduledBatch
-from outrider.runner.inputs import BatchShape, PaddedSize
-from outrider.runner.step import DeviceResult, DeviceStep, StepPlan
-from outrider.sample.extras import StepExtras, StepNeeds
+from outrider.core import Limits
+from outrider.models.base import Model
+from outrider.runner.graph_keys import GraphKey, GraphKeys, empty_batch, empty_plan
+from outrider.runner.step import DeviceResult, DeviceStep
 
-
-@dataclass(frozen=True)
-class GraphKey:
-    requests: int
-    tokens: int
-    any_sampled: bool
-    propose: int
-    has_drafts: bool  # not said by the counts: a few drafts may fit into the padding of the requests
+PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
 
 
 @dataclass(frozen=True)
@@ -35,84 +31,107 @@ class CapturedStep:
     result: DeviceResult
 
 
-def request_ladder(max_requests: int) -> list[int]:
-    sizes = [1, 2, 4, 8, *range(16, 129, 8), *range(144, max_requests + 1, 16)]
-    return sorted({size for size in sizes if size < max_requests} | {max_requests})
-
-
 class StepGraphs:
     def __init__(self, step: DeviceStep, limits: Limits) -> None:
         self._step = step
-        self._limits = limits
-        self._ladder = request_ladder(limits.max_requests)
+        self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts)
         self._captured: dict[GraphKey, CapturedStep] = {}
-        self._pool: tuple[int, int] | None = None
+        self._missed: Counter[GraphKey] = Counter()
+        # Memory is shared by captures of one pool on one stream.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
-    def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
-        """The graph that serves a batch; None if it has a prompt in it, asks the sampler for more than a draw, or may
-        write checkpoints, whose pages come from the host."""
-        if batch.checkpoints or batch.folds:
-            return None
-        if batch.num_requests > self._ladder[-1] or not all(batch.samples) or max(batch.num_known) > 1:
-            return None
-        if batch.admissions and self._step.drafter is not None:
-            return None
-        if not all(params.is_plain for params in batch.params):
-            return None
-        requests = next(size for size in self._ladder if size >= batch.num_requests)
-        per_request = -(-batch.num_tokens // requests)
-        any_sampled = any(not params.is_greedy for params in batch.params)
-        return GraphKey(requests, requests * per_request, any_sampled, batch.propose, any(batch.num_drafts))
+    def find(self, key: GraphKey) -> CapturedStep | None:
+        """The captured step, or a wider one while a key is new; None if it is to be run, and captured after."""
+        if key not in self._captured:
+            self._missed[key] += 1
+            wider = self.keys.wider(key)
+            if wider is None or self._missed[key] > PATIENCE:
+                return None
+            return self._captured.get(wider)
+        return self._captured[key]
 
-    def padded_size(self, key: GraphKey) -> PaddedSize:
-        return PaddedSize(key.requests, key.tokens, logit_rows=key.tokens, drafts=self._most_drafts(key))
+    def run(self, key: GraphKey, ints: torch.Tensor) -> DeviceResult:
+        """The step as it will be captured, once, uncaptured: compiles and loads what the capture must find loaded."""
+        return self._step.body(self.keys.shape(key), ints, empty_plan(key))[2]
+
+    def run_empty(self, key: GraphKey) -> None:
+        with one_layer_each(self._step.model):
+            self.run(key, empty_batch(self.keys.shape(key), self._step.state.device))
 
     def get(self, key: GraphKey) -> CapturedStep:
         if key not in self._captured:
-            self._captured[key] = self._capture(key)
+            self.run_empty(key)
+            self.capture(key)
         return self._captured[key]
 
-    def capture_ladder(self) -> int:
-        """The sizes a server meets, largest first so that their memory is shared. Returns how many."""
-        drafts = self._limits.max_drafts
-        for requests in reversed(self._ladder):
-            self.get(GraphKey(requests, requests, False, 0, False))
-            if drafts:
-                self.get(GraphKey(requests, requests * (1 + drafts), False, drafts, True))
+    def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
+        """Returns how many."""
+        for key in self.keys.decoding(takes_checkpoints=takes_checkpoints):
+            self.get(key)
         return len(self._captured)
 
-    def _most_drafts(self, key: GraphKey) -> int:
-        return self._limits.max_drafts if key.has_drafts else 0
+    def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
+        """What `capture_ladder` will capture, and steps with prompts, of which only the capture is then left for when
+        they are met."""
+        for key in (*self.keys.decoding(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
+            self.run_empty(key)
 
-    def _capture(self, key: GraphKey) -> CapturedStep:
-        shape = empty_shape(key, self._most_drafts(key), self._limits.max_len)
-        ints = empty_batch(shape, self._step.state.device)
-        torch.cuda.synchronize()
-        # Warm-up compiles and allocates; the capture builds everything anew.
-        self._step.body(shape, ints, empty_plan(key))
-        torch.cuda.synchronize()
+    def capture(self, key: GraphKey) -> None:
+        """After `run` of the same key. Builds everything anew."""
+        ints = empty_batch(self.keys.shape(key), self._step.state.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            _, _, result = self._step.body(shape, ints, empty_plan(key))
-        self._pool = self._pool or graph.pool()
-        return CapturedStep(key, graph, ints, result)
+        result = self._record(graph, lambda: self.run(key, ints))
+        # The next replay overwrites all of it: what is not copied when a step is queued must not be there.
+        assert result.logprobs is None and result.prompt_logprobs is None
+        self._captured[key] = CapturedStep(key, graph, ints, result)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], DeviceResult]) -> DeviceResult:
+        """What `torch.cuda.graph` does, without its collection of garbage, which takes longer than a capture. None may
+        be collected on the way either: what dies could be a graph or an event."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
 
 
-def empty_shape(key: GraphKey, most_drafts: int, max_len: int) -> BatchShape:
-    """Extents of a batch whose requests may each have as many tokens as fit."""
-    return BatchShape(
-        key.requests, key.tokens, key.tokens, most_drafts, key.requests, key.tokens,
-        (1 + most_drafts,) * key.requests, (), LengthBound(max_len),
-    )  # fmt: skip
+class _Passing:
+    """Stands in for a layer that is like another one."""
+
+    def __init__(self, rotary: int) -> None:
+        self.rotary = rotary
+
+    def __call__(self, delta: Any, residual: torch.Tensor, *_: Any) -> tuple[Any, torch.Tensor]:
+        return delta, residual
 
 
-def empty_batch(shape: BatchShape, device: torch.device) -> torch.Tensor:
-    """A batch of null rows, whose tokens and logit rows are all padding."""
-    last = [shape.requests - 1]
-    ints = [*[0] * (5 * shape.requests + 1), *last * shape.tokens, *[shape.tokens] * shape.tokens,
-            *last * shape.logit_rows, *[shape.most_drafts + 1] * shape.logit_rows, *[0] * shape.logit_rows]
-    return torch.tensor(ints, dtype=torch.int64, device=device)
-
-
-def empty_plan(key: GraphKey) -> StepPlan:
-    return StepPlan(StepNeeds(any_sampled=key.any_sampled), StepExtras(), key.any_sampled, key.propose)
+@contextmanager
+def one_layer_each(model: Model) -> Iterator[None]:
+    """Of layers that are alike only the first does anything: enough to compile and load what all of them launch."""
+    layers = getattr(model, "layers", None)
+    if layers is None or any(isinstance(layer, _Passing) for layer in layers):
+        yield
+        return
+    kinds: set[object] = set()
+    short = []
+    for layer in layers:
+        shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
+        kind = (type(layer), layer.rotary, shapes)
+        short.append(_Passing(layer.rotary) if kind in kinds else layer)
+        kinds.add(kind)
+    model.layers = short  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        model.layers = layers  # type: ignore[attr-defined]

@@ -21,6 +21,8 @@ from outrider.kernels import ops
 from outrider.runner.state import RowState
 from outrider.sample.batch import LogitRows
 
+ORDERED = 32  # requests from which on attention begins with the longest
+
 
 @dataclass(frozen=True)
 class PaddedSize:
@@ -28,6 +30,7 @@ class PaddedSize:
     tokens: int
     logit_rows: int | None = None  # as scheduled
     drafts: int | None = None  # most drafts of a request; as scheduled
+    has_targets: bool = False  # the integers say which checkpoint each request may write, one at most
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,21 @@ class BatchShape:
     max_length: LengthBound
     known_lens: tuple[int, ...] = ()  # of query_lens, the known ones; in a captured batch one each
     most_pending: int | None = None  # accepted drafts a row may have to fold; in a captured batch all there may be
+    has_targets: bool = False  # see PaddedSize
+    longest_short: int | None = None  # a captured batch with prompts: see BatchView
+
+    @property
+    def logit_rows_are_tokens(self) -> bool:
+        """Logit row l comes from token row l: all requests sample, with one known token each. In a captured batch they
+        do; padded logit rows may come from any."""
+        counts = zip(self.logit_counts, self.query_lens, strict=False)
+        known = self.known_lens[: self.scheduled_requests]
+        fits = self.longest_short is None and self.logit_rows <= self.tokens
+        return fits and set(known) <= {1} and all(n == length for n, length in counts)
 
     @property
     def num_ints(self) -> int:
-        return 5 * self.requests + 1 + 2 * self.tokens + 3 * self.logit_rows
+        return 5 * self.requests + 1 + 2 * self.tokens + 3 * self.logit_rows + self.has_targets * self.requests
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class Inputs:
     logit_token_rows: torch.Tensor  # [logit rows] token row whose hidden state makes the logit row
     logit_rows: LogitRows
     first_logit: torch.Tensor | None = None  # [requests] first logit row of those that sample, where kernels commit
+    boundaries: torch.Tensor | None = None  # [requests] of the checkpoint it may write, or -1; the row lists its pages
 
 
 def step_kernels(device: torch.device) -> ModuleType | None:
@@ -108,14 +123,21 @@ def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tu
     shape = BatchShape(
         size.requests, size.tokens, len(logit_request), most_drafts, scheduled.num_requests, scheduled.num_tokens,
         tuple(query_lens), tuple(counts), LengthBound(max(scheduled.bounds)), (*num_known, *[0] * extra),
-        max(scheduled.num_pending, default=None),
+        max(scheduled.num_pending, default=None), size.has_targets,
     )  # fmt: skip
     ints = [
         *scheduled.rows, *[NULL_ROW] * extra, *num_known, *[0] * extra, *num_drafts, *[0] * extra,
         *map(int, scheduled.samples), *[0] * extra, *starts, *request_of, *offset, *logit_request, *logit_draft,
         *logit_token,
     ]  # fmt: skip
-    return shape, ints
+    return shape, ints + _boundaries(scheduled, extra) if size.has_targets else ints
+
+
+def _boundaries(scheduled: ScheduledBatch, extra: int) -> list[int]:
+    by_row = {write.row: write.boundary for write in scheduled.checkpoints}
+    if len(by_row) < len(scheduled.checkpoints):
+        raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
+    return [by_row.get(row, -1) for row in scheduled.rows] + [-1] * extra
 
 
 def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],
@@ -126,14 +148,17 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
     rows, num_known_sched, num_drafts_sched, samples_sched = ints[: 4 * requests].view(4, requests)
     query_starts = ints[4 * requests : 5 * requests + 1]
     request_of, offset = ints[5 * requests + 1 : 5 * requests + 1 + 2 * tokens].view(2, tokens)
-    logit_request, logit_draft, logit_token_rows = ints[shape.num_ints - 3 * logits :].view(3, logits)
+    first = 5 * requests + 1 + 2 * tokens
+    logit_request, logit_draft, logit_token_rows = ints[first : first + 3 * logits].view(3, logits)
+    boundaries = ints[first + 3 * logits :] if shape.has_targets else None
     kernels = step_kernels(ints.device)
     if kernels is not None:
         scheduled = kernels.Scheduled(rows, num_known_sched, num_drafts_sched, samples_sched, query_starts, request_of,
                                       offset, logit_request, logit_draft)
         made = kernels.prepare_step(scheduled, state, most_drafts=shape.most_drafts, max_len=max_len,
                                     page_tokens=tuple(group.page_tokens for group in groups))
-        return _from_kernels(shape, scheduled, made, logit_token_rows)
+        order = kernels.longest_first(made.narrow[0]) if requests >= ORDERED else None
+        return _from_kernels(shape, scheduled, made, logit_token_rows, boundaries, order)
 
     known, computed = state.known[rows], state.computed[rows]
     alive = state.alive[rows] & (rows != NULL_ROW)
@@ -165,10 +190,12 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
     batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
     logit_rows = LogitRows(logit_request, rows[logit_request], logit_draft, known[logit_request] + logit_draft,
                            list(shape.logit_counts))
-    return Inputs(shape, batch, computed, num_known, num_drafts, drafts, samples, logit_token_rows, logit_rows)
+    return Inputs(shape, batch, computed, num_known, num_drafts, drafts, samples, logit_token_rows, logit_rows,
+                  boundaries=boundaries)
 
 
-def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows: torch.Tensor) -> Inputs:
+def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows: torch.Tensor,
+                  boundaries: torch.Tensor | None, order: torch.Tensor | None) -> Inputs:
     """Of what the kernels were given and what they made (`kernels.triton.step`)."""
     view = BatchView(
         num_requests=shape.requests, num_tokens=shape.tokens, query_lens=shape.query_lens, max_length=shape.max_length,
@@ -176,12 +203,13 @@ def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows
         token_ids=made.token_ids, positions=made.positions, request_of=scheduled.request_of,
         page_tables=made.page_tables, token_slots=made.slots,
         int32_copies=tuple(zip((made.lengths, made.live, scheduled.query_starts), made.narrow, strict=True)),
+        order=order, longest_short=shape.longest_short,
     )  # fmt: skip
     batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
     logit_rows = LogitRows(scheduled.logit_request, made.logit_row, scheduled.logit_draft, made.logit_position,
                            list(shape.logit_counts))
     return Inputs(shape, batch, made.computed, made.num_known, made.num_drafts, made.drafts, made.samples,
-                  logit_token_rows, logit_rows, made.first_logit)
+                  logit_token_rows, logit_rows, made.first_logit, boundaries)
 
 
 def _slots(table: torch.Tensor, group: Group, request_of: torch.Tensor, positions: torch.Tensor,

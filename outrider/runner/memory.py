@@ -6,6 +6,8 @@ Every number comes from the layout, the limits and the device's memory; nothing 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,43 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """What steps take beside weights and pages, as `runner.profile` measured and estimated it."""
+
+    activation_bytes: int = 0  # of the largest step
+    state_bytes: int = 0  # of rows, but for recurrent layers
+    graph_bytes: int = 0  # of captured steps, estimated
+    page_extra_bytes: int = 0  # that a drafter keeps with every page
+
+    @property
+    def total(self) -> int:
+        return self.activation_bytes + self.state_bytes + self.graph_bytes
+
+
+class StepOutOfMemory(RuntimeError):
+    """The device had no memory left for a step."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            "the device ran out of memory: lower max_num_batched_tokens or max_num_seqs (smaller steps), or "
+            f"gpu_memory_utilization (a smaller cache) ({_first_line(error)})"
+        )
+
+
+@contextmanager
+def enough_memory(what: str, advice: str) -> Iterator[None]:
+    """A device without memory for `what` is a matter of settings, and said as one."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the device has no memory for {what}: {advice} ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split(". ")[0].strip()
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     num_pages: int
     page_bytes: int
@@ -29,6 +68,7 @@ class MemoryPlan:
     rows: RowCapacity  # what recurrent layers keep for one request
     num_rows: int
     max_drafts: int
+    step: StepMemory = StepMemory()
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
@@ -44,13 +84,18 @@ class MemoryPlan:
                 f"{self.rows.row_bytes / 1024:.0f} KiB, of which {self.rows.window_bytes / 1024:.0f} for "
                 f"{self.max_drafts} drafts; {self.rows.checkpoint_pages} pages a checkpoint"
             )
+        if self.step.total:
+            step = self.step
+            lines.append(f"steps {step.activation_bytes / MIB:.0f} MiB, their graphs about "
+                         f"{step.graph_bytes / MIB:.0f} MiB, rows {step.state_bytes / MIB:.0f} MiB")
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
         return "; ".join(lines)
 
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
-                packed_bytes: int = 0, activation_bytes: int = 0) -> MemoryPlan:
+                packed_bytes: int = 0, step: StepMemory | None = None) -> MemoryPlan:
+    step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
     # More than every row at its longest, with all the checkpoints it can hold, is never used.
@@ -58,12 +103,16 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     if config.num_pages is not None:
         num_pages = config.num_pages
     else:
-        other_bytes = activation_bytes + num_rows * rows.row_bytes
+        other_bytes = step.total + num_rows * rows.row_bytes
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - other_bytes
-        num_pages = min(most, max(2, budget // layout.page_bytes))
+        least = 2  # the null page and another
+        num_pages = min(most, budget // (layout.page_bytes + step.page_extra_bytes))
+        if num_pages < least and device.type == "cuda":
+            raise ValueError(_no_room(config, device, budget, weight_bytes + packed_bytes, other_bytes))
+        num_pages = max(least, num_pages)
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
     return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
-                      limits.max_drafts)
+                      limits.max_drafts, step)
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:
@@ -90,6 +139,19 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
         )
     return Limits(limits.max_requests, limits.max_batched_tokens, low, limits.max_drafts, limits.vocab_size,
                   limits.max_stop_ids, limits.steps_in_flight)
+
+
+def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: int, other: int) -> str:
+    if config.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds not one page: raise it"
+    total = torch.cuda.mem_get_info(device)[1]
+    return (
+        f"nothing is left for the cache: of {total / MIB:.0f} MiB gpu_memory_utilization="
+        f"{config.gpu_memory_utilization} allows {total * config.gpu_memory_utilization / MIB:.0f}, "
+        f"weights take {weights / MIB:.0f}, steps and rows "
+        f"{other / MIB:.0f}, and {max(0, -budget) / MIB:.0f} are missing: raise gpu_memory_utilization, lower "
+        "max_num_batched_tokens or max_num_seqs, or free what else is on the device"
+    )
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

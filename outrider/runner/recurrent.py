@@ -6,6 +6,7 @@ but the window grows with the number of drafts, and nothing is a page. A model w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from outrider.attention.checkpoint_pages import CheckpointPages, state_dtype
 from outrider.attention.recurrent import RecurrentMixer
 from outrider.attention.recurrent_backend import (
-    SHORT_RUN,
     LayerRows,
     RecurrentLayers,
     RecurrentStep,
@@ -23,9 +23,10 @@ from outrider.attention.recurrent_backend import (
 from outrider.cache.kinds import RecurrentKind
 from outrider.cache.pool import DevicePool
 from outrider.cache.spec import RecurrentSpec
-from outrider.core import Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
+from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
 from outrider.kernels.buffers import buffer, to_device
-from outrider.runner.inputs import Inputs
+from outrider.kernels.recurrent import SHORT_RUN
+from outrider.runner.inputs import BatchShape, Inputs
 
 
 class RecurrentRows:
@@ -38,6 +39,10 @@ class RecurrentRows:
         self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
         self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
         self._window = limits.extent(Axis.DRAFTS)
+        # Pages of the checkpoint that a row was last given: where captured steps find them.
+        num_pages = kind.capacity(limits).checkpoint_pages
+        self._target_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
+        self._listed: dict[int, int] = {}  # by row: the checkpoint whose pages those are
         self.pages = CheckpointPages(kind, pool.data, pool.dtype)
         self.backend = RecurrentLayers(mixers, self.layers, self.pages)
 
@@ -45,6 +50,28 @@ class RecurrentRows:
     def num_bytes(self) -> int:
         tensors = [t for rows in self.layers.values() for t in (rows.state, rows.tail, rows.conv_in, *rows.gates)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def warm_up(self, *, takes_checkpoints: bool) -> None:
+        """Compiles the kernels' variants, on dead tokens of the null row: few requests and several, runs that are
+        scanned and such that are not, with checkpoints and without."""
+        if not self.layers or not self.backend.use_kernels:
+            return
+        for requests, known, saves in itertools.product((1, 32), (1, 2 * SHORT_RUN), {False, takes_checkpoints}):
+            tokens = torch.zeros(requests * known, dtype=torch.int64, device=self.device)
+            none, starts = tokens[:requests], tokens.new_zeros(requests + 1)
+            targets = self._listed_targets(none, none - 1) if saves else None
+            step = self.backend.on(StepCounts(none, starts, tokens, none, none, none, none, (known,) * requests,
+                                              (known,) * requests, 0, 0, targets))
+            for layer, own in self.layers.items():
+                empty = tuple(window.new_zeros(len(tokens), window.shape[2]) for window in (own.conv_in, *own.gates))
+                step(layer, empty[0], empty[1:])
+            if saves:
+                self.backend.fold_ended(none, none, none, self._listed_targets(none, none - 1))
+
+    @property
+    def needs_no_counts(self) -> bool:
+        """Whether a step's runs may be of lengths that only the device knows: scans in torch go by the host's."""
+        return not self.layers or self.backend.use_kernels
 
     # Before a step
 
@@ -87,6 +114,16 @@ class RecurrentRows:
         starts = [scheduled.bounds[i] - known[i] - drafts[i] if known[i] > SHORT_RUN else -1 for i in requests]
         return self._targets(scheduled.checkpoints, requests, starts)
 
+    def list_pages(self, writes: list[CheckpointWrite]) -> None:
+        """Tells rows the pages of the checkpoints they may write; a row that has several needs `targets`."""
+        fresh = {write.row: write for write in writes if self._listed.get(write.row) != write.id}
+        if not fresh:
+            return
+        rows = to_device(list(fresh), torch.int64, self.device)
+        pages = to_device([write.pages for write in fresh.values()], torch.int64, self.device)
+        self._target_pages.index_copy_(0, rows, pages)
+        self._listed |= {row: write.id for row, write in fresh.items()}
+
     # In a step
 
     def begin(self, inputs: Inputs, targets: Targets | None) -> RecurrentStep | None:
@@ -94,20 +131,35 @@ class RecurrentRows:
         if not self.layers:
             return None
         shape, view = inputs.shape, inputs.batch.padded
+        if inputs.boundaries is not None:
+            assert targets is None
+            targets = self._listed_targets(view.rows, inputs.boundaries)
         return self.backend.on(StepCounts(
-            view.rows, view.query_starts, inputs.computed_before, inputs.num_known, inputs.num_drafts,
-            self.pending[view.rows], view.query_lens, shape.known_lens or (1,) * shape.requests, shape.most_drafts,
+            view.rows, view.query_starts, view.request_of, inputs.computed_before, inputs.num_known, inputs.num_drafts,
+            self.pending[view.rows], view.query_lens, self._known_lens(shape), shape.most_drafts,
             self._window if shape.most_pending is None else shape.most_pending, targets,
         ))  # fmt: skip
 
+    def _known_lens(self, shape: BatchShape) -> tuple[int, ...]:
+        """In a captured batch as many as there may be: one, or, with prompts in it, more than go token by token."""
+        return shape.known_lens or ((1 if shape.longest_short is None else SHORT_RUN + 1),) * shape.requests
+
     def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
         """What was accepted waits; who took no part keeps what waits already. num_accepted [requests]. Returns which
-        checkpoints were written [checkpoints]."""
+        checkpoints were written: [checkpoints], or [requests] where pages are listed by row."""
         if step is None:
             return None
         counts = step.counts
         self.pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
-        return None if counts.targets is None else counts.written(counts.targets)
+        return step.written
+
+    def _listed_targets(self, rows: torch.Tensor, boundaries: torch.Tensor) -> Targets:
+        """One per padded request, from what the device holds. Pages that a row was given once and has no more must not
+        be touched."""
+        count = rows.shape[0]
+        index, none = torch.arange(count, device=self.device), torch.full_like(boundaries, -1)
+        pages = torch.where(boundaries[:, None] >= 0, self._target_pages[rows], NULL_PAGE)
+        return Targets(tuple(range(count)), (-1,) * count, index, boundaries, none, pages)
 
     def _targets(self, writes: list[CheckpointWrite], requests: list[int], starts: list[int]) -> Targets:
         boundaries = [write.boundary for write in writes]
@@ -115,7 +167,11 @@ class RecurrentRows:
         pages = to_device([write.pages for write in writes], torch.int64, self.device)
         offsets = tuple(boundary - start for boundary, start in zip(boundaries, starts, strict=True))
         request, boundary, start = columns.unbind(0)
-        return Targets(tuple(requests), offsets, request, boundary, start, pages)
+        order = None
+        if requests != sorted(requests):
+            by_request = sorted(range(len(requests)), key=lambda target: requests[target])
+            order = to_device(by_request, torch.int64, self.device)
+        return Targets(tuple(requests), offsets, request, boundary, start, pages, order)
 
 
 def _layer_rows(spec: RecurrentSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> LayerRows:

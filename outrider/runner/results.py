@@ -11,32 +11,48 @@ NAN_LOGITS = (
 )
 
 
+FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
+
+
 def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float) -> StepResult:
-    counts, runs = result.counts.tolist(), result.run.tolist()
+    # Counts and runs are padded.
+    parts = zip(scheduled.request_ids, scheduled.epochs, result.counts.tolist(), result.run.tolist(), strict=False)
+    requests = [
+        RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
+                      None, None, NAN_LOGITS if finish == Finish.ERROR else None)
+        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run in parts
+    ]  # fmt: skip
+    if result.logprobs is not None or result.prompt_logprobs is not None:
+        requests = _with_logprobs(scheduled, result, requests)
+    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result))
+
+
+def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, plain: list[RequestResult]) -> list[RequestResult]:
     logprobs = None if result.logprobs is None else result.logprobs.to("cpu")
     prompts = None if result.prompt_logprobs is None else result.prompt_logprobs.rows.to("cpu")
     requests: list[RequestResult] = []
     logit_row = prompt_row = 0
-    for i in range(scheduled.num_requests):
+    for i, part in enumerate(plain):
         params = scheduled.params[i]
-        run_len, finish, computed, drafted, accepted, proposed = counts[i]
-        num_logit_rows = 1 + scheduled.num_drafts[i] if scheduled.samples[i] else 0
         own_logprobs: list[TokenLogprobs] | None = None
         if logprobs is not None and params.logprobs is not None:
-            own_logprobs = to_host(logprobs, logit_row, logit_row + run_len, params.logprobs)
+            own_logprobs = to_host(logprobs, logit_row, logit_row + len(part.run), params.logprobs)
         own_prompt: list[TokenLogprobs] | None = None
         if result.prompt_logprobs is not None and prompts is not None and params.prompt_logprobs is not None:
             count = result.prompt_logprobs.counts[i]
             own_prompt = to_host(prompts, prompt_row, prompt_row + count, params.prompt_logprobs)
             prompt_row += count
-        logit_row += num_logit_rows
-        requests.append(
-            RequestResult(
-                scheduled.request_ids[i], scheduled.epochs[i], runs[i][:run_len], computed, drafted, accepted,
-                proposed, Finish(finish), own_logprobs, own_prompt, NAN_LOGITS if finish == Finish.ERROR else None,
-            )  # fmt: skip
-        )
+        logit_row += 1 + scheduled.num_drafts[i] if scheduled.samples[i] else 0
+        requests.append(part._replace(logprobs=own_logprobs, prompt_logprobs=own_prompt))
+    return requests
+
+
+def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
+    """Ids of the checkpoints that were."""
     flags = [] if result.written is None else result.written.tolist()
+    if result.by_request:
+        index_of = {row: i for i, row in enumerate(scheduled.rows)}
+        own = [flags[index_of[write.row]] for write in scheduled.checkpoints]
+        flags = own + flags[len(flags) - len(scheduled.folds) :]
     writes = [*scheduled.checkpoints, *scheduled.folds]
-    written = [write.id for write, was_written in zip(writes, flags, strict=True) if was_written]
-    return StepResult(scheduled.step, requests, seconds, written)
+    return [write.id for write, was_written in zip(writes, flags, strict=True) if was_written]

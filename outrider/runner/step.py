@@ -52,6 +52,7 @@ class DeviceResult:
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
     written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
+    by_request: bool = False  # written is [requests, then folds]: whether its one checkpoint was
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class DeviceStep:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
+        self.recurrent.list_pages(scheduled.checkpoints)
         self.state.write_pages(scheduled.page_writes)
         self.state.take_host_drafts(scheduled.host_drafts)
         if self.drafter is not None:
@@ -100,7 +102,8 @@ class DeviceStep:
         needs = StepNeeds.of(scheduled.params, counts)
         extras = StepExtras.of(scheduled.params, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in scheduled.params)
-        return StepPlan(needs, extras, any_sampled, scheduled.propose, self.recurrent.targets(scheduled))
+        targets = None if shape.has_targets else self.recurrent.targets(scheduled)
+        return StepPlan(needs, extras, any_sampled, scheduled.propose, targets)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -122,8 +125,8 @@ class DeviceStep:
         written = self.recurrent.commit(recurrent, committed.accepted.num_accepted)
         if self.drafter is not None:
             self.draft(self.drafter, inputs, hidden, committed, plan)
-            committed.counts[:, PROPOSED] = self.state.num_drafts[inputs.batch.padded.rows]
-        return inputs, hidden, DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written)
+        return inputs, hidden, DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written,
+                                            shape.has_targets)
 
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
@@ -131,14 +134,16 @@ class DeviceStep:
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Committed]:
         state, logit_rows = self.state, inputs.logit_rows
-        logits = self.model.logits(hidden.final[inputs.logit_token_rows])
+        if inputs.shape.logit_rows_are_tokens:
+            logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
+        else:
+            logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode)
         tokens = sampled.tokens
         if self.synthetic is not None:
-            seed = state.sampling.seed[logit_rows.row]
-            tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, seed, logits.shape[1])
+            tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
         return sampled.logprobs, self.commit(inputs, tokens, sampled.bad)
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> Committed:
@@ -177,7 +182,13 @@ class DeviceStep:
         if plan.propose == 0:
             drafter.skip(step)
             return
-        drafts = drafter.propose(step)
+        drafts, proposed = drafter.propose(step), committed.counts[:, PROPOSED]
+        kernels = step_kernels(state.device)
+        if kernels is not None:
+            kernels.store_drafts(rows, drafts.tokens, drafts.counts, guesses, drafts=state.drafts,
+                                 num_drafts=state.num_drafts, proposed=proposed)
+            return
         columns = torch.arange(drafts.tokens.shape[1], device=rows.device)
         state.drafts.index_put_((rows[:, None], columns), drafts.tokens)
-        state.num_drafts.index_copy_(0, rows, torch.where(guesses, drafts.counts, 0))
+        proposed.copy_(torch.where(guesses, drafts.counts, 0))
+        state.num_drafts.index_copy_(0, rows, proposed)

@@ -67,6 +67,12 @@ class StepNeeds:
     def any_top_k(self) -> bool:
         return self.max_top_k > 0
 
+    @property
+    def is_draw(self) -> bool:
+        """Nothing but a draw at a temperature: logits are neither edited, filtered nor reported."""
+        filters = self.any_min_p or self.any_top_p or self.any_top_k
+        return not (self.any_edits or filters or self.max_logprobs is not None)
+
 
 @dataclass(frozen=True)
 class LogitBias:

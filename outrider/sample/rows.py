@@ -92,6 +92,11 @@ class SamplingRows:
             getattr(self, name).index_copy_(0, row, packed_ints[:, column])
         self.stop_ids.index_copy_(0, row, packed_ints[:, 1 + len(INT_FIELDS) :])
 
+    @property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By what tokens are drawn."""
+        return self.temperature, self.seed, self.sample_index
+
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
         """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""
         return torch.arange(self.stop_ids.shape[1], device=self.device) < self.num_stop_ids[row][:, None]

@@ -48,6 +48,10 @@ def sample(
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
     extras.check(needs)
+    if needs.is_draw:  # in one go: there is no scratch
+        drawn = ops.draw(logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled)
+        if drawn is not None:
+            return Sampled(*drawn, None)
     height = max(1, chunk_elements // vocab)
     if num <= height:
         return _Chunk(logit_rows, rows, history, needs, extras).sample(logits, logprobs)
@@ -115,14 +119,12 @@ class _Chunk:
     def choose(self, shaped: torch.Tensor) -> torch.Tensor:
         """[L]: the greatest logit, after noise where the temperature is not 0; ties to the lowest id."""
         row, rows = self.logit_rows.row, self.rows
-        if not self.needs.any_sampled and not shaped.is_cuda:
-            return shaped.argmax(dim=1)
-        key = (rows.seed[row], rows.sample_index[row], self.logit_rows.position)
-        chosen = ops.choose(shaped, rows.temperature[row], *key)
+        chosen = ops.choose(shaped, row, self.logit_rows.position, rows.keys)
         if chosen is not None:
             return chosen
         if not self.needs.any_sampled:
             return shaped.argmax(dim=1)
-        noise = gumbel(*key, None, shaped.shape[1], shaped.dtype)
+        noise = gumbel(rows.seed[row], rows.sample_index[row], self.logit_rows.position, None, shaped.shape[1],
+                       shaped.dtype)
         noise.masked_fill_((rows.temperature[row] == 0)[:, None], 0)
         return noise.add_(shaped).argmax(dim=1)

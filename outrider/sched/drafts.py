@@ -8,7 +8,9 @@ has stopped drafting tries again now and then. Knows no drafter by name.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult
 from outrider.sched.request import Request
@@ -19,35 +21,61 @@ PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new reques
 FORGETTING = 0.95  # of a request's counts, per step without drafts
 PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
 PROBE_ALL_AFTER = 64  # the same for all requests at once, where one alone would cost as much as all
+PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
+
+
+class DraftCost(NamedTuple):
+    """Seconds of a proposal for so many requests."""
+
+    requests: int
+    first: float  # the pass that consumes the step, with its draft
+    each: float  # every further draft
+
+
+class ReadCost(NamedTuple):
+    """Seconds for each token of context that a step reads; of the last `window` of them only."""
+
+    window: int | None
+    seconds: float
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step by its tokens, and of the drafter by its drafts: sorted points, linear in between."""
+    """Seconds of a step by its tokens, and of the drafter by its requests: sorted points, linear in between."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    draft_fixed: float = 0.0  # a proposal's first pass
-    draft_each: float = 0.0  # each further draft
+    drafting: tuple[DraftCost, ...] = ()  # none: a proposal costs nothing worth counting
+    reading: tuple[ReadCost, ...] = ()  # beside `seconds`
     is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
 
     def step(self, tokens: int, requests: int = 1) -> float:
         if self.is_padded:
             tokens = -(-tokens // requests) * requests
-        at = bisect_right(self.tokens, tokens)
-        if at == 0:
-            return self.seconds[0]
-        if at == len(self.tokens):
-            if at == 1:
-                return self.seconds[0]
-            at -= 1  # beyond the last point: the last slope goes on
-        low, high = self.tokens[at - 1], self.tokens[at]
-        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * (tokens - low)
+        return _between(self.tokens, self.seconds, tokens)
 
-    def draft(self, most: int) -> float:
-        return self.draft_fixed + self.draft_each * (most - 1) if most else 0.0
+    def draft(self, most: int, requests: int = 1) -> float:
+        if not most or not self.drafting:
+            return 0.0
+        at = [cost.requests for cost in self.drafting]
+        first = _between(at, [cost.first for cost in self.drafting], requests)
+        return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
+
+    def read(self, lengths: list[int]) -> float:
+        return sum(
+            cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
+            for cost in self.reading
+        )
+
+
+def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    at = bisect_right(points, x)
+    if at == 0 or len(points) == 1:
+        return values[0]
+    at = min(at, len(points) - 1)  # beyond the last point the last slope goes on
+    low, high = points[at - 1], points[at]
+    return values[at - 1] + (values[at] - values[at - 1]) / (high - low) * (x - low)
 
 
 class FixedDrafts:
@@ -66,6 +94,11 @@ class FixedDrafts:
     def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
 
     def forget(self, request: Request) -> None: ...
+
+
+def is_running(request: Request) -> bool:
+    """Whether its prompt is computed, or will be by the steps in flight."""
+    return request.known <= request.bound.at_most
 
 
 def cap(request: Request, k: int, exact: bool) -> int:
@@ -98,6 +131,28 @@ class Rates:
         self.hit = [h * factor for h in self.hit]
 
 
+class Depth:
+    """One number of drafts for all requests, step after step: what pays, no more than was proposed in the step before,
+    and now and then one draft more, to see whether it pays by now."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.proposed = 0  # by the last step
+        self._tried = 0  # drafts that the last step proposed for a try
+        self._since = 0  # steps since the last try
+
+    def next(self, best: int) -> int:
+        """Drafts for the coming step, when `best` would pay."""
+        now = max(min(best, self.proposed), self._tried)
+        interval = PROBE_DEPTH_AFTER if best else PROBE_ALL_AFTER
+        self._since += 1
+        self._tried = 0
+        if self._since >= interval and best < self._k:
+            self._since, self._tried = 0, best + 1
+        self.proposed = max(best, self._tried)
+        return now
+
+
 class AutoDrafts:
     """For every step the counts with the most expected tokens per second, none included."""
 
@@ -107,24 +162,53 @@ class AutoDrafts:
         self._always_propose = always_propose  # a proposal costs nothing worth saving
         self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
         self._rates: dict[int, Rates] = {}
-        # Where a step is padded to equal counts, or the drafter rests while nobody drafts, all try together.
-        self._probes_alone = always_propose and not costs.is_padded
+        self._probes_alone = always_propose  # where the drafter rests while nobody drafts, all try together
         self._since_drafts = 0  # steps in which drafting did not pay
+        self._depth = Depth(k)
         self.chosen = [0] * (k + 1)  # how often each k was chosen
 
     def choose(self, requests: list[Request], exact: bool) -> int:
         """Sets `drafts_wanted`; returns how many drafts to propose for the step after."""
-        candidates: list[tuple[float, Request]] = []
-        running = 0
+        propose = self._choose_depth(requests, exact) if self._costs.is_padded else self._choose_each(requests, exact)
+        for request in requests:
+            self.chosen[request.drafts_wanted] += 1
+        return propose
+
+    def _choose_depth(self, requests: list[Request], exact: bool) -> int:
+        """Where a step is padded to equal counts, a draft of one request costs what a draft of each of them costs: the
+        same number for all."""
+        now = self._depth.next(self._best_depth(requests))
+        for request in requests:
+            request.drafts_wanted = min(now, cap(request, self._k, exact)) if is_running(request) else 0
+        return self._k if self._always_propose else self._depth.proposed
+
+    def _best_depth(self, requests: list[Request]) -> int:
+        """Those that still compute their prompts count too: they will run soon, and the drafter must see them."""
+        count = len(requests)
+        if not count:
+            return 0
+        expected = [0.0] * self._k  # drafts accepted at each place, over all requests
+        for request in requests:
+            for j, gain in enumerate(self._gains(request)[: cap(request, self._k, False)]):
+                expected[j] += gain
+        reading = self._costs.read([request.bound.at_most for request in requests])
+        tokens = float(count)
+        best, best_rate = 0, tokens / (self._costs.step(count, count) + reading) * MIN_GAIN
+        for depth, gain in enumerate(expected, start=1):
+            tokens += gain
+            seconds = self._costs.step(count * (1 + depth), count) + reading + self._costs.draft(depth, count)
+            if tokens / seconds > best_rate:
+                best, best_rate = depth, tokens / seconds
+        return best
+
+    def _choose_each(self, requests: list[Request], exact: bool) -> int:
+        running = [request for request in requests if is_running(request)]
         for request in requests:
             request.drafts_wanted = 0
-            if request.known > request.bound.at_most:
-                continue  # still computes its prompt
-            running += 1
-            most = cap(request, self._k, exact)
-            if most:
-                candidates += [(gain, request) for gain in self._gains(request)[:most]]
-        best = self._best_count(running, candidates)
+        if not running:  # a drafter must see the prompts if it is to guess what follows them
+            return self._proposal(self._best_count(len(requests), self._candidates(requests, exact=False)))
+        candidates = self._candidates(running, exact)
+        best = self._best_count(len(running), candidates)
         for _, request in candidates[:best]:
             request.drafts_wanted += 1
         if self._probes_alone:
@@ -134,8 +218,6 @@ class AutoDrafts:
         elif best == 0 and self._since_drafts and self._since_drafts % PROBE_ALL_AFTER == 0:
             for _, request in candidates:
                 request.drafts_wanted = 1
-        for request in requests:
-            self.chosen[request.drafts_wanted] += 1
         return self._proposal(best)
 
     def observe(self, request: Request, result: RequestResult) -> None:
@@ -152,6 +234,10 @@ class AutoDrafts:
     def forget(self, request: Request) -> None:
         self._rates.pop(request.id, None)
 
+    def _candidates(self, requests: list[Request], exact: bool) -> list[tuple[float, Request]]:
+        return [(gain, request) for request in requests
+                for gain in self._gains(request)[: cap(request, self._k, exact)]]  # fmt: skip
+
     def _best_count(self, running: int, candidates: list[tuple[float, Request]]) -> int:
         """Drafts over all requests, taken by falling chance: where expected tokens per second are most."""
         candidates.sort(key=lambda pair: -pair[0])
@@ -163,7 +249,7 @@ class AutoDrafts:
             expected += gain
             deepest[request.id] = deepest.get(request.id, 0) + 1
             most = max(most, deepest[request.id])
-            rate = expected / (self._costs.step(running + count, running) + self._costs.draft(most))
+            rate = expected / (self._costs.step(running + count, running) + self._costs.draft(most, running))
             if rate > best_rate:
                 best, best_rate = count, rate
         return best

@@ -9,7 +9,8 @@ with the target's.
     and proposes from slot c+m, then drafts at c+m+1, c+m+2, ...
 
 After admission slot c itself is missing; it is filled first, with the hidden state that was stored with the hit's
-last page. Slots before `valid_from[row]` were never filled (a step passed cold) and are not attended.
+last page. Slots before `valid_from[row]` were never filled (a step passed cold) or have been evicted (a hit is the
+target's to decide), and are not attended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from outrider.attention.cached import CachedLayers
 from outrider.cache.groups import Group
 from outrider.cache.spec import LayerCache, SlidingSpec
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
+from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.philox import gumbel
 from outrider.spec.base import Drafter, Drafts, Step
@@ -78,6 +80,9 @@ class AutoregressiveDrafter(Drafter):
     def weight_bytes(self) -> int:
         return self.network.weight_bytes()
 
+    def page_bytes(self, itemsize: int) -> int:
+        return self.network.hidden_size * itemsize
+
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._device = cached, device
         self._one_each = OneEach(limits, device)
@@ -93,7 +98,17 @@ class AutoregressiveDrafter(Drafter):
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
-        self._admitted += admissions
+        """A head without a hit has nothing to fill before its first step; the others wait for its page tables."""
+        fresh = [a.row for a in admissions if self._least and a.computed == 0]
+        self._admitted += [a for a in admissions if not self._least or a.computed]
+        if fresh:
+            rows = to_device(fresh, torch.int64, self._device)
+            for tensor in (self._filled.valid_from, self._filled.filled):
+                tensor.index_fill_(0, rows, self._least)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._admitted
 
     def skip(self, step: Step) -> None:
         """Cold: what the target computes now is missing here, and pages completed now are not valid for a hit."""
@@ -111,13 +126,14 @@ class AutoregressiveDrafter(Drafter):
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._first_view(step, passes)
         output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
-        output, feedback = output[passes.choosing.last], feedback[passes.choosing.last]
-        chosen = [self._choose(step, passes.choosing, output, 0)]
+        output, feedback = ops.take_rows(output, feedback, passes.choosing.last)
+        drafts = torch.empty_like(passes.choosing.positions)
+        self._choose(step, passes.choosing, output, 0, drafts)
         for index in range(1, step.most):
-            view = self._next_view(step, passes, index, chosen[-1])
+            view = self._next_view(step, passes, index, drafts[index - 1])
             output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.on(view))
-            chosen.append(self._choose(step, passes.choosing, output, index))
-        return Drafts(torch.stack(chosen, dim=1), passes.choosing.counts)
+            self._choose(step, passes.choosing, output, index, drafts)
+        return Drafts(drafts.t(), passes.choosing.counts)
 
     # Views: the target's batch, moved to the drafter's slots
 
@@ -141,20 +157,20 @@ class AutoregressiveDrafter(Drafter):
 
     # Choosing
 
-    def _choose(self, step: Step, by: Choosing, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """The likeliest token, or at a temperature the one that the target's own noise favours."""
+    def _choose(self, step: Step, by: Choosing, hidden: torch.Tensor, index: int, drafts: torch.Tensor) -> None:
+        """Into drafts[index] the likeliest tokens, or at a temperature those that the target's own noise favours."""
         logits, target_ids = self.network.logits(hidden), self.network.target_ids
         key = (by.seed, by.sample_index, by.positions[index])
         kernels = draft_kernels(logits.device) if logits.dtype == torch.float32 else None
-        if kernels is not None and (target_ids is None or not step.any_sampled):  # its noise goes by the logits' ids
-            best = kernels.sample_logits(logits, by.temperature, *key)
-        else:
-            if step.any_sampled:
-                heat = by.temperature[:, None].to(logits.dtype)
-                noise = gumbel(*key, target_ids, logits.shape[1], logits.dtype)
-                logits = torch.where(heat > 0, logits / heat + noise, logits)
-            best = logits.argmax(dim=1)
-        return best if target_ids is None else target_ids[best]
+        if kernels is not None:
+            kernels.sample_logits(logits, by.temperature, *key, ids=target_ids, out=drafts[index])
+            return
+        if step.any_sampled:
+            heat = by.temperature[:, None].to(logits.dtype)
+            noise = gumbel(*key, target_ids, logits.shape[1], logits.dtype)
+            logits = torch.where(heat > 0, logits / heat + noise, logits)
+        best = logits.argmax(dim=1)
+        drafts[index].copy_(best if target_ids is None else target_ids[best])
 
     # Admission: the slot before the first one that a step fills
 
@@ -162,37 +178,43 @@ class AutoregressiveDrafter(Drafter):
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        rows, begin = to_device([[a.row for a in admitted], [a.computed for a in admitted]], torch.int64, self._device)
         view, own = step.batch.padded, self._filled
+        needed = [[group.kind.first_needed(a.computed) for a in admitted] for group in own.groups]
+        rows, begin, *first_needed = to_device(
+            [[a.row for a in admitted], [a.computed for a in admitted], *needed], torch.int64, self._device
+        )
         request_of_row = torch.zeros_like(own.filled)
         request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
         requests = request_of_row[rows]
         valid_from = torch.full_like(begin, self._least)
-        for group in own.groups:
-            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin))
+        for group, first in zip(own.groups, first_needed, strict=True):
+            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin, first))
         tail_page = self._tail_page(view, requests, begin)
         # A head cannot fill the first slot without the hidden state before it.
-        can_fill = ((begin > 0) & own.page_valid[tail_page]) if self._least else (begin >= 0)
+        can_fill = ((tail_page != NULL_PAGE) & own.page_valid[tail_page]) if self._least else (begin >= 0)
         valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
         own.valid_from.index_copy_(0, rows, valid_from)
         own.filled.index_copy_(0, rows, begin)
         if not is_cold:
             self._fill_first_slot(step, requests, rows, begin, can_fill, tail_page)
 
-    def _valid_in_hit(self, view: BatchView, group: Group, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-        """[requests] the slot after the last page of the hit that this drafter did not fill. Pages that have left a
-        window are not missed."""
+    def _valid_in_hit(self, view: BatchView, group: Group, requests: torch.Tensor, begin: torch.Tensor,
+                      first_needed: torch.Tensor) -> torch.Tensor:
+        """[requests] the slot after the last one of the hit that this drafter did not fill or that was evicted. Pages
+        that have left a window are not missed; a hit within a page of this group leaves that page's slots missing."""
         table = view.page_tables[group.index][requests].long()
         columns = torch.arange(table.shape[1], device=self._device)
-        in_hit = columns < (begin // group.page_tokens)[:, None]
-        broken = in_hit & (table != NULL_PAGE) & ~self._filled.page_valid[table]
-        return torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
+        in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
+        broken = in_hit & ((table == NULL_PAGE) | ~self._filled.page_valid[table])
+        after = torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
+        return torch.where(begin % group.page_tokens == 0, after, begin)
 
     def _tail_page(self, view: BatchView, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-        """[requests] the page with the hidden state of token begin - 1."""
+        """[requests] the page with the hidden state of token begin - 1; the null page where there is none."""
         group = self._filled.tail_group
         column = (begin // group.page_tokens - 1).clamp_min(0)
-        return view.page_tables[group.index][requests, column].long()
+        page = view.page_tables[group.index][requests, column].long()
+        return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
 
     def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
@@ -200,7 +222,7 @@ class AutoregressiveDrafter(Drafter):
         batch, own = step.batch.padded, self._filled
         hidden = None if self._tails is None else self._tails[tail_page]
         single = self._one_each.of(replace(
-            batch, num_requests=rows.shape[0], rows=rows,
+            batch, num_requests=rows.shape[0], rows=rows, order=None,
             page_tables=tuple(table[requests] for table in batch.page_tables),
         ))  # fmt: skip
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)

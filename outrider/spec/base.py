@@ -79,6 +79,11 @@ class Drafter:
     def admit(self, admissions: list[Admission]) -> None:
         """Requests take rows; before the step that first schedules them."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether what was admitted needs nothing more of the next step, which may then be a captured one."""
+        return True
+
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.most` tokens for every request. No host reads; rows that do not guess may hold anything."""
         raise NotImplementedError
@@ -87,4 +92,8 @@ class Drafter:
         """The step passes without a proposal: whatever is kept of the rows must not pretend to have seen it."""
 
     def weight_bytes(self) -> int:
+        return 0
+
+    def page_bytes(self, itemsize: int) -> int:
+        """What it keeps with every page beside its layers' cache, of values of `itemsize` bytes."""
         return 0

@@ -35,6 +35,10 @@ class CombinedDrafter(Drafter):
         for drafter in self._drafters:
             drafter.admit(admissions)
 
+    @property
+    def is_settled(self) -> bool:
+        return all(drafter.is_settled for drafter in self._drafters)
+
     def propose(self, step: Step) -> Drafts:
         first, *rest = [drafter.propose(step) for drafter in self._drafters]
         tokens, counts = first.tokens, first.counts
@@ -49,3 +53,6 @@ class CombinedDrafter(Drafter):
 
     def weight_bytes(self) -> int:
         return sum(drafter.weight_bytes() for drafter in self._drafters)
+
+    def page_bytes(self, itemsize: int) -> int:
+        return sum(drafter.page_bytes(itemsize) for drafter in self._drafters)

@@ -8,6 +8,7 @@ import torch
 
 from outrider.attention.base import Attend, HeadNorms, Rope
 from outrider.cache.spec import LayerCache
+from outrider.kernels.native import LayerWeights
 from outrider.models.base import Model
 from outrider.spec.base import Step
 
@@ -23,6 +24,10 @@ class _Shifted:
 
     def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
         return self._attend.fused(layer + self._first, qkv, rope, norms)
+
+    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
+              norms: HeadNorms | None) -> torch.Tensor | None:
+        return self._attend.whole(layer + self._first, weights, delta, residual, rope, norms)
 
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self._attend.recurrent(layer + self._first, conv_in, gates)
@@ -61,4 +66,4 @@ class DraftModelNetwork:
         return self._model.logits(hidden)
 
     def weight_bytes(self) -> int:
-        return sum(slot.target.numel() * slot.target.element_size() for slot in self._model.weights().values())
+        return sum(slot.nbytes for slot in self._model.weights().values())

@@ -28,7 +28,7 @@ from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.eagle import HeadNetwork
-from outrider.spec.views import OneEach, gather_choosing, reading_pass
+from outrider.spec.views import OneEach, Reading, reading_pass
 
 
 class AssistantDrafter(AutoregressiveDrafter):
@@ -44,27 +44,33 @@ class AssistantDrafter(AutoregressiveDrafter):
     def admit(self, admissions: list[Admission]) -> None:
         """Nothing is kept of rows."""
 
+    @property
+    def is_settled(self) -> bool:
+        return True
+
     def skip(self, step: Step) -> None:
         """Nothing is missed."""
 
+    def page_bytes(self, itemsize: int) -> int:
+        return 0
+
     def propose(self, step: Step) -> Drafts:
-        choosing = gather_choosing(step, self._max_len)
-        attend = self._cached.on(view := self.view(step))
-        positions = (choosing.positions[0] - self._behind).clamp_min(0)
-        tokens, feedback = view.token_ids, step.hidden.final[choosing.last]
-        chosen: list[torch.Tensor] = []
+        reading = reading_pass(step, self._max_len, self._behind)
+        choosing, tokens, positions = reading.choosing, reading.tokens, reading.rope_positions
+        attend = self._cached.on(self.view(step, reading))
+        drafts = torch.empty_like(choosing.positions)
+        feedback = step.hidden.final[choosing.last]
         for index in range(step.most):
             output, feedback = self.network.forward(tokens, positions, feedback, attend)
-            tokens = self._choose(step, choosing, output, index)
-            chosen.append(tokens)
-        return Drafts(torch.stack(chosen, dim=1), choosing.counts)
+            self._choose(step, choosing, output, index, drafts)
+            tokens = drafts[index]
+        return Drafts(drafts.t(), choosing.counts)
 
-    def view(self, step: Step) -> BatchView:
+    def view(self, step: Step, reading: Reading) -> BatchView:
         """The step's batch with one query for each request that guesses, at its last computed token."""
-        single = self._one_each.of(step.batch.padded)
-        tokens, rows = reading_pass(step, self._max_len)
+        single, rows = self._one_each.of(step.batch.padded), reading.rows
         return replace(
-            single, token_ids=tokens, token_slots=rows.cells * len(single.token_slots), **rows.in_view,
+            single, token_ids=reading.tokens, token_slots=rows.cells * len(single.token_slots), **rows.in_view,
             int32_copies=(*single.int32_copies, *rows.int32_copies),
         )  # fmt: skip
 

@@ -15,10 +15,13 @@ from outrider.attention.cached import CachedLayers
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
 from outrider.sample.batch import LogitRows
-from outrider.sample.philox import gumbel
+from outrider.sample.philox import random_words
 from outrider.spec.base import Drafter, Drafts, Step
+from outrider.spec.views import draft_kernels
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]
+
+ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class ScriptedDrafter(Drafter):
@@ -60,24 +63,31 @@ class SyntheticAcceptance:
         if not rates or not all(0 <= rate <= 1 for rate in rates):
             raise ValueError(f"synthetic rates must be in [0, 1], got {list(rates)}")
         self.rates = tuple(rates)
-        self._table: torch.Tensor | None = None  # rates by position, made outside of any capture
+        self._thresholds: torch.Tensor | None = None  # rates of 2^32 by position, made outside of any capture
 
     def bind(self, most: int, device: torch.device) -> None:
         rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(most)]
-        self._table = torch.tensor(rates, dtype=torch.float32, device=device)
+        self._thresholds = torch.tensor([round(rate * 2**32) for rate in rates], dtype=torch.int64, device=device)
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
-        """Replaces sampled tokens [L]: by the draft where it is to be accepted, by another where it is not."""
+        """Replaces sampled tokens [L]: by the draft where it is to be accepted, by another where it is not. `seed` is
+        by row."""
         if drafts.shape[1] == 0:
             return sampled
+        assert self._thresholds is not None, "bind first"
+        kernels = draft_kernels(sampled.device)
+        if kernels is not None:
+            batch = kernels.Verdicts(logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position,
+                                     drafts)
+            made: torch.Tensor = kernels.accept_at_rates(sampled, batch, seed, self._thresholds, vocab=vocab,
+                                                         row_step=ROW_STEP)
+            return made
         index = logit_rows.draft_index.clamp_max(drafts.shape[1] - 1)
         draft = drafts[logit_rows.request, index]
-        assert self._table is not None, "bind first"
-        # Uniform in (0, 1), keyed by position, so that a run repeats.
-        key = seed + logit_rows.row * 0x9E3779B97F4A7  # requests without a seed of their own share one
-        noise = gumbel(key, torch.zeros_like(seed), logit_rows.position, None, 1, torch.float32).squeeze(1)
-        accepted = torch.exp(-torch.exp(-noise)) < self._table[index]
+        # Keyed by position, so that a run repeats; requests without a seed of their own share one.
+        key = seed[logit_rows.row] + logit_rows.row * ROW_STEP
+        words = random_words(key, torch.zeros_like(key), logit_rows.position, None, 1).squeeze(1)
         other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
-        chosen = torch.where(accepted, draft, other)
+        chosen = torch.where(words < self._thresholds[index], draft, other)
         return torch.where(logit_rows.draft_index < drafts.shape[1], chosen, sampled)

@@ -88,7 +88,7 @@ class OneEach:
             starts = torch.arange(count + 1, device=self._starts.device)
             narrow = starts.int()
         return replace(view, num_tokens=count, query_lens=(1,) * count, query_starts=starts, request_of=starts[:-1],
-                       int32_copies=((starts, narrow),))
+                       int32_copies=((starts, narrow),), longest_short=None)
 
 
 def draft_kernels(device: torch.device) -> ModuleType | None:
@@ -135,7 +135,7 @@ def lay_out_passes(step: Step, own: Filled, one_each: OneEach) -> Passes:
     tokens = torch.where(is_live, step.tokens[rows[view.request_of], slots], 0)
     lengths = torch.where(fills, begin + count, 0)
     first = PassRows(slots, cells_of(view, own.groups, slots, is_live), lengths, count, key_starts)
-    choosing = gather_choosing(step, own.max_len)
+    choosing = _choosing(step, own.max_len)
     further = _further(step, own, one_each.of(view), choosing.positions[:-1], key_starts)
     return Passes(choosing, tokens, first, further, ends[own.tail_group.index][0])
 
@@ -173,11 +173,7 @@ def forget_pages(step: Step, own: Filled) -> None:
         own.page_valid.index_fill_(0, _page_ends(step, group)[0], False)
 
 
-def gather_choosing(step: Step, max_len: int) -> Choosing:
-    kernels = draft_kernels(step.known.device)
-    if kernels is not None:
-        made = kernels.gather_choosing(_batch(kernels, step), _rows(kernels, step), most=step.most, max_len=max_len)
-        return _unpacked(*made)
+def _choosing(step: Step, max_len: int) -> Choosing:
     view, rows, sampling = step.batch.padded, step.batch.padded.rows, step.sampling
     known = step.known[rows]
     positions = known + torch.arange(step.most, device=rows.device)[:, None]
@@ -187,19 +183,31 @@ def gather_choosing(step: Step, max_len: int) -> Choosing:
                     last)
 
 
-def reading_pass(step: Step, max_len: int) -> tuple[torch.Tensor, PassRows]:
-    """(tokens, the rest) of a pass that stands at the last computed token of each request that guesses, with the known
-    token after it, and writes nothing: its one tensor of cells serves every group."""
+@dataclass(frozen=True)
+class Reading:
+    """A pass that stands at the last computed token of each request that guesses, with the known token after it, and
+    writes nothing: its one tensor of cells serves every group."""
+
+    choosing: Choosing
+    tokens: torch.Tensor  # [requests]
+    rope_positions: torch.Tensor  # [requests]
+    rows: PassRows
+
+
+def reading_pass(step: Step, max_len: int, behind: int) -> Reading:
+    """Rope positions are `behind` the number of known tokens."""
     kernels = draft_kernels(step.known.device)
     if kernels is not None:
-        (tokens, slots, lengths, live, nowhere), narrow = kernels.reading_pass(
-            _batch(kernels, step), _rows(kernels, step), max_len=max_len
-        )
-        return tokens, PassRows(slots, (nowhere,), lengths, live, None, _pairs((lengths, live), narrow))
+        made = kernels.reading_pass(_batch(kernels, step), _rows(kernels, step), most=step.most, max_len=max_len,
+                                    behind=behind)
+        tokens, slots, lengths, live, nowhere, rope_positions = made.requests
+        own = PassRows(slots, (nowhere,), lengths, live, None, _pairs((lengths, live), made.narrow))
+        return Reading(_unpacked(made.choosing, made.temperature), tokens, rope_positions, own)
     rows, computed = step.batch.padded.rows, step.computed_before + step.num_computed
     tokens = torch.where(step.guesses, step.tokens[rows, computed.clamp_max(max_len - 1)], 0)
     lengths = torch.where(step.guesses, computed, 0)
-    return tokens, PassRows((computed - 1).clamp_min(0), (torch.full_like(rows, -1),), lengths, step.guesses.long())
+    own = PassRows((computed - 1).clamp_min(0), (torch.full_like(rows, -1),), lengths, step.guesses.long())
+    return Reading(_choosing(step, max_len), tokens, (step.known[rows] - behind).clamp_min(0), own)
 
 
 # By kernels (`kernels.triton.draft`)

@@ -1,59 +1,29 @@
-"""Trains the small target and the EAGLE-3 head that lie beside this file: `python tests/assets/train_eagle3.py`.
+"""Trains the small target and the EAGLE-3 head that lie beside this file: `python -m tests.assets.train_eagle3`.
 
 Plain torch on one CPU thread, two to three minutes, the same files on every run of one machine. It shares no code
 with outrider: tensors have their Hugging Face names from the start and are saved as they are.
 
-The language: a first token names a mode, then three streams of symbols take turns, and each goes on by the mode's own
-permutation of the symbols (one long cycle), with a little noise. So the next token depends on the mode, which the head
-can only learn from hidden states (its slot 0 does not exist), and on the token three places back, which it must find
-by position in its own cache; and no pair of neighbours is likely to come twice, so n-gram lookup finds nothing.
+In the language of `training.py` the next token depends on the mode, which the head can only learn from hidden states
+(its slot 0 does not exist), and on the token three places back, which it must find by position in its own cache.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-HERE = Path(__file__).parent
-VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 128, 64, 4, 3, 0.02
+from tests.assets.training import HERE, Language, Params, Shapes, fit, fresh, rounded, save
+
+VOCAB, SYMBOLS, MODES, STREAMS = 128, 64, 4, 3
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 96, 256, 4, 4, 2
 HEAD_DIM, THETA, EPS = HIDDEN // HEADS, 10000.0, 1e-5
 TAPS = (1, 2, 4)
 LENGTH, BATCH, UNROLL = 72, 40, 4
 TARGET_STEPS, HEAD_STEPS = 180, 320
 
-Params = dict[str, torch.Tensor]
-Shapes = dict[str, tuple[int, ...]]
 
-
-class Language:
-    """Symbols are half of the vocabulary, scattered over it; the first ids name the modes."""
-
-    def __init__(self, seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.symbols = (torch.randperm(VOCAB - MODES, generator=generator)[:SYMBOLS] + MODES).sort().values
-        self.follows = torch.empty(MODES, SYMBOLS, dtype=torch.int64)
-        for mode in range(MODES):
-            cycle = torch.randperm(SYMBOLS, generator=generator)
-            self.follows[mode, cycle] = cycle.roll(-1)
-
-    def texts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """[count, length] token ids."""
-        mode = torch.randint(MODES, (count,), generator=generator)
-        index = torch.empty(count, length, dtype=torch.int64)
-        index[:, :STREAMS] = torch.randint(SYMBOLS, (count, STREAMS), generator=generator)
-        noise = torch.rand(count, length, generator=generator) < NOISE
-        other = torch.randint(SYMBOLS, (count, length), generator=generator)
-        for t in range(STREAMS, length):
-            index[:, t] = torch.where(noise[:, t], other[:, t], self.follows[mode, index[:, t - STREAMS]])
-        return torch.cat((mode[:, None], self.symbols[index[:, : length - 1]]), dim=1)
+def language() -> Language:
+    return Language(VOCAB, SYMBOLS, MODES, STREAMS)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -138,35 +108,7 @@ def layer_shapes(prefix: str, attention_in: int) -> Shapes:
     }
 
 
-def fresh(shapes: Shapes, seed: int) -> Params:
-    generator = torch.Generator().manual_seed(seed)
-    params: Params = {}
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            values = torch.ones(shape)
-        else:
-            values = torch.randn(shape, generator=generator) * (1.0 if "embed" in name else shape[1] ** -0.5)
-        params[name] = values.requires_grad_()
-    return params
-
-
-def fit(params: Params, steps: int, rate: float, loss_of: Callable[[], torch.Tensor], name: str) -> None:
-    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    start = time.perf_counter()
-    for step in range(steps):
-        warm, progress = min(1.0, (step + 1) / 50), step / steps
-        for group in optimizer.param_groups:
-            group["lr"] = rate * warm * (0.5 + 0.5 * math.cos(math.pi * progress))
-        loss = loss_of()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
-        optimizer.step()
-        if step % 50 == 49:
-            print(f"{name} {step + 1}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def train_target(language: Language) -> Params:
+def train_target(said: Language) -> Params:
     shapes: Shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
     }  # fmt: skip
@@ -176,15 +118,15 @@ def train_target(language: Language) -> Params:
     generator = torch.Generator().manual_seed(3)
 
     def loss() -> torch.Tensor:
-        tokens = language.texts(BATCH, LENGTH, generator)
+        tokens = said.texts(BATCH, LENGTH, generator)
         logits, _ = target_forward(params, tokens)
         return F.cross_entropy(logits[:, STREAMS:-1].flatten(0, 1), tokens[:, STREAMS + 1 :].flatten())
 
-    fit(params, TARGET_STEPS, 4e-3, loss, "target")
+    fit(params.values(), TARGET_STEPS, 4e-3, loss, "target")
     return rounded(params)
 
 
-def train_head(language: Language, target: Params) -> Params:
+def train_head(said: Language, target: Params) -> Params:
     shapes = layer_shapes("midlayer", 2 * HIDDEN) | {
         "midlayer.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,), "fc.weight": (HIDDEN, len(TAPS) * HIDDEN),
         "lm_head.weight": (SYMBOLS, HIDDEN),
@@ -193,10 +135,10 @@ def train_head(language: Language, target: Params) -> Params:
     generator = torch.Generator().manual_seed(5)
 
     def loss() -> torch.Tensor:
-        tokens = language.texts(BATCH, LENGTH, generator)
+        tokens = said.texts(BATCH, LENGTH, generator)
         with torch.no_grad():
             logits, streams = target_forward(target, tokens)
-            wanted = logits[:, 1:, language.symbols].softmax(dim=-1)  # slot p guesses what the target does at p
+            wanted = logits[:, 1:, said.symbols].softmax(dim=-1)  # slot p guesses what the target does at p
         taps = torch.cat([streams[tap] for tap in TAPS], dim=-1)
         drafts = head_unrolled(params, target["model.embed_tokens.weight"], tokens, taps)
         total = torch.zeros(())
@@ -205,34 +147,23 @@ def train_head(language: Language, target: Params) -> Params:
             total = total + F.cross_entropy(guess[:, rows].flatten(0, 1), wanted[:, rows].flatten(0, 1))
         return total / len(drafts)
 
-    fit(params, HEAD_STEPS, 4e-3, loss, "head")
+    fit(params.values(), HEAD_STEPS, 4e-3, loss, "head")
     return rounded(params)
-
-
-def rounded(params: Params) -> Params:
-    return {name: value.detach().half().float() for name, value in params.items()}
-
-
-def save(folder: Path, config: dict[str, object], tensors: Params) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    halves = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    language = Language()
+    said = language()
     sizes: dict[str, object] = {
         "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": EPS,
         "rope_theta": THETA, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float16",
     }  # fmt: skip
-    target = train_target(language)
+    target = train_target(said)
     save(HERE / "target", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS} | sizes, target)
-    head = train_head(language, target)
-    offsets = language.symbols - torch.arange(SYMBOLS)
+    head = train_head(said, target)
+    offsets = said.symbols - torch.arange(SYMBOLS)
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": SYMBOLS,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)},

@@ -1,30 +1,26 @@
-"""Trains the small Gemma 4 and its assistant that lie beside this file: `python tests/assets/train_gemma4.py`.
+"""Trains the small Gemma 4 and its assistant that lie beside this file: `python -m tests.assets.train_gemma4`.
 
 transformers' own models on one CPU thread, some minutes, the same files on every run of one machine. It shares no code
 with outrider.
 
-The language is that of `train_eagle3.py` with more streams than drafts: a first token names a mode, then streams of
-symbols take turns, and each goes on by the mode's own permutation, with a little noise. So every draft depends on a
-token some places back, which the assistant can only find by position in the target's cache, and on the mode, which it
-must take from the target's hidden state, since in training the cache mostly tells of another one.
+The language is that of `training.py` with more streams than drafts. So every draft depends on a token some places
+back, which the assistant can only find by position in the target's cache, and on the mode, which it must take from the
+target's hidden state, since in training the cache mostly tells of another one.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from tests.assets.training import HERE, Language, fit
+
 if TYPE_CHECKING:  # tests take the language from here and need no transformers for it
     from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-HERE = Path(__file__).parent
-VOCAB, SYMBOLS, MODES, STREAMS, NOISE = 80, 64, 3, 5, 0.02
+VOCAB, SYMBOLS, MODES, STREAMS = 80, 64, 3, 5
 WINDOW, LENGTH, BATCH, DRAFTS = 8, 64, 24, 3
 TARGET_STEPS, ASSISTANT_STEPS = 450, 450
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -36,43 +32,8 @@ SHAPE = {
 }  # fmt: skip
 
 
-class Language:
-    """Symbols are scattered over the vocabulary; the first ids name the modes."""
-
-    def __init__(self, seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.symbols = (torch.randperm(VOCAB - MODES, generator=generator)[:SYMBOLS] + MODES).sort().values
-        self.follows = torch.empty(MODES, SYMBOLS, dtype=torch.int64)
-        for mode in range(MODES):
-            cycle = torch.randperm(SYMBOLS, generator=generator)
-            self.follows[mode, cycle] = cycle.roll(-1)
-
-    def texts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """[count, length] token ids."""
-        mode = torch.randint(MODES, (count,), generator=generator)
-        index = torch.empty(count, length, dtype=torch.int64)
-        index[:, :STREAMS] = torch.randint(SYMBOLS, (count, STREAMS), generator=generator)
-        noise = torch.rand(count, length, generator=generator) < NOISE
-        other = torch.randint(SYMBOLS, (count, length), generator=generator)
-        for t in range(STREAMS, length):
-            index[:, t] = torch.where(noise[:, t], other[:, t], self.follows[mode, index[:, t - STREAMS]])
-        return torch.cat((mode[:, None], self.symbols[index[:, : length - 1]]), dim=1)
-
-
-def fit(model: torch.nn.Module, steps: int, rate: float, loss_of: Callable[[], torch.Tensor], name: str) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    start = time.perf_counter()
-    for step in range(steps):
-        warm, progress = min(1.0, (step + 1) / 50), step / steps
-        for group in optimizer.param_groups:
-            group["lr"] = rate * warm * (0.5 + 0.5 * math.cos(math.pi * progress))
-        loss = loss_of()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 25 == 24:
-            print(f"{name} {step + 1}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
+def language() -> Language:
+    return Language(VOCAB, SYMBOLS, MODES, STREAMS)
 
 
 def spread(model: torch.nn.Module, seed: int) -> None:
@@ -90,7 +51,7 @@ def rounded(model: torch.nn.Module) -> None:
             parameter.copy_(parameter.half().float())
 
 
-def train_target(language: Language) -> Gemma4ForCausalLM:
+def train_target(said: Language) -> Gemma4ForCausalLM:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(hidden_size=96, intermediate_size=192, num_hidden_layers=4,
@@ -100,11 +61,11 @@ def train_target(language: Language) -> Gemma4ForCausalLM:
     generator = torch.Generator().manual_seed(3)
 
     def loss() -> torch.Tensor:
-        tokens = language.texts(BATCH, LENGTH, generator)
+        tokens = said.texts(BATCH, LENGTH, generator)
         logits = model(tokens, use_cache=False).logits
         return F.cross_entropy(logits[:, STREAMS:-1].flatten(0, 1), tokens[:, STREAMS + 1 :].flatten())
 
-    fit(model, TARGET_STEPS, 3e-3, loss, "target")
+    fit(model.parameters(), TARGET_STEPS, 3e-3, loss, "target")
     rounded(model)
     return model.eval()
 
@@ -131,7 +92,7 @@ def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausal
     return logits
 
 
-def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
+def train_assistant(said: Language, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
     text = Gemma4TextConfig(hidden_size=64, intermediate_size=192, num_hidden_layers=2, layer_types=[SLIDING, FULL],
@@ -141,7 +102,7 @@ def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4Assi
     generator = torch.Generator().manual_seed(5)
 
     def loss() -> torch.Tensor:
-        tokens = language.texts(BATCH, LENGTH, generator)
+        tokens = said.texts(BATCH, LENGTH, generator)
         # Mostly the cache is that of the same text with any mode before it, and in full layers often that of another
         # text: else cache and hidden state both tell the mode, and neither would be missed.
         other = tokens.clone()
@@ -161,7 +122,7 @@ def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4Assi
             total = total + F.cross_entropy(guess[:, STREAMS:].flatten(0, 1), right[:, STREAMS:].flatten(0, 1))
         return total / DRAFTS
 
-    fit(model, ASSISTANT_STEPS, 3e-3, loss, "assistant")
+    fit(model.parameters(), ASSISTANT_STEPS, 3e-3, loss, "assistant")
     rounded(model)
     return model.eval()
 
@@ -169,10 +130,10 @@ def train_assistant(language: Language, target: Gemma4ForCausalLM) -> Gemma4Assi
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    language = Language()
-    target = train_target(language)
+    said = language()
+    target = train_target(said)
     target.half().save_pretrained(HERE / "gemma4")
-    assistant = train_assistant(language, target.float())
+    assistant = train_assistant(said, target.float())
     assistant.half().save_pretrained(HERE / "gemma4_assistant")
 
 

@@ -232,6 +232,7 @@ class BackendRig:
         drafts = [p.drafts + p.dead_drafts for p in parts]
         lens = [k + d for k, d in zip(known, drafts, strict=True)] + [0] * extra_requests
         starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+        request_of = [i for i, n in enumerate(lens) for _ in range(n)] + [len(lens) - 1] * extra_tokens
         live = [p.stream.alive for p in parts]
         scheduled = ScheduledBatch(
             0, [p.stream.row for p in parts], [0] * len(parts), [p.stream.row for p in parts], known, drafts,
@@ -245,7 +246,8 @@ class BackendRig:
             [*(p.drafts if is_live else 0 for p, is_live in zip(parts, live, strict=True)), *[0] * extra_requests],
         ])  # fmt: skip
         counts = StepCounts(
-            ints[0], torch.tensor(starts), ints[1], ints[2], ints[3], self.rows.pending[ints[0]], tuple(lens),
+            ints[0], torch.tensor(starts), torch.tensor(request_of), ints[1], ints[2], ints[3],
+            self.rows.pending[ints[0]], tuple(lens),
             (*known, *[0] * extra_requests), max(drafts), most_pending, self.rows.targets(scheduled),
         )  # fmt: skip
         return counts, {layer: self._flat(layer, parts, extra_tokens) for layer in mixers()}

@@ -23,6 +23,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_model_len": ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
     "max_num_seqs": ({"max_num_seqs": -1}, "max_num_seqs must be at least 1, got -1"),
     "gpu_memory_utilization": ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\]"),
+    "checkpoint_interval": ({"checkpoint_interval": 0}, r"must be at least page_size \(16 tokens\), got 0"),
+    "an interval within a page": ({"checkpoint_interval": 32, "page_size": 64}, "must be at least page_size"),
     "two sizes of the pool": ({"num_pages": 9, "kv_cache_memory_bytes": 9}, "say the same thing: give one"),
 }
 

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
 from outrider.core import Axis
 from outrider.engine.build import assemble
@@ -46,7 +45,7 @@ ASKS = [
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints at every second page."""
-    monkeypatch.setattr("outrider.engine.build.plan_groups", functools.partial(plan_groups, checkpoint_interval=32))
+    monkeypatch.setitem(SETTINGS, "checkpoint_interval", 32)
 
 
 @functools.cache

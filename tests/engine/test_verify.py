@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from outrider.commands.compare import Recorder, describe, explain, first_differe
 from outrider.commands.drive import Ask
 from outrider.commands.loading import Loaded
 from outrider.config import EngineConfig
+from outrider.core import StepResult
 from outrider.params import SamplingParams
 from outrider.runner import step
-from tests.engine.harness import CONFIGS, CPU, byte_tokenizer, greedy, save_folder, tiny_model
+from tests.engine import harness
+from tests.engine.harness import CONFIGS, CPU, VOCAB, Rig, byte_tokenizer, greedy, prompt_of, save_folder, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 CONFIG = EngineConfig("tiny", page_size=16, speculative_config=NGRAM)
@@ -169,3 +172,23 @@ def test_synthetic_acceptance_is_refused(folder: Path, capsys: pytest.CaptureFix
     spec = NGRAM | {"rejection_sample_method": "synthetic"}
     assert cli.main(["verify", str(folder), "--speculative-config", json.dumps(spec)]) == 2
     assert "nothing to verify" in capsys.readouterr().err
+
+
+def test_scores_are_recorded_where_a_result_comes_only_when_it_is_asked_for() -> None:
+    """As on CUDA: nothing calls back when a step is done."""
+
+    class Late(Future[StepResult]):
+        def __init__(self, inner: Future[StepResult]) -> None:
+            super().__init__()
+            self._inner = inner
+
+        def result(self, timeout: float | None = None) -> StepResult:
+            return self._inner.result(timeout)
+
+    with Rig(tiny_model("llama"), poison=False) as rig:
+        submit = rig.runner.submit
+        rig.runner.submit = lambda batch: Late(submit(batch))  # type: ignore[method-assign]
+        prompt = prompt_of(1, 9)
+        recorder = rig.engine.runner = Recorder(rig.runner, 0, len(prompt) + 3)
+        (output,) = rig.run([harness.Ask(prompt, greedy(6, logprobs=-1))])
+        assert recorder.token == output.outputs[0].token_ids[3] and len(recorder.logprobs) == VOCAB

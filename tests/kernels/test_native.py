@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native, reference
+from outrider.kernels import native, native_build, reference
 
 NAN = float("nan")
 
@@ -324,12 +324,12 @@ def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     notes = tmp_path / "notes"
     monkeypatch.setenv("CC", fake_compiler(tmp_path, compiling(f'echo x >> {notes}; {TO_OUTPUT} : > "$2"')))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    first, second = native.build(), native.build()
+    first, second = native_build.build(), native_build.build()
     assert first == second and first.parent == tmp_path / "cache"
     assert notes.read_text() == "x\n"
     assert [path.name for path in first.parent.iterdir()] == [first.name]
-    monkeypatch.setattr(native, "_processor", lambda: "another")
-    assert native.build() != first
+    monkeypatch.setattr(native_build, "_processor", lambda: "another")
+    assert native_build.build() != first
 
 
 @pytest.mark.parametrize(
@@ -358,17 +358,17 @@ def test_broken_compiler_falls_back(
 
 def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "none"))
-    with pytest.raises(native.BuildError, match="none"):
-        native.build()
+    with pytest.raises(native_build.BuildError, match="none"):
+        native_build.build()
     monkeypatch.setenv("CC", fake_compiler(tmp_path, "echo one"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(native.BuildError):
-        native.build()
+    with pytest.raises(native_build.BuildError):
+        native_build.build()
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", os.devnull)
-    with pytest.raises(native.BuildError, match="no C compiler"):
-        native.build()
+    with pytest.raises(native_build.BuildError, match="no C compiler"):
+        native_build.build()
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -388,3 +388,127 @@ def test_attention_sees_no_key_before_its_start(window: int) -> None:
     got = native.paged_attention(*arguments, key_starts=first)
     torch.testing.assert_close(got, reference.paged_attention(*arguments, key_starts=first))
     assert got.isfinite().all()
+
+
+# A whole decoder layer
+
+
+@dataclass
+class LayerCase:
+    scheduled: list[int]
+    lengths: list[int]
+    has_bias: bool = False
+    has_norms: bool = False
+    window: int = 0
+    gelu: bool = False
+    heads: int = 9
+    kv_heads: int = 3
+    dim: int = 16
+
+    def build(self) -> tuple[native.LayerWeights, native.RopeWrite, native.Attention]:
+        hidden, inner, heads = 80, 112, (self.heads, self.kv_heads, self.dim)
+        width = (heads[0] + 2 * heads[1]) * heads[2]
+        shapes = [(width, hidden), (hidden, heads[0] * heads[2]), (2 * inner, hidden), (hidden, inner)]
+        matrices = []
+        for shape in shapes:
+            matrix = native.dense_matrix(torch.randn(shape) * 0.1, torch.randn(shape[0]) if self.has_bias else None)
+            assert matrix is not None
+            matrices.append(matrix)
+        weights = native.LayerWeights(torch.rand(hidden), torch.rand(hidden), 1e-5, *matrices, gelu=self.gelu,
+                                      max_tokens=32)  # fmt: skip
+        tokens, longest = sum(self.scheduled), max(self.lengths)
+        k_cache, v_cache = page_views(64, 16, heads[1], heads[2], 0.5)
+        columns = -(-longest // 16)
+        table = (torch.randperm(63)[: len(self.lengths) * columns] + 1).view(-1, columns)
+        positions = torch.cat([torch.arange(n - s, n) for s, n in zip(self.scheduled, self.lengths, strict=True)])
+        request = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.scheduled))
+        slots = table[request, positions // 16] * 16 + positions % 16
+        slots[-1] = -1 if tokens > 1 else slots[-1]
+        norms = (torch.rand(heads[2]), torch.rand(heads[2])) if self.has_norms else (None, None)
+        rope = native.RopeWrite(positions, torch.randn(longest, heads[2] // 2), torch.randn(longest, heads[2] // 2),
+                                slots, k_cache, v_cache, *norms)  # fmt: skip
+        counts = torch.tensor(self.scheduled)
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+        attention = native.Attention(table, starts, torch.tensor(self.lengths), counts, 0.2, self.window)
+        return weights, rope, attention
+
+
+def layer_in_parts(
+    weights: native.LayerWeights, delta: Tensor | None, residual: Tensor, rope: native.RopeWrite,
+    attention: native.Attention,
+) -> Tensor:  # fmt: skip
+    """The same layer, one native operation at a time."""
+    input_norm, mlp_norm, gate_up, down = weights._owners
+    dim, gelu = rope.k_cache.shape[3], weights.packed[-4] == 1
+    if delta is None:
+        x = native.rms_norm(residual, input_norm, 1e-5)
+    else:
+        x, _ = native.add_rms_norm(delta, residual, input_norm, 1e-5)
+    qkv = native.product(x, weights.qkv)
+    native.rope_write(qkv, *rope)
+    q = qkv[:, : weights.out.inputs].view(qkv.shape[0], -1, dim)
+    table, starts, lengths, live, scale, window, softcap, _ = attention
+    mixed = native.paged_attention(q, rope.k_cache, rope.v_cache, table, starts, lengths, live, scale, window, softcap)
+    x, _ = native.add_rms_norm(native.product(mixed.flatten(1), weights.out), residual, mlp_norm, 1e-5)
+    gated = native.gelu_tanh_mul if gelu else native.silu_mul
+    return native.product(gated(native.product(x, gate_up)), down)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        LayerCase([1], [200]),
+        LayerCase([5], [40], has_bias=True),
+        LayerCase([1, 3, 4], [33, 3, 150], has_norms=True),
+        LayerCase([1, 2], [50, 70], window=30, gelu=True),
+        LayerCase([9, 21], [9, 140]),
+    ],
+)
+def test_a_whole_layer_has_the_bits_of_its_parts(case: LayerCase, has_delta: bool, threads: int) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    weights, rope, attention = case.build()
+    tokens = sum(case.scheduled)
+    delta, residual = torch.randn(tokens, 80) if has_delta else None, torch.randn(tokens, 80)
+    apart, own_cache = residual.clone(), (rope.k_cache.clone(), rope.v_cache.clone())
+    own_rope = rope._replace(k_cache=own_cache[0], v_cache=own_cache[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        want = layer_in_parts(weights, None if delta is None else delta.clone(), apart, own_rope, attention)
+        got = native.decoder_layer(weights, delta, residual, rope, attention)
+    finally:
+        torch.set_num_threads(before)
+    assert got is not None
+    assert torch.equal(got, want) and torch.equal(residual, apart)
+    assert torch.equal(rope.k_cache, own_cache[0]) and torch.equal(rope.v_cache, own_cache[1])
+
+
+def test_a_whole_layer_declines_what_it_does_not_take_and_does_nothing() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    weights, rope, attention = LayerCase([33], [33]).build()
+    residual = torch.randn(33, 80)
+    assert native.decoder_layer(weights, None, residual, rope, attention) is None, "more rows than native products take"
+    weights, rope, attention = LayerCase([2], [20]).build()
+    wide = torch.randn(2, 160)
+    kept = wide.clone()
+    assert native.decoder_layer(weights, None, wide[:, ::2], rope, attention) is None
+    assert native.decoder_layer(weights, None, wide[:, :80], rope, attention) is None
+    assert torch.equal(wide, kept)
+
+
+def test_a_whole_layer_refuses_bad_slots_and_tables() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    weights, rope, attention = LayerCase([2], [20]).build()
+    residual = torch.randn(2, 80)
+    with pytest.raises(IndexError, match="1 token rows have a position or slot outside"):
+        native.decoder_layer(weights, None, residual, rope._replace(slots=torch.tensor([1024, -1])), attention)
+    with pytest.raises(IndexError, match="page table is too short"):
+        short = attention._replace(page_table=attention.page_table[:, :1])
+        native.decoder_layer(weights, None, residual, rope, short)
+    with pytest.raises(AssertionError, match="differ"):
+        native.decoder_layer(weights, None, residual, rope, attention._replace(live=torch.ones(2, dtype=torch.int64)))

@@ -12,8 +12,13 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.attention import DecodeConfig, decode_attention  # noqa: E402
-from outrider.kernels.triton.prefill import PrefillConfig, prefill_attention, query_tiles  # noqa: E402
+from outrider.kernels.triton.attention import DecodeConfig, decode_attention, longest_first  # noqa: E402
+from outrider.kernels.triton.prefill import (  # noqa: E402
+    PrefillConfig,
+    device_query_tiles,
+    prefill_attention,
+    query_tiles,
+)
 
 NAN = float("nan")
 SMALL = DecodeConfig(block_n=16, max_rows=16)
@@ -120,6 +125,40 @@ def test_decode_tiles_many_queries_and_default_config(device: torch.device, dtyp
     batch = make_batch(device, dtype, [(40, 9, 9), (64, 16, 13)], heads=6, kv_heads=1)
     assert_close(decode(batch, num_splits=1), expected(batch))
     assert_close(decode(batch, config=None), expected(batch))
+
+
+def test_requests_with_one_split_beside_some_with_several(device: torch.device, dtype: torch.dtype) -> None:
+    batch = make_batch(device, dtype, [(37, 2, 1), (600, 2, 2), (0, 0, 0), (300, 1, 0)], heads=2, kv_heads=1)
+    assert_close(decode(batch, num_splits=4), expected(batch))
+
+
+def test_decode_in_another_order(device: torch.device, dtype: torch.dtype) -> None:
+    batch = make_batch(device, dtype, DECODING)
+    order = longest_first(batch.lengths)
+    assert order.tolist() == [2, 3, 0, 1]
+    for options in ({"num_splits": 1}, {"split_size": 32}):
+        assert torch.equal(decode(batch, order=order, **options), decode(batch, **options))
+
+
+def test_longest_first_breaks_ties_by_index(device: torch.device) -> None:
+    lengths = torch.tensor([5, 0, 7, 5, 0, 7, 1] * 9, dtype=torch.int32, device=device)
+    wanted = sorted(range(63), key=lambda r: (-int(lengths[r]), r))
+    assert longest_first(lengths).tolist() == wanted
+
+
+def test_the_device_finds_the_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """A captured step with prompts: short requests to one kernel, the others to the other, nothing from the host."""
+    requests = [(2, 2, 2), (50, 20, 20), (30, 1, 1), (0, 0, 0), (40, 33, 30), (44, 2, 1), (20, 3, 3)]
+    batch = make_batch(device, dtype, requests, heads=4, kv_heads=1)
+    lens = batch.query_starts.diff()
+    short_live = torch.where(lens <= 2, batch.live, 0).int()
+    out = torch.full_like(batch.q, NAN)
+    *tensors, live = batch.args
+    decode_attention(*tensors, short_live, scale=0.3, max_query=2, max_length=64, config=SMALL, out=out)
+    tiles = device_query_tiles(batch.query_starts, batch.q.shape[0], 2, 4, 1, batch.q.shape[2])
+    assert tiles.queries == 32 and tiles.requests.tolist() == [0, 0, 1, 1, 1, 3, 3, 4]
+    prefill_attention(*tensors, live, tiles, scale=0.3, out=out, fill_padding=False)
+    assert_close(out, expected(batch))
 
 
 def test_any_number_of_splits_agrees(device: torch.device, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from outrider.attention.triton_backend import TritonBackend  # noqa: E402
 from outrider.cache.groups import plan_groups  # noqa: E402
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
 from outrider.core import Axis, Limits  # noqa: E402
+from outrider.kernels import ops, triton  # noqa: E402
 from outrider.kernels.triton import draft as kernels  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from outrider.spec import autoregressive, gemma_assistant, views  # noqa: E402
@@ -149,15 +150,14 @@ def assert_as_torch(step: Step, own: Filled) -> Passes:
         one_each = OneEach(LIMITS, own.filled.device)
         wanted = views.lay_out_passes(step, own_of["torch"], one_each)
         views.forget_pages(step, own_of["cold torch"])
-        alone, reading = views.gather_choosing(step, own.max_len), views.reading_pass(step, own.max_len)
+        reading = views.reading_pass(step, own.max_len, 1 + step.most % 2)
     with using(kernels):
         made = views.lay_out_passes(step, own_of["kernels"], one_each)
         views.forget_pages(step, own_of["cold kernels"])
-        assert_equal(views.gather_choosing(step, own.max_len), alone, "choosing")
-        made_reading = views.reading_pass(step, own.max_len)
+        made_reading = views.reading_pass(step, own.max_len, 1 + step.most % 2)
     assert_equal(made, wanted, "passes")
     assert_equal(made_reading, reading, "reading")
-    for rows in (made.first, *made.further, made_reading[1]):
+    for rows in (made.first, *made.further, made_reading.rows):
         assert_copies(rows)
     for prefix in ("", "cold "):
         one, other = own_of[f"{prefix}kernels"], own_of[f"{prefix}torch"]
@@ -223,12 +223,12 @@ def test_plans_take_the_int32_copies(device: torch.device) -> None:
     one_each = OneEach(LIMITS, device)
     drafter: Any = SimpleNamespace(_filled=own, _one_each=one_each)
     drafter._moved = lambda *args: autoregressive.AutoregressiveDrafter._moved(drafter, *args)
-    assistant: Any = SimpleNamespace(_one_each=one_each, _max_len=MAX_LEN)
+    assistant: Any = SimpleNamespace(_one_each=one_each)
     with using(kernels):
         passes = views.lay_out_passes(step, own, one_each)
         first = autoregressive.AutoregressiveDrafter._first_view(drafter, step, passes)
         second = autoregressive.AutoregressiveDrafter._next_view(drafter, step, passes, 1, passes.choosing.last)
-        reading = gemma_assistant.AssistantDrafter.view(assistant, step)
+        reading = gemma_assistant.AssistantDrafter.view(assistant, step, views.reading_pass(step, MAX_LEN, 1))
     for view, query_starts in ((first, False), (second, True), (reading, True)):  # the first has the batch's own starts
         plan, copies = TritonBackend().plan(view, GROUPS[0]), [narrow for _, narrow in view.int32_copies]
         taken = [plan.lengths, plan.live, *([plan.query_starts] if query_starts else [])]
@@ -273,20 +273,85 @@ def test_an_assistant_proposes_the_same_with_kernels() -> None:
     assert found[0] and found[0] == found[1]
 
 
-def test_float32_drafts_are_chosen_by_the_sampling_kernel(tmp_path: Path) -> None:
+@contextmanager
+def fused(module: ModuleType | None) -> Iterator[None]:
+    """Heads take in and hand on by kernels, norms too, as on a card; or by none."""
+    if module is None:
+        yield
+        return
+    with (mock.patch.object(ops, "head_kernels", lambda x: module),
+          mock.patch.object(ops, "_kernels", lambda x: module)):
+        yield
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3_speculators", "mtp"])
+def test_float32_drafts_are_the_same_with_kernels(kind: str, tmp_path: Path) -> None:
+    """Greedy and sampled, with a reduced vocabulary and without."""
     if torch.cuda.is_available():
         pytest.skip("the engine under test runs on the CPU")
-    drafter = make_drafter("mtp", "llama", tmp_path)
+    drafter = make_drafter(kind, "llama", tmp_path)
     sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=6)
     asks = [Ask(prompt_of(1, 9), greedy(5)), Ask(prompt_of(2, 7), sampled)]
     found = []
     for module in (None, kernels):
-        with (using(module), mock.patch.object(kernels, "sample_logits", wraps=kernels.sample_logits) as called,
+        with (using(module), fused(module and triton),
+              mock.patch.object(kernels, "sample_logits", wraps=kernels.sample_logits) as called,
               DraftRig(tiny_model("llama", torch.float32), speculative_config=drafter.speculative(2)) as rig):
             rig.run(asks)
             found.append(rig.proposals)
             assert called.called == (module is kernels)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("gained", "scale", "hidden_first"), [(False, None, False), (False, 7.5, False),
+                                                               (True, None, True), (True, 7.5, False)])  # fmt: skip
+def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: torch.dtype, gained: bool,
+                                                  scale: float | None, hidden_first: bool) -> None:
+    """With strided hidden states and a width that is no power of two."""
+    generator = torch.Generator().manual_seed(4)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    tokens, table, hidden = torch.tensor([3, 0, 9, 9, 1], device=device), some(10, 48), some(5, 96)[:, 48:]
+    options: dict[str, Any] = {"scale": scale, "hidden_first": hidden_first, "eps": 1e-5}
+    options["gains"] = (some(48).float(), some(48)) if gained else None
+    with mock.patch.object(ops, "head_kernels", lambda x: None):
+        wanted, wanted_part = ops.join_embedding(tokens, table, hidden, **options)
+    with mock.patch.object(ops, "head_kernels", lambda x: triton):
+        made, part = ops.join_embedding(tokens, table, hidden, **options)
+    torch.testing.assert_close(made, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert gained or torch.equal(made, wanted)
+    torch.testing.assert_close(part, wanted_part, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    empty = triton.join_embedding(tokens[:0], table, hidden[:0])
+    assert empty.shape == (0, 96)
+
+
+def test_rows_of_two_matrices_are_taken_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    first, second = (torch.randn(7, width, device=device).to(dtype) for width in (1100, 40))
+    index = torch.tensor([6, 0, 0, 3], device=device)
+    with mock.patch.object(ops, "head_kernels", lambda x: triton):
+        one, other = ops.take_rows(first, second[:, 8:], index)
+        same, again = ops.take_rows(first, first, index)
+    assert torch.equal(one, first[index]) and torch.equal(other, second[index, 8:])
+    assert same is again and torch.equal(same, one)
+
+
+def test_wrappers_of_heads_name_what_is_wrong(device: torch.device) -> None:
+    tokens, wide = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, 8, device=device)
+    cases: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+        ("tokens", (tokens.int(), wide, wide), {}), ("table", (tokens, wide[:, :4], wide), {}),
+        ("table", (tokens, wide.to(torch.bfloat16), wide), {}), ("hidden", (tokens, wide, wide.double()), {}),
+        ("gains", (tokens, wide, wide), {"gains": (wide[0], wide[0, :4])}),
+    ]  # fmt: skip
+    for argument, tensors, options in cases:
+        with pytest.raises(ValueError, match=f"join_embedding: {argument} "):
+            triton.join_embedding(*tensors, **options)
+    for argument, first, second, index in (
+        ("first", wide.t(), wide, tokens), ("second", wide, wide[:1], tokens), ("index", wide, wide, tokens.int())
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"take_rows: {argument} "):
+            triton.take_rows(first, second, index)
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.kernels.triton.split_linear import split_linear  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear  # noqa: E402
 
 SMALL = ThinConfig(16, 64, 4, 2)
@@ -98,3 +99,22 @@ def test_gated_linear_is_the_product_then_the_activation(rows: int, activation: 
     acted = F.silu(gate) if activation == "silu_mul" else F.gelu(gate, approximate="tanh")
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.5, "rtol": 0.05}
     torch.testing.assert_close(gated_linear(x, weight, activation).float(), acted * up, **tolerance)
+
+
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 21, 512), (5, 24, 1024), (16, 8, 512)])
+def test_split_linear(device: torch.device, dtype: torch.dtype, num_rows: int, n: int, k: int) -> None:
+    x, weight = draw(device, dtype, num_rows, k), draw(device, dtype, n, k, seed=1)
+    residual = draw(device, dtype, num_rows, n, seed=2)
+    product = x.double() @ weight.double().T
+    assert_close(split_linear(x, weight), product)
+    wanted = split_linear(x, weight, residual=residual)
+    assert_close(wanted, product + residual.double())
+    split_linear(x, weight, residual=residual, out=residual)
+    assert torch.equal(residual, wanted), "the residual may be updated in place"
+    poisoned = x.clone()
+    poisoned[0] = float("nan")
+    assert torch.equal(split_linear(poisoned, weight)[1:], split_linear(x, weight)[1:])
+    if num_rows > 2:
+        assert torch.equal(split_linear(x[2:], weight), split_linear(x, weight)[2:])
+    with pytest.raises(ValueError, match="split_linear: weight has 96 columns"):
+        split_linear(x[:, :96], weight[:, :96])

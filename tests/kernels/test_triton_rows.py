@@ -13,6 +13,7 @@ from outrider.kernels.triton import (  # noqa: E402
     clear_pages,
     copy_pages,
     gelu_tanh_mul,
+    norm_add_norm,
     rms_norm,
     rope_cache_write,
     silu_mul,
@@ -43,6 +44,15 @@ def test_norms(device: torch.device, dtype: torch.dtype, width: int, plus_one: b
     normed = add_rms_norm(x, residual, weight, 1e-5, plus_one)
     assert torch.equal(residual, summed), "the residual is updated in place, rounded once"
     assert torch.equal(normed, rms_norm(summed, weight, 1e-5, plus_one)), "fused equals add, then norm"
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_norm_add_norm_is_its_three_parts(device: torch.device, dtype: torch.dtype, factor: float) -> None:
+    x, residual, weights = (rows(device, dtype, 3, 96, seed=i) for i in range(3))
+    wanted = residual * factor + rms_norm(x, weights[0], 1e-5)
+    normed = norm_add_norm(x, weights[0], residual, weights[1], 1e-5, factor=factor)
+    assert torch.equal(residual, wanted)
+    assert torch.equal(normed, rms_norm(wanted, weights[1], 1e-5))
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])

@@ -1,14 +1,25 @@
-"""The fused sampler against a plain one: noise, ties, NaN, odd vocabularies, strided logits."""
+"""The fused sampler against a plain one: noise, ties, NaN, odd vocabularies, strided logits, mapped ids; the whole
+sampler with it and without; verdicts at chosen rates."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import sample_logits  # noqa: E402
+from outrider.core import Admission, Limits  # noqa: E402
+from outrider.kernels import ops, triton  # noqa: E402
+from outrider.kernels.triton import Keys, choose_scaled, draft, draw_tokens, sample_logits  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
+from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample  # noqa: E402
+from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
+from outrider.spec import scripted  # noqa: E402
+from outrider.spec.scripted import SyntheticAcceptance  # noqa: E402
 
 
 def keys(device: torch.device, n: int) -> tuple[torch.Tensor, ...]:
@@ -73,3 +84,145 @@ def test_wrapper_names_what_is_wrong(device: torch.device) -> None:
         good |= {"seed": zeros, "sample_index": zeros, "position": zeros}
         with pytest.raises(ValueError, match=f"sample_logits: {argument} "):
             sample_logits(**(good | change))
+
+
+def test_mapped_ids_have_the_noise_of_what_they_stand_for(device: torch.device) -> None:
+    vocab, generator = 1501, torch.Generator().manual_seed(3)
+    logits = (2 * torch.randn(6, vocab, generator=generator)).to(device)
+    ids = torch.randperm(5000, generator=generator)[:vocab].to(device)
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1e-3, 5.0, 0.0], device=device)
+    key = keys(device, 6)
+    drafts = torch.full((3, 6), -1, device=device)
+    sample_logits(logits, temperature, *key, ids=ids, out=drafts[1])
+    noise, hot = gumbel(*key, ids, vocab, torch.float32), temperature[:, None]
+    wanted = ids[torch.where(hot > 0, logits / hot + noise, logits).argmax(dim=1)]
+    assert torch.equal(drafts[1], wanted) and bool((drafts[[0, 2]] == -1).all())
+    flat = torch.zeros_like(logits)
+    assert sample_logits(flat, torch.zeros_like(temperature), *key, ids=ids).tolist() == [int(ids[0])] * 6
+    # Drawn with the whole vocabulary, a token that is in both is drawn by the same noise.
+    whole = torch.full((6, 5000), float("-inf"), device=device)
+    whole[:, ids] = logits
+    assert torch.equal(sample_logits(whole, temperature, *key), wanted)
+
+
+LIMITS = Limits(max_requests=6, max_batched_tokens=64, max_len=40, max_drafts=3, vocab_size=1300)
+HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
+
+
+def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
+    rows = SamplingRows(LIMITS, device)
+    rows.admit([Admission(row=i + 1, token_ids=[5, 6], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
+                          seed=(1 << 40) * i - 3, sample_index=i) for i, one in enumerate(params)])  # fmt: skip
+    return rows
+
+
+def logit_rows(device: torch.device, count: int) -> LogitRows:
+    """Two of each request, requests backwards."""
+    request = torch.arange(count, device=device).repeat_interleave(2)
+    draft_index = torch.arange(2, device=device).repeat(count)
+    return LogitRows(request, count - request, draft_index, 2 + draft_index + 7 * request, [2] * count)
+
+
+def sampled_by(module: Any, logits: torch.Tensor, of: LogitRows, params: list[SamplingParams]) -> Sampled:
+    """With the kernels of a module, or with none."""
+    rows = sampling_rows(logits.device, params)
+    needs = StepNeeds.of(params[::-1], of.counts)
+    extras = StepExtras.of(params[::-1], of.counts, logits.shape[1], logits.device)
+    ints = {"dtype": torch.int64, "device": logits.device}
+    history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
+    with mock.patch.object(ops, "sampling_kernels", lambda logits: module):
+        return sample(logits, of, rows, history, needs, extras)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.5}]
+)
+def test_the_sampler_gives_the_same_with_kernels(device: torch.device, fields: dict[str, Any]) -> None:
+    of = logit_rows(device, len(HEATS))
+    logits = (4 * torch.randn(len(of), 1300, generator=torch.Generator().manual_seed(1))).to(device)
+    logits[1, 7] = float("nan")
+    logits[4, 1299] = float("inf")
+    logits[5] = float("-inf")
+    logits[8:10] *= 1e6  # shifted first, or a tiny temperature makes several infinite
+    params = [SamplingParams(**({"temperature": heat} | fields)) for heat in HEATS]
+    wanted, made = (sampled_by(module, logits, of, params) for module in (None, triton))
+    assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.bad, wanted.bad)
+    assert wanted.bad.tolist() == [i in (1, 4, 5) for i in range(len(of))]
+
+
+def test_a_draw_is_the_choice_from_scaled_logits(device: torch.device) -> None:
+    """Alone or beside a request that asks for more, a request is drawn the same: bits, not only up to near-ties."""
+    rows = sampling_rows(device, [SamplingParams(temperature=heat) for heat in (0.3, 0.9, 1.7)])
+    generator, count = torch.Generator().manual_seed(2), 10
+    row = torch.randint(1, 4, (count,), generator=generator).to(device)
+    position = torch.arange(count, device=device)
+    heat, seed, sample_index = (field[row] for field in rows.keys)
+    # Two tokens whose scores are equal but for rounding.
+    noise = gumbel(seed, sample_index, position, None, 2, torch.float32)
+    logits = torch.randn(count, 1, generator=generator).to(device) * 30 - heat[:, None] * noise
+    tokens, bad = draw_tokens(logits, row, position, Keys(*rows.keys), any_sampled=True)
+    chosen = choose_scaled(scale(logits, row, rows), row, position, Keys(*rows.keys))
+    assert torch.equal(tokens, chosen) and not bad.any()
+    unshifted = sample_logits(logits, heat, seed, sample_index, position)
+    assert not torch.equal(tokens, unshifted), "how it is rounded decides"
+
+
+def test_only_a_draw_is_one_call(device: torch.device) -> None:
+    of, logits = logit_rows(device, 2), torch.zeros(4, 11, device=device)
+    for fields, calls in (({}, 1), ({"logprobs": 1}, 0), ({"top_k": 2}, 0), ({"presence_penalty": 1.0}, 0)):
+        params = [SamplingParams(temperature=1.0, **fields) for _ in range(2)]  # type: ignore[arg-type]
+        with mock.patch.object(triton, "draw_tokens", wraps=draw_tokens) as called:
+            sampled_by(triton, logits, of, params)
+        assert called.call_count == calls
+
+
+@pytest.mark.parametrize("rates", [(0.0,), (1.0,), (0.5, 0.2), (0.3, 1.0, 0.0)])
+def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tuple[float, ...]) -> None:
+    generator, requests, most = torch.Generator().manual_seed(len(rates)), 80, 3
+    request = torch.arange(requests, device=device).repeat_interleave(most + 1)
+    draft_index = torch.arange(most + 1, device=device).repeat(requests)
+    request, draft_index = (torch.cat((x, x.new_full((5,), y))) for x, y in
+                            ((request, requests - 1), (draft_index, most + 1)))  # padded
+    of = LogitRows(request, request % 7, draft_index, 3 + 2 * request + draft_index, [])
+    drafts = torch.randint(0, 4, (requests, most), generator=generator).to(device)
+    sampled = torch.randint(0, 4, (len(of),), generator=generator).to(device)
+    seed = torch.randint(-(2**62), 2**62, (7,), generator=generator).to(device)
+    synthetic = SyntheticAcceptance(rates)
+    synthetic.bind(5, device)
+    found = []
+    for module in (None, draft):
+        with mock.patch.object(scripted, "draft_kernels", lambda device, module=module: module):
+            found.append(synthetic.apply(sampled, of, drafts, seed, 4))
+    assert torch.equal(found[0], found[1])
+    grid, own = found[1][:-5].view(requests, most + 1), sampled[:-5].view(requests, most + 1)
+    assert torch.equal(grid[:, -1], own[:, -1]) and torch.equal(found[1][-5:], sampled[-5:])
+    for j in range(most):
+        rate = rates[min(j, len(rates) - 1)]
+        share = float((grid[:, j] == drafts[:, j]).float().mean())
+        assert share == rate if rate in (0, 1) else abs(share - rate) < 0.15
+    with mock.patch.object(scripted, "draft_kernels", lambda device: draft):
+        assert synthetic.apply(sampled, of, drafts[:, :0], seed, 4) is sampled
+
+
+def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
+    logits, zeros = torch.zeros(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    good = Keys(torch.zeros(3, device=device), torch.zeros(3, dtype=torch.int64, device=device), zeros.new_zeros(3))
+    for argument, row, position, own in (
+        ("row", zeros[:1], zeros, good), ("row", zeros.int(), zeros, good), ("position", zeros, zeros[:1], good),
+        ("temperature", zeros, zeros, good._replace(temperature=good.temperature[:2])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"draw_tokens: {argument} "):
+            draw_tokens(logits, row, position, own, any_sampled=True)
+        with pytest.raises(ValueError, match=f"choose_scaled: {argument} "):
+            choose_scaled(logits, row, position, own)
+    for argument, change in (("ids", {"ids": zeros}), ("out", {"out": zeros.int()})):
+        with pytest.raises(ValueError, match=f"sample_logits: {argument} "):
+            sample_logits(logits, good.temperature[:2], zeros, zeros, zeros, **change)
+    batch = draft.Verdicts(zeros, zeros, zeros, zeros, zeros.new_zeros(1, 2))
+    for argument, sampled, of, thresholds in (
+        ("sampled", zeros.int(), batch, zeros), ("batch.row", zeros, batch._replace(row=zeros[:1]), zeros),
+        ("batch.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros),
+        ("thresholds", zeros, batch, zeros[:1]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"accept_at_rates: {argument} "):
+            draft.accept_at_rates(sampled, of, zeros, thresholds, vocab=4, row_step=1)

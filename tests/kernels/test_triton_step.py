@@ -26,9 +26,11 @@ from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from outrider.runner import inputs as inputs_module  # noqa: E402
 from outrider.runner import step as step_module  # noqa: E402
+from outrider.runner.graph_keys import GraphKey, empty_shape  # noqa: E402
 from outrider.runner.inputs import Inputs, PaddedSize, build_inputs, pack_host  # noqa: E402
 from outrider.runner.state import RowState  # noqa: E402
 from outrider.runner.step import Committed, DeviceStep  # noqa: E402
+from outrider.spec.base import Drafts  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 
 VOCAB = 4  # few, so that drafts agree and stop ids are met
@@ -82,6 +84,7 @@ class Spare:
     drafts: int = 0
 
 
+NO_SPARE = Spare()
 SPARE = st.builds(Spare, st.integers(0, 3), st.integers(0, 5), st.integers(0, 4), st.integers(0, 2))
 
 
@@ -143,7 +146,7 @@ def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
         assert actual.dtype == wanted.dtype and torch.equal(actual, wanted), f"{name}: {actual} for {wanted}"
     elif is_dataclass(wanted):
         for field in fields(wanted):
-            if field.name not in ("int32_copies", "first_logit"):  # the torch path has none
+            if field.name not in ("int32_copies", "first_logit", "order"):  # the torch path has none
                 assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
     elif isinstance(wanted, tuple | list):
         assert len(actual) == len(wanted)
@@ -160,6 +163,9 @@ def assert_prepared(made: Inputs, wanted: Inputs) -> None:
     for field in (view.query_starts, view.lengths, view.live):
         (int32,) = [made_with for original, made_with in view.int32_copies if original is field]
         assert int32.dtype == torch.int32 and torch.equal(int32, field.int())
+    if made.shape.logit_rows_are_tokens:
+        own = sum(made.shape.logit_counts)
+        assert made.logit_token_rows[:own].tolist() == list(range(own)) and len(made.logit_rows) <= view.num_tokens
     for request, samples in enumerate(made.samples.tolist()):
         own = (made.logit_rows.request == request) & (made.logit_rows.draft_index == 0)
         assert not samples or int(first_logit[request]) == own.tolist().index(True)
@@ -240,6 +246,52 @@ def test_padded_requests_leave_the_null_row_alone(device: torch.device) -> None:
     assert not committed.counts[1:].any() and not committed.accepted.run[1:].any()
     for name in ("tokens", "known", "computed", "alive", "drafts", "num_drafts"):
         assert torch.equal(getattr(state, name)[0], getattr(before, name)[0]), name
+
+
+def test_logit_rows_are_token_rows_where_all_sample_with_one_known_token(device: torch.device) -> None:
+    def are_tokens(members: list[Member], spare: Spare = NO_SPARE) -> bool:
+        made = prepared(members, spare, 3, device)[1]
+        assert_prepared(made, made)
+        return made.shape.logit_rows_are_tokens
+
+    decoding, drafting = Member(4, 1, 0, 0, True, True, 9, ()), Member(4, 1, 3, 1, True, True, 9, ())
+    two_known, chunk = replace(decoding, num_known=2), replace(decoding, samples=False)
+    assert are_tokens([decoding] * 3) and are_tokens([decoding, drafting], Spare(2, 4, 4))
+    assert not are_tokens([decoding, two_known]) and not are_tokens([decoding, chunk, decoding])
+    assert not are_tokens([decoding], Spare(1, 1, 2)), "more logit rows than token rows"
+    assert empty_shape(GraphKey(4, 8, False, 0, True), 3, 80).logit_rows_are_tokens
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) -> None:
+    members = [Member(4 + i, 1, 2, 2, True, True, 9, ()) for i in range(4)]
+    _, made, state = prepared(members, Spare(2), 5, device)
+    state.num_drafts[0] = 0
+    tokens = torch.randint(0, 50, (6, 3), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = tokens.t().contiguous().t() if is_turned else tokens
+    drafts = Drafts(tokens, torch.tensor([3, 0, 2, 1, 3, 3], device=device))
+    guesses = torch.tensor([True, True, False, True, False, False], device=device)
+    found = []
+    for module in (None, kernels):
+        own, counts = copy.deepcopy(state), torch.full((6, 6), 7, device=device)
+        step: Any = SimpleNamespace(state=own)
+        drafter: Any = SimpleNamespace(propose=lambda step: drafts, skip=lambda step: None)
+        committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, computed=None)
+        with using(module):
+            for propose in (0, 3):
+                plan: Any = SimpleNamespace(propose=propose, any_sampled=False)
+                DeviceStep.draft(step, drafter, made, None, committed, plan)  # type: ignore[arg-type]
+        assert torch.equal(own.drafts[0], state.drafts[0]) or module is None, "the null row keeps what it has"
+        own.drafts[0] = 0
+        found.append((own.drafts, own.num_drafts, counts))
+    assert_equal(found[1], found[0], "stored")
+    assert found[1][2][:, -1].tolist() == [3, 0, 0, 1, 0, 0] and bool((found[1][2][:, :-1] == 7).all())
+    arguments: dict[str, Any] = {"drafts": state.drafts, "num_drafts": state.num_drafts, "proposed": guesses.long()}
+    rows = made.batch.padded.rows
+    for argument, change in (("counts", guesses), ("guesses", rows), ("tokens", tokens[:4])):
+        given = {"tokens": tokens, "counts": drafts.counts, "guesses": guesses} | {argument: change}
+        with pytest.raises(ValueError, match=f"store_drafts: {argument} "):
+            kernels.store_drafts(rows, **given, **arguments)
 
 
 def test_a_view_never_meets_the_int32_copy_of_another_tensor(device: torch.device) -> None:

@@ -16,7 +16,7 @@ def apply() -> None:
 
     def update_any(self: Scheduler, result: StepResult) -> list[Update]:
         parts = [
-            replace(part, epoch=self._requests[part.request_id].epoch) if part.request_id in self._requests else part
+            part._replace(epoch=self._requests[part.request_id].epoch) if part.request_id in self._requests else part
             for part in result.requests
         ]
         return update(self, replace(result, requests=parts))

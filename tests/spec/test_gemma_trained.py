@@ -76,8 +76,8 @@ def wrong_table(rig: DraftRig, of: int) -> None:
     drafter: Any = rig.step.drafter
     view, groups = drafter.view, [group.index for group in drafter._cached.groups]
 
-    def crossed(step: Step) -> Any:
-        right = view(step)
+    def crossed(step: Step, reading: Any) -> Any:
+        right = view(step, reading)
         tables = list(right.page_tables)
         tables[groups[of]] = tables[groups[1 - of]]
         return replace(right, page_tables=tuple(tables))

@@ -7,7 +7,6 @@ with three ways to break a head that leave the text untouched. float64, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.attention.base import BatchView
 from outrider.models.base import Model
 from outrider.models.registry import load_model
-from outrider.outputs import RequestOutput
 from outrider.params import SamplingParams
 from outrider.spec.autoregressive import AutoregressiveDrafter
-from tests.assets.train_eagle3 import Language
+from tests.assets.train_eagle3 import language
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
 from tests.spec.rig import DraftRig
+from tests.spec.trained_heads import (
+    HARM,
+    NGRAM_CEILING,
+    Drafts,
+    drafts_of,
+    foreign_table,
+    late_position,
+    mean_run,
+    shuffled_hidden,
+)
 
 ASSETS = Path(__file__).parents[1] / "assets"
 K, LENGTH = 4, 32
 EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": K, "auto": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "auto": False}
 SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 96, "num_pages": 128}
-FLOOR, NGRAM_CEILING, HARM = 2.5, 1.5, 0.5
-
-Drafts = dict[tuple[int, ...], tuple[int, ...]]
+FLOOR = 2.5
 
 
 @cache
@@ -43,7 +48,7 @@ def target() -> Model:
 @cache
 def prompts(count: int = 16) -> list[list[int]]:
     """Of the language, from a seed that training did not use; every third starts in the middle of a page."""
-    texts = Language().texts(count, 40, torch.Generator().manual_seed(1234)).tolist()
+    texts = language().texts(count, 40, torch.Generator().manual_seed(1234)).tolist()
     return [text[: 40 if i % 3 else 24] for i, text in enumerate(texts)]
 
 
@@ -53,16 +58,6 @@ def asks(params: SamplingParams | None = None) -> list[Ask]:
 
 def sampled() -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH)
-
-
-def mean_run(outputs: list[RequestOutput]) -> float:
-    return sum(len(o.outputs[0].token_ids) for o in outputs) / sum(o.metrics.num_steps for o in outputs)
-
-
-def drafts_of(rig: DraftRig) -> Drafts:
-    taken = {p.known: p.drafts for p in rig.proposals}
-    rig.proposals.clear()
-    return taken
 
 
 @cache
@@ -83,16 +78,9 @@ def healthy() -> tuple[float, Drafts]:
 
 def test_the_target_speaks_the_language() -> None:
     """Else a head would be easy to fool: the greedy text follows the mode's permutation nearly everywhere."""
-    language = Language()
-    index_of = {int(token): i for i, token in enumerate(language.symbols)}
-    right = total = 0
-    for prompt, (continued,) in zip(prompts(), plain(), strict=True):
-        text = prompt + continued
-        for t in range(len(prompt), len(text)):
-            wanted = language.symbols[language.follows[text[0], index_of[text[t - 3]]]]
-            right += text[t] == int(wanted)
-            total += 1
-    assert right / total > 0.95
+    texts = [(prompt, prompt + continued) for prompt, (continued,) in zip(prompts(), plain(), strict=True)]
+    shares = [language().share_right(text, len(prompt), mode=text[0]) for prompt, text in texts]
+    assert sum(shares) / len(shares) > 0.95
 
 
 def test_mean_run_and_the_ngram_drafter_on_the_same_prompts() -> None:
@@ -130,43 +118,6 @@ def test_equal_drafts_alone_after_a_hit_and_after_a_preemption() -> None:
         assert drafts.items() <= everywhere.items() and resumed.items() <= everywhere.items()
         assert mean_run(preempted) > run - 0.5
         assert tokens_of(alone) == tokens_of(hit) == tokens_of(preempted) == plain()
-
-
-# Three ways in which a head goes wrong without a wrong token in the output
-
-
-def shuffled_hidden(drafter: AutoregressiveDrafter) -> None:
-    """Every token row gets the hidden state of another."""
-    consume = drafter.network.consume
-
-    def shuffled(step: Any) -> torch.Tensor:
-        hidden = consume(step)
-        assert hidden is not None
-        return hidden[torch.randperm(len(hidden), generator=torch.Generator().manual_seed(len(hidden)))]
-
-    drafter.network.consume = shuffled  # type: ignore[method-assign]
-
-
-def foreign_table(drafter: AutoregressiveDrafter) -> None:
-    """Keys and values are written where they belong and read from the pages of the next request."""
-    moved = drafter._moved
-
-    def misread(*args: Any) -> BatchView:
-        view = moved(*args)
-        return replace(view, page_tables=tuple(table.roll(1, dims=0) for table in view.page_tables))
-
-    drafter._moved = misread  # type: ignore[method-assign]
-
-
-def late_position(drafter: AutoregressiveDrafter) -> None:
-    """Further drafts stand two positions behind where they should."""
-    next_view = drafter._next_view
-
-    def late(*args: Any) -> BatchView:
-        view = next_view(*args)
-        return replace(view, positions=view.positions + 2)
-
-    drafter._next_view = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("harm", [shuffled_hidden, foreign_table, late_position], ids=lambda harm: harm.__name__)

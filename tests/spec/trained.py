@@ -10,7 +10,7 @@ import torch
 
 from outrider.models.base import Model
 from outrider.models.registry import load_model
-from tests.assets.train_gemma4 import Language
+from tests.assets.train_gemma4 import language
 from tests.engine.harness import Ask, Rig, greedy
 from tests.spec.rig import DraftRig
 
@@ -33,7 +33,7 @@ def trained_rig(**settings: Any) -> DraftRig:
 
 
 def trained_prompts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
-    texts = Language().texts(len(lengths), max(lengths), torch.Generator().manual_seed(seed))
+    texts = language().texts(len(lengths), max(lengths), torch.Generator().manual_seed(seed))
     return [text[:length].tolist() for text, length in zip(texts, lengths, strict=True)]
 
 

@@ -2,8 +2,8 @@
 
 It plays a step as the real one does (rows, admissions, page writes, clears, dead tokens, acceptance, ends) and checks
 every cell that attention could see: a wrong, missing, stale or repeated token shows at once. Rows also have a recurrent
-state, a hash too, that folds, is saved and is restored as the real one. It does not know the scheduler or the cache
-manager, only the batches they make.
+state, a hash too, that folds, is saved and is restored as the real one; and in groups of a drafter alone a valid range,
+since hits do not wait for these. It does not know the scheduler or the cache manager, only the batches they make.
 """
 
 from __future__ import annotations
@@ -89,18 +89,19 @@ def guess_after(seed: int, tokens: Sequence[int], count: int, right: float, rng:
     return guess
 
 
-def make_layout(*groups: tuple[int, int], state_pages: int = 0, interval: int = 8) -> CacheLayout:
+def make_layout(*groups: tuple[int, int], state_pages: int = 0, interval: int = 8, num_drafter: int = 0) -> CacheLayout:
     """Groups as (tokens per page, window); window 0 is a full group. `state_pages`: of a checkpoint of the recurrent
-    layer, if there is to be one."""
+    layer, if there is to be one. `num_drafter`: the last so many groups hold only layers of a drafter."""
     made = []
     for index, (page_tokens, window) in enumerate(groups):
         spec = SlidingSpec(1, 1, 1, window) if window else FullSpec(1, 1, 1)
-        made.append(Group(index, spec, (index,), 1, page_tokens))
-    widest = max(g.page_tokens for g in made)
-    spec = RecurrentSpec(0, 1, (state_pages * widest // 2,), (), 1, 1)  # 4 bytes each, and 2 for every slot of a page
+        made.append(Group(index, spec, (index,), 1, page_tokens, is_target=index < len(groups) - num_drafter))
+    page_bytes = 2 * max(g.page_tokens for g in made)  # 2 bytes a slot
+    spec = RecurrentSpec(0, 1, (state_pages * page_bytes // 4,), (), 1, 1)  # 4 bytes each
     layers = ((len(made), spec),) if state_pages else ()
-    kind = RecurrentKind(layers, widest, 2 * widest, -(-interval // widest) * widest)
-    return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, 2 * widest, kind)
+    size = max(g.page_tokens for g in made if g.is_target)
+    kind = RecurrentKind(layers, size, page_bytes, -(-interval // size) * size)
+    return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, page_bytes, kind)
 
 
 def window_of(group: Group) -> int | None:
@@ -122,6 +123,7 @@ class Row:
     drafts: list[int] = field(default_factory=list)
     window: list[int] = field(default_factory=list)  # the drafts of the row's last step
     pending: int = 0  # of these, accepted and not folded
+    valid_from: dict[int, int] = field(default_factory=dict)  # by group of a drafter alone: slots before it are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class Seen:
     num_host_drafts: int = 0
     num_steps_of_ended: int = 0  # requests scheduled after they ended on the device
     num_restored: int = 0
+    num_without_drafter: int = 0  # hits of which a drafter's group has only a part
+    num_within_pages: int = 0  # hits that end within a page of a drafter's group
     num_folds: int = 0
     written: Counter[str] = field(default_factory=Counter)  # checkpoints by where the boundary lay
 
@@ -164,6 +168,7 @@ class HashMixerRunner:
         widest = max(group.page_tokens for group in groups)
         self._cells = [[POISON] * widest for _ in range(num_pages)]
         self._group_of = [-1] * num_pages
+        self._is_filled = [False] * num_pages  # of a drafter's pages: every slot was, when the last one was
         self._tables = [
             [[NULL_PAGE] * group.kind.capacity(limits).table_width for _ in range(limits.max_requests + 1)]
             for group in groups
@@ -213,6 +218,8 @@ class HashMixerRunner:
                 if page != NULL_PAGE:
                     assert self._group_of[page] in (-1, write.group), f"page {page} shows another group's bytes"
                     self._group_of[page] = write.group
+        for admission in batch.admissions:
+            self._find_valid(admission)
         for draft in batch.host_drafts:
             self._take_host_draft(draft)
 
@@ -224,6 +231,20 @@ class HashMixerRunner:
             tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.seed,
             self._restored(admission),
         )  # fmt: skip
+
+    def _find_valid(self, admission: Admission) -> None:
+        """What of the hit the drafter's groups have: all behind the last page that is missing or was not filled."""
+        hit = admission.computed
+        for group in self.groups:
+            if group.is_target:
+                continue
+            table, size = self._tables[group.index][admission.row], group.page_tokens
+            columns = range(group.kind.first_needed(hit), hit // size)
+            broken = [c for c in columns if table[c] == NULL_PAGE or not self._is_filled[table[c]]]
+            self.seen.num_without_drafter += bool(broken)
+            self.seen.num_within_pages += hit % size > 0
+            after = (broken[-1] + 1) * size if broken else 0
+            self.rows[admission.row].valid_from[group.index] = hit if hit % size else after
 
     def _take_host_draft(self, draft: HostDraft) -> None:
         """What was accepted since it was made is dropped from it, if it agrees."""
@@ -275,6 +296,7 @@ class HashMixerRunner:
         for group, tables in zip(self.groups, self._tables, strict=True):
             size, window = group.page_tokens, window_of(group)
             begin = 0 if window is None else max(0, live.state.computed - window + 1)
+            begin = max(begin, live.state.valid_from.get(group.index, 0))
             for column in range(begin // size, -(-live.length // size)):
                 page = tables[live.row][column]
                 low, high = max(begin, column * size), min(live.length, (column + 1) * size)
@@ -353,6 +375,7 @@ class HashMixerRunner:
         computed = live.num_known + accepted
         state.tokens += run
         state.hashes = chain(state.seed, state.tokens, live.hashes[: len(state.tokens) - len(run) + accepted])
+        self._complete_pages(live, computed)
         state.computed += computed
         state.pending = accepted
         state.alive = finish is Finish.NO
@@ -384,6 +407,15 @@ class HashMixerRunner:
             if index < len(live.drafts) and live.drafts[index] != run[-1]:
                 break
         return run, len(run) - 1, Finish.NO
+
+    def _complete_pages(self, live: Live, computed: int) -> None:
+        """Of a drafter's groups, those whose last token the step computed."""
+        for group in self.groups:
+            valid_from = live.state.valid_from.get(group.index)
+            if valid_from is not None:
+                size, begin = group.page_tokens, live.state.computed
+                for column in range(begin // size, (begin + computed) // size):
+                    self._is_filled[self._tables[group.index][live.row][column]] = valid_from <= column * size
 
     def _write_guesses(self, row: int, state: Row) -> None:
         """A drafter with layers fills slots past the computed tokens; they must be the row's own."""

@@ -43,6 +43,7 @@ class Scenario:
     is_lazy: bool = False  # the device runs a step only when its result is read
     state_pages: int = 0  # of a checkpoint; 0: no recurrent layer
     interval: int = 8
+    num_drafter: int = 0  # of the groups, the last, that hold only layers of a drafter
 
     @property
     def lookahead(self) -> int:
@@ -151,7 +152,8 @@ class Driver:
         self.requests: list[Request] = []
         for index in range(scenario.num_requests):
             self._make_request(index)
-        layout = make_layout(*scenario.groups, state_pages=scenario.state_pages, interval=scenario.interval)
+        layout = make_layout(*scenario.groups, state_pages=scenario.state_pages, interval=scenario.interval,
+                             num_drafter=scenario.num_drafter)
         lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
@@ -223,6 +225,8 @@ class Driver:
             "steps of ended requests": self.device.seen.num_steps_of_ended,
             "restored states": self.device.seen.num_restored,
             "folds of ended rows": self.device.seen.num_folds,
+            "hits without all of the drafter's pages": self.device.seen.num_without_drafter,
+            "hits within a drafter's page": self.device.seen.num_within_pages,
             "checkpoints while folding": self.device.seen.written["folding"],
             "checkpoints in known tokens": self.device.seen.written["known"],
         })

@@ -75,6 +75,19 @@ def test_the_first_page_of_a_content_stays_the_one_found() -> None:
     assert pool.blank_pages() == [second]
 
 
+def test_a_fresh_page_takes_the_place_of_one_that_nobody_holds() -> None:
+    """Else a prefix that was just computed again would go with its old page, the next to be evicted."""
+    pool = PagePool(4)
+    old, fresh = pool.allocate(0)[0], pool.allocate(0)[0]
+    pool.publish(old, key(7))
+    pool.free(old)
+    pool.publish(fresh, key(7))
+    assert pool.find(key(7)) == fresh and old in pool.blank_pages()
+    pool.check({fresh: 1})
+    pool.free(fresh)
+    pool.check({})
+
+
 def test_forgetting_leaves_holders_their_pages() -> None:
     pool = PagePool(4)
     held = pool.allocate(0)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,17 @@ from hypothesis import strategies as st
 
 from outrider.core import RequestResult
 from outrider.params import SamplingParams
-from outrider.sched.drafts import MIN_GAIN, AutoDrafts, FixedDrafts, StepCosts
+from outrider.sched.drafts import (
+    MIN_GAIN,
+    PROBE_ALL_AFTER,
+    PROBE_DEPTH_AFTER,
+    AutoDrafts,
+    Depth,
+    DraftCost,
+    FixedDrafts,
+    ReadCost,
+    StepCosts,
+)
 from outrider.sched.request import Request
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free
@@ -81,8 +92,53 @@ def test_when_the_device_is_known_no_more_is_asked_for_than_waits_there() -> Non
 def test_a_prompt_that_is_being_computed_has_no_drafts() -> None:
     request = running(0)
     request.known = 10
-    AutoDrafts(4, FLAT, always_propose=True).choose([request], exact=False)
-    assert request.drafts_wanted == 0
+    for costs in (FLAT, replace(FLAT, is_padded=True)):
+        chooser = AutoDrafts(4, costs, always_propose=False)
+        for _ in range(2):
+            assert chooser.choose([request], exact=False) == 4, "a drafter must see the prompt"
+            assert request.drafts_wanted == 0
+    assert AutoDrafts(4, STEEP, always_propose=False).choose([request], exact=False) == 0
+
+
+def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed() -> None:
+    costs = StepCosts((1, 64), (1.0, 1.2), (DraftCost(1, 0.01, 0.01),), is_padded=True)
+    chooser, requests = AutoDrafts(3, costs, always_propose=False), [running(0), running(1)]
+    for request in requests:
+        observed(chooser, request, 3, 2)
+    proposals = [chooser.choose(requests, exact=False)]
+    assert [request.drafts_wanted for request in requests] == [0, 0], "nothing was proposed before"
+    proposals.append(chooser.choose(requests, exact=False))
+    assert [request.drafts_wanted for request in requests] == [2, 2]
+    assert proposals == [2, 2], "the third draft never held, and its pass is saved"
+
+
+def test_one_draft_more_is_tried_now_and_then() -> None:
+    depth = Depth(3)
+    used, proposed = [], []
+    for _ in range(3 * PROBE_DEPTH_AFTER + 1):
+        used.append(depth.next(1))
+        proposed.append(depth.proposed)
+    assert used.count(2) == proposed.count(2) == 3 and used[0] == 0 and set(used[1:]) == {1, 2}
+    assert all(now == before for before, now in zip(proposed, used[1:], strict=False))
+    depth = Depth(3)
+    assert sum(depth.next(0) for _ in range(2 * PROBE_ALL_AFTER + 1)) == 2
+
+
+def test_reading_the_context_is_part_of_the_choice() -> None:
+    """Tokens cost so much that drafts do not pay, until most of a step is reading a long context."""
+    costs = StepCosts((1, 2), (1.0, 2.0), reading=(ReadCost(None, 0.001), ReadCost(50, 0.001)), is_padded=True)
+    assert costs.read([10, 100]) == pytest.approx(0.17)
+    for length, wanted in ((3, 0), (6000, 1)):
+        chooser, request = AutoDrafts(1, costs, always_propose=False), running(0)
+        observed(chooser, request, 1, 1)
+        request.known = request.bound.at_most = length
+        assert chooser.choose([request], exact=False) == wanted
+
+
+def test_proposals_cost_by_the_number_of_requests() -> None:
+    costs = StepCosts((1,), (1.0,), (DraftCost(1, 0.1, 0.02), DraftCost(9, 0.9, 0.1)))
+    assert costs.draft(0, 5) == 0 and costs.draft(1, 1) == 0.1
+    assert costs.draft(3, 5) == pytest.approx(0.5 + 2 * 0.06)
 
 
 def test_padded_steps_cost_what_all_requests_at_equal_counts_cost() -> None:
@@ -95,12 +151,13 @@ def test_padded_steps_cost_what_all_requests_at_equal_counts_cost() -> None:
     st.floats(0.05, 2.0), min_size=4, max_size=4), st.booleans())  # fmt: skip
 def test_the_choice_is_the_best_of_all(history: list[tuple[int, int]], steps: list[float], is_padded: bool) -> None:
     seconds = tuple(itertools.accumulate(steps))
-    costs = StepCosts((1, 3, 6, 12), seconds, draft_fixed=0.1, draft_each=0.02, is_padded=is_padded)
+    costs = StepCosts((1, 3, 6, 12), seconds, (DraftCost(1, 0.1, 0.02),), is_padded=is_padded)
     chooser = AutoDrafts(3, costs, always_propose=True)
     requests = [running(i) for i in range(len(history))]
     for request, (accepted, times) in zip(requests, history, strict=True):
         observed(chooser, request, 3, accepted, times)
     gains = [chooser._gains(request) for request in requests]
+    chooser.choose(requests, exact=False)  # padded steps draft what the step before them proposed
 
     def rate(counts: tuple[int, ...]) -> float:
         expected = len(requests) + sum(sum(gain[:n]) for gain, n in zip(gains, counts, strict=True))

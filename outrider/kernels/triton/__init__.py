@@ -3,33 +3,56 @@
 Callers see tensors and host bounds, never a launch grid. Importing this needs the triton package.
 """
 
-from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.triton.attention import decode_attention
-from outrider.kernels.triton.norm import add_rms_norm, rms_norm
+from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
+from outrider.kernels.triton.ahead import compiling_ahead
+from outrider.kernels.triton.attention import decode_attention, longest_first
+from outrider.kernels.triton.draft import store_drafts
+from outrider.kernels.triton.gated_delta import delta_config, delta_steps
+from outrider.kernels.triton.gated_norm import gated_norm
+from outrider.kernels.triton.join import join_embedding, take_rows
+from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.pages import clear_pages, copy_pages
-from outrider.kernels.triton.prefill import QueryTiles, prefill_attention, query_tiles
+from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
 from outrider.kernels.triton.rope_cache import rope_cache_write
-from outrider.kernels.triton.sampling import sample_logits
+from outrider.kernels.triton.sampling import Keys, choose_scaled, draw_tokens, sample_logits
+from outrider.kernels.triton.split_linear import can_split, split_linear
 from outrider.kernels.triton.step import Scheduled, Verified, commit_step, prepare_step
-from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
+from outrider.kernels.triton.thin_linear import gated_linear, is_small, thin_linear
 
 __all__ = [
+    "Keys",
     "QueryTiles",
     "Scheduled",
     "Verified",
     "add_rms_norm",
+    "can_split",
+    "choose_scaled",
     "clear_pages",
     "commit_step",
+    "compiling_ahead",
     "copy_pages",
     "decode_attention",
+    "delta_config",
+    "delta_steps",
+    "draw_tokens",
     "gated_linear",
+    "gated_norm",
+    "device_query_tiles",
     "gelu_tanh_mul",
+    "is_small",
+    "longest_first",
+    "norm_add_norm",
+    "join_embedding",
     "prefill_attention",
     "prepare_step",
     "query_tiles",
+    "relu2",
     "rms_norm",
     "rope_cache_write",
     "sample_logits",
     "silu_mul",
+    "split_linear",
+    "store_drafts",
+    "take_rows",
     "thin_linear",
 ]

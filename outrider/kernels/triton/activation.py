@@ -1,4 +1,4 @@
-"""Gated activations over a fused projection: the first half of each token row gates the second.
+"""Activations: of a fused projection, where the first half of each token row gates the second, and relu squared.
 
 Knows nothing of where the projection came from; token rows may be strided, columns are packed.
 """
@@ -16,6 +16,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -37,7 +38,8 @@ def _gated_kernel(
     tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=valid)
 
 
-def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, pdl: bool) -> torch.Tensor:
+def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, pdl: bool | None) -> torch.Tensor:
+    pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, fused = x.shape
     require(fused % 2 == 0, kernel, "x", f"needs an even number of columns, has {fused}")
@@ -55,11 +57,40 @@ def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, p
     return out
 
 
-def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]."""
     return _gated("silu_mul", x, out, gelu=False, pdl=pdl)
 
 
-def gelu_tanh_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+def gelu_tanh_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, 2 * width] -> gelu_tanh(x[:, :width]) * x[:, width:]."""
     return _gated("gelu_tanh_mul", x, out, gelu=True, pdl=pdl)
+
+
+@triton.jit
+def _relu2_kernel(x, out, x_stride, out_stride, width, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < width
+    value = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    value = tl.where(value < 0.0, 0.0, value)  # what is not a number stays so
+    tl.store(out + token * out_stride + column, (value * value).to(out.dtype.element_ty), mask=valid)
+
+
+def relu2(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
+    """x [tokens, width] -> the square of relu(x)."""
+    pdl = uses_pdl(x.device) if pdl is None else pdl
+    require_tensor("relu2", "x", x, (None, None), x.device, FLOATS)
+    num_tokens, width = x.shape
+    if out is None:
+        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    require_tensor("relu2", "out", out, (num_tokens, width), x.device, (x.dtype,))
+    if num_tokens == 0 or width == 0:
+        return out
+    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    _relu2_kernel[grid](
+        x, out, x.stride(0), out.stride(0), width, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
+    )
+    return out

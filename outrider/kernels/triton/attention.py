@@ -1,8 +1,10 @@
 """Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
 
-One program serves one request, one key/value head and one split; a second kernel merges the splits, in split order.
-Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size` the split
-grows with the request's own length, so the result of a request depends on the number of splits but not on batch mates.
+One program serves one request, one key/value head and one split; a second kernel merges the splits, in split order,
+of those requests that have more than one. Long requests come first where an order is given: the last programs are then
+short ones. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
+the split grows with the request's own length, so the result of a request depends on the number of splits but not on
+batch mates.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from outrider.kernels.triton.common import (
     pdl_options,
     release_dependents,
     require,
+    require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
-MIN_SPLIT = 128  # keys; smaller splits cost more in the merge than they save
+MIN_SPLIT = 256  # keys; smaller splits cost more in the merge than they save
 _MERGE = 32  # splits merged at once; fixed, so that the order of additions never depends on the grid
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts"]
-_VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "order"]
+_VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window", "num_tiles", "max_query"]
 
 
 @triton.jit
@@ -49,21 +53,24 @@ def _split_geometry(length, live, window, first_key, split_size, num_splits, BLO
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, out, part_out, part_lse,
-    scale, softcap, window, num_tokens, num_requests, split_size, num_splits,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, order, sinks, out, part_out, part_lse,
+    scale, softcap, window, num_tokens, num_requests, split_size, num_splits, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    Q_TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HAS_ORDER: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
-    split = tl.program_id(2) // NUM_TILES
-    tile = tl.program_id(2) % NUM_TILES
+    if HAS_ORDER:
+        request = tl.load(order + request)
+    split = tl.program_id(2) // num_tiles
+    tile = tl.program_id(2) % num_tiles
     first_token = tl.load(query_starts + request)
     scheduled = tl.load(query_starts + request + 1) - first_token
     length = tl.load(lengths + request)
@@ -113,7 +120,8 @@ def _decode_kernel(
         D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
 
-    if SPLIT:
+    is_part = SPLIT and num_active > 1
+    if is_part:
         divisor = tl.where(total > 0, total, 1.0)
         result = acc / divisor[:, None]
         lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
@@ -131,7 +139,7 @@ def _decode_kernel(
             out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
             result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
         )
-        if FILL_PADDING:
+        if FILL_PADDING and not SPLIT:
             first = tl.load(query_starts + num_requests) + request + tile * num_tokens  # tile 0 does it
             zero_padding(out, first, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
                          D, D_PAD, GROUP, GROUP_PAD)
@@ -140,8 +148,8 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _merge_kernel(
     part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out,
-    window, num_tokens, num_requests, split_size, num_splits, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MAX_QUERY: tl.constexpr, BLOCK_N: tl.constexpr,
+    window, num_tokens, num_requests, split_size, num_splits, max_query, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr,
     FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -160,7 +168,9 @@ def _merge_kernel(
     base, size, num_active = _split_geometry(
         length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
     )
+    is_written = num_active == 1  # by its only split
     num_active = tl.where(query < num_live, num_active, 0)
+    num_active = tl.where(is_written, 0, num_active)
 
     dim = tl.arange(0, D_PAD)
     token = (first_token + query).to(tl.int64)
@@ -188,11 +198,34 @@ def _merge_kernel(
         acc, peak, total = add_sink(acc, peak, total, sink)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = out + token * out_token_stride + head * out_head_stride + dim[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=(dim < D)[None, :] & (query < scheduled))
+    mask = (dim < D)[None, :] & (query < scheduled) & (not is_written)
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask)
     if FILL_PADDING:
-        first = tl.load(query_starts + num_requests) + request * MAX_QUERY + query
-        zero_padding(out, first, num_requests * MAX_QUERY, num_tokens, head, out_token_stride, out_head_stride,
+        first = tl.load(query_starts + num_requests) + request * max_query + query
+        zero_padding(out, first, num_requests * max_query, num_tokens, head, out_token_stride, out_head_stride,
                      D, D_PAD, 1, 1)
+
+
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["lengths"])
+def _order_kernel(lengths, order, num_requests, PAD: tl.constexpr, ROWS: tl.constexpr):
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    other = tl.arange(0, PAD)
+    own = tl.load(lengths + request, mask=request < num_requests, other=-1)[:, None]
+    theirs = tl.load(lengths + other, mask=other < num_requests, other=-1)[None, :]
+    is_before = (theirs > own) | ((theirs == own) & (other[None, :] < request[:, None]))
+    rank = tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(order + rank, request, mask=request < num_requests)
+
+
+def longest_first(lengths: torch.Tensor) -> torch.Tensor:
+    """[requests] int32: requests by falling length, for `decode_attention`'s order."""
+    require_tensor("longest_first", "lengths", lengths, (None,), lengths.device, (torch.int32,))
+    num_requests = lengths.shape[0]
+    order = torch.empty_like(lengths)
+    _order_kernel[(triton.cdiv(num_requests, 16),)](
+        lengths, order, num_requests, PAD=next_power_of_two(num_requests), ROWS=16, num_warps=4
+    )
+    return order
 
 
 @dataclass(frozen=True)
@@ -206,14 +239,23 @@ class DecodeConfig:
 
 
 def decode_config(padded_dim: int, num_requests: int | None = None) -> DecodeConfig:
+    """Measured on an H200. With few requests latency is all, and wide key tiles have the fewest turns."""
     # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
-    if padded_dim <= 128 and num_requests is not None and num_requests <= 2:
-        return DecodeConfig(block_n=128, max_rows=64, num_warps=8, num_stages=4)  # few programs: latency is all
+    if num_requests is None:  # one choice for all
+        num_requests = 1 << 30
     if padded_dim <= 128:
+        if num_requests <= 2:
+            return DecodeConfig(block_n=128, max_rows=64, num_warps=8, num_stages=4)
+        if num_requests <= 16:
+            return DecodeConfig(block_n=128, max_rows=64, num_warps=4, num_stages=3)
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
+        if num_requests <= 16:
+            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=2)
         return DecodeConfig(block_n=32, max_rows=32)
-    return DecodeConfig(block_n=16, max_rows=16, num_warps=8, num_stages=2)
+    if num_requests <= 64:
+        return DecodeConfig(block_n=64, max_rows=32, num_warps=8, num_stages=2)
+    return DecodeConfig(block_n=32, max_rows=16, num_warps=4, num_stages=2)
 
 
 def decode_splits(programs: int, max_keys: int, sms: int) -> int:
@@ -239,18 +281,19 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, split_size: int | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool = False,
+    key_starts: torch.Tensor | None = None, order: torch.Tensor | None = None, max_query: int, max_length: int,
+    split_size: int | None = None, num_splits: int | None = None, out: torch.Tensor | None = None,
+    fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
     Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    key_starts [requests] is the first key each request may see. A batch that shares `out` with another call passes
-    fill_padding=False. `split_size` fixes the keys per split, for
+    key_starts [requests] is the first key each request may see; order [requests] the one in which they are served. A
+    batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
     results that do not depend on the grid; `num_splits` only overrides the number chosen from the bounds.
     """
     name = "decode_attention"
+    pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
                             window, softcap, key_starts)
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
@@ -261,12 +304,16 @@ def decode_attention(
     require(split_size is None or (split_size > 0 and split_size % config.block_n == 0), name, "split_size",
             f"is {split_size}, expected a multiple of {config.block_n}")
     require(num_splits is None or num_splits >= 1, name, "num_splits", f"is {num_splits}, expected at least 1")
+    if order is not None:
+        require_tensor(name, "order", order, (shape.num_requests,), q.device, (torch.int32,))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return out
     group = shape.heads_per_kv
-    q_tile = min(max_query, max(1, config.max_rows // group))
+    # As many queries as the tile's rows hold: a kernel then serves every number of queries of its tile.
+    block_m = max(16, next_power_of_two(min(max_query, max(1, config.max_rows // group)) * group))
+    q_tile = block_m // group
     num_tiles = triton.cdiv(max_query, q_tile)
     programs = shape.num_requests * shape.num_kv_heads * num_tiles
     num_splits, split_size = _plan_splits(
@@ -282,18 +329,19 @@ def decode_attention(
     sinks = q if sinks is None else sinks
     key_starts = lengths if key_starts is None else key_starts
     _decode_kernel[(shape.num_kv_heads, shape.num_requests, num_splits * num_tiles)](
-        q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, out, part_out, part_lse,
-        scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, split_size, num_splits,
+        q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, lengths if order is None else order,
+        sinks, out, part_out, part_lse, scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests,
+        split_size, num_splits, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
-        GROUP=group, GROUP_PAD=next_power_of_two(group), PAGE=shape.page_size, Q_TILE=q_tile, NUM_TILES=num_tiles,
-        BLOCK_M=max(16, next_power_of_two(q_tile * group)), SPLIT=is_split, HAS_SOFTCAP=softcap is not None,
+        GROUP=group, GROUP_PAD=next_power_of_two(group), PAGE=shape.page_size, Q_TILE=q_tile,
+        BLOCK_M=block_m, SPLIT=is_split, HAS_SOFTCAP=softcap is not None, HAS_ORDER=order is not None,
         FILL_PADDING=fill_padding, num_warps=config.num_warps, num_stages=config.num_stages, **shared,
     )
     if is_split:
         _merge_kernel[(shape.num_heads, max_query, shape.num_requests)](
             part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out, window or 0, shape.num_tokens,
-            shape.num_requests, split_size, num_splits, out.stride(0), out.stride(1),
-            MAX_QUERY=max_query, MERGE=_MERGE, FILL_PADDING=fill_padding, num_warps=4, **shared,
+            shape.num_requests, split_size, num_splits, max_query, out.stride(0), out.stride(1),
+            MERGE=_MERGE, FILL_PADDING=fill_padding, num_warps=4, **shared,
         )
     return out

@@ -12,13 +12,16 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.core import NULL_ROW
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
 from outrider.kernels.triton.sampling import sample_logits
+from outrider.kernels.triton.synthetic import Verdicts, accept_at_rates
 
-__all__ = ["Batch", "Filled", "Pages", "Passes", "Rows", "draft_passes", "forget_pages", "gather_choosing",
-           "reading_pass", "sample_logits"]  # fmt: skip
+__all__ = ["Batch", "Filled", "Pages", "Passes", "Reading", "Rows", "Verdicts", "accept_at_rates", "draft_passes",
+           "forget_pages", "reading_pass", "sample_logits", "store_drafts"]  # fmt: skip
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
+_NULL_ROW = tl.constexpr(NULL_ROW)
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
 
 
@@ -207,33 +210,43 @@ def _forget_kernel(
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
-def _choosing_kernel(
-    row, query_starts, num_computed, rows, out, temperature, requests, most, max_len, DRAFTS: tl.constexpr
-):
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.load(row + request)
-    start = tl.load(query_starts + request)
-    count = tl.load(num_computed + request)
-    _store_choosing(request, row, start, count, rows, out, temperature, requests, most, max_len, DRAFTS)
-
-
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
-    row, computed_before, num_computed, guesses, known_tokens, out, narrow, requests, max_len, token_stride
+    row, query_starts, computed_before, num_computed, guesses, rows, choosing, temperature, out, narrow, requests, most,
+    max_len, behind, token_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(row + request)
-    computed = tl.load(computed_before + request) + tl.load(num_computed + request)
+    count = tl.load(num_computed + request)
+    start = tl.load(query_starts + request)
+    _store_choosing(request, row, start, count, rows, choosing, temperature, requests, most, max_len, DRAFTS)
+    computed = tl.load(computed_before + request) + count
     guesses = tl.load(guesses + request) != 0
-    token = tl.load(known_tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
+    token = tl.load(rows.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
     length = tl.where(guesses, computed, 0)
     tl.store(out + request, token)
     tl.store(out + requests + request, tl.maximum(computed - 1, 0))
     tl.store(out + 2 * requests + request, length)
     tl.store(out + 3 * requests + request, guesses.to(tl.int64))
     tl.store(out + 4 * requests + request, -1)
+    tl.store(out + 5 * requests + request, tl.maximum(tl.load(rows.known + row) - behind, 0))
     tl.store(narrow + request, length.to(tl.int32))
     tl.store(narrow + requests + request, guesses.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
+def _store_kernel(
+    row, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
+    proposed_stride, DRAFTS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(row + request)
+    count = tl.where(tl.load(guesses + request) != 0, tl.load(counts + request), 0)
+    index = tl.arange(0, DRAFTS)
+    is_draft = (index < most) & (row != _NULL_ROW)
+    token = tl.load(tokens + request * request_stride + index * index_stride, mask=is_draft, other=0)
+    tl.store(drafts + row * draft_stride + index, token, mask=is_draft)
+    tl.store(num_drafts + row, count, mask=row != _NULL_ROW)
+    tl.store(proposed + request * proposed_stride, count)
 
 
 def _check(name: str, batch: Batch, rows: Rows, pages: Pages | None, max_len: int) -> None:
@@ -302,31 +315,53 @@ def forget_pages(batch: Batch, page_valid: torch.Tensor, pages: Pages) -> None:
         )  # fmt: skip
 
 
-def gather_choosing(batch: Batch, rows: Rows, *, most: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(choosing, temperature) as `draft_passes` makes them."""
-    requests, device = batch.row.shape[0], batch.row.device
-    _check("gather_choosing", batch, rows, None, max_len)
-    out = torch.empty(_KEYS.value + most, requests, dtype=torch.int64, device=device)
-    temperature = torch.empty(requests, dtype=torch.float32, device=device)
-    if requests:
-        _choosing_kernel[(requests,)](
-            batch.row, batch.query_starts, batch.num_computed, rows, out, temperature, requests, most, max_len,
-            DRAFTS=next_power_of_two(most), num_warps=1,
-        )  # fmt: skip
-    return out, temperature
+class Reading(NamedTuple):
+    """One pass that writes nothing; int64 where nothing else is said."""
+
+    choosing: torch.Tensor  # these two as in Passes
+    temperature: torch.Tensor
+    requests: torch.Tensor  # [6, requests] tokens, positions, lengths, live tokens, cells; rope positions
+    narrow: torch.Tensor  # [2, requests] int32: lengths, live tokens
 
 
-def reading_pass(batch: Batch, rows: Rows, *, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[5, requests] tokens, positions, lengths, live tokens, cells; [2, requests] int32: lengths, live tokens.
-
-    The pass stands at each guessing request's last computed token, with the known token after it, and has no cells."""
+def reading_pass(batch: Batch, rows: Rows, *, most: int, max_len: int, behind: int) -> Reading:
+    """The pass stands at each guessing request's last computed token, with the known token after it, and has no cells.
+    Its rope position is `behind` the known tokens."""
     requests, device = batch.row.shape[0], batch.row.device
     _check("reading_pass", batch, rows, None, max_len)
-    out = torch.empty(5, requests, dtype=torch.int64, device=device)
-    narrow = torch.empty(2, requests, dtype=torch.int32, device=device)
+    require(most > 0, "reading_pass", "most", f"is {most}")
+    out = Reading(
+        torch.empty(_KEYS.value + most, requests, dtype=torch.int64, device=device),
+        torch.empty(requests, dtype=torch.float32, device=device),
+        torch.empty(6, requests, dtype=torch.int64, device=device),
+        torch.empty(2, requests, dtype=torch.int32, device=device),
+    )
     if requests:
         _reading_kernel[(requests,)](
-            batch.row, batch.computed_before, batch.num_computed, batch.guesses, rows.tokens, out, narrow, requests,
-            max_len, rows.tokens.stride(0), num_warps=1,
+            *batch, rows, *out, requests, most, max_len, behind, rows.tokens.stride(0),
+            DRAFTS=next_power_of_two(most), num_warps=1,
         )  # fmt: skip
-    return out, narrow
+    return out
+
+
+def store_drafts(
+    row: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *, drafts: torch.Tensor,
+    num_drafts: torch.Tensor, proposed: torch.Tensor,
+) -> None:
+    """Drafts [requests, most], of which counts [requests] are meant where a request guesses and none otherwise, become
+    those of its row; how many they are is written to `proposed` [requests] too. The null row keeps what it has."""
+    name, device, int64, (requests,) = "store_drafts", row.device, (torch.int64,), row.shape
+    require_tensor(name, "row", row, (requests,), device, int64)
+    require_tensor(name, "tokens", tokens, (requests, None), device, int64, 0)
+    require_tensor(name, "counts", counts, (requests,), device, int64)
+    require_tensor(name, "guesses", guesses, (requests,), device, (torch.bool,))
+    require_tensor(name, "drafts", drafts, (None, None), device, int64)
+    require_tensor(name, "num_drafts", num_drafts, (drafts.shape[0],), device, int64)
+    require_tensor(name, "proposed", proposed, (requests,), device, int64, 0)
+    most = tokens.shape[1]
+    require(most <= drafts.shape[1], name, "tokens", f"has {most} columns, more than the rows")
+    if requests:
+        _store_kernel[(requests,)](
+            row, tokens, counts, guesses, drafts, num_drafts, proposed, most, tokens.stride(0), tokens.stride(1),
+            drafts.stride(0), proposed.stride(0), DRAFTS=next_power_of_two(drafts.shape[1]), num_warps=1,
+        )  # fmt: skip

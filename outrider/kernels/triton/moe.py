@@ -278,7 +278,9 @@ def _product(
 ) -> torch.Tensor:
     """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
     num_pairs, num_experts = ids.numel(), weight.shape[0]
-    config = config or tile_config(num_pairs, num_experts, n, weight.shape[1] == 2 * n, num_sms(x.device))
+    # By powers of two: a batch of another size is no reason to compile anew.
+    config = config or tile_config(next_power_of_two(num_pairs), num_experts, n, weight.shape[1] == 2 * n,
+                                   num_sms(x.device))
     out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
     tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.

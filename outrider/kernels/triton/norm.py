@@ -1,4 +1,4 @@
-"""RMS norm over token rows, plain and with the residual added first.
+"""RMS norm over token rows: plain, with the residual added first, and between two norms (norm, add, norm).
 
 Statistics are float32 and are taken from the residual as it is stored, so that the fused form equals add, then norm.
 """
@@ -16,6 +16,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -24,8 +25,9 @@ _MAX_WIDTH = 65536
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_stride, residual_stride, out_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    x, post_weight, residual, weight, out, x_stride, residual_stride, out_stride, width, eps, factor,
+    HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -34,25 +36,37 @@ def _rms_norm_kernel(
     gain = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     if PLUS_ONE:
         gain += 1.0
+    if HAS_POST:
+        post = tl.load(post_weight + column, mask=valid, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     value = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if HAS_POST:
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        value = (value * scale * post).to(dtype).to(tl.float32)  # as if it had been stored
     if HAS_RESIDUAL:
         at = residual + token * residual_stride + column
-        stored = (value + tl.load(at, mask=valid, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        kept = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+        if HAS_POST:
+            kept = (kept * factor).to(dtype).to(tl.float32)
+        stored = (value + kept).to(dtype)
         tl.store(at, stored, mask=valid)
         value = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(out + token * out_stride + column, (value * scale * gain).to(out.dtype.element_ty), mask=valid)
+    tl.store(out + token * out_stride + column, (value * scale * gain).to(dtype), mask=valid)
 
 
 def _launch(
     kernel: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool,
-    out: torch.Tensor | None, pdl: bool,
+    out: torch.Tensor | None, pdl: bool | None, post_weight: torch.Tensor | None = None, factor: float = 1.0,
 ) -> torch.Tensor:
+    pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, width = x.shape
     require(0 < width <= _MAX_WIDTH, kernel, "x", f"has {width} columns, allowed are 1 to {_MAX_WIDTH}")
     require_tensor(kernel, "weight", weight, (width,), x.device, FLOATS)
+    if post_weight is not None:
+        require_tensor(kernel, "post_weight", post_weight, (width,), x.device, FLOATS)
     if residual is not None:
         require_tensor(kernel, "residual", residual, (num_tokens, width), x.device, (x.dtype,))
     if out is None:
@@ -62,17 +76,17 @@ def _launch(
         return out
     columns = next_power_of_two(width)
     _rms_norm_kernel[(num_tokens,)](
-        x, residual if residual is not None else x, weight, out,
-        x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0), width, eps,
-        HAS_RESIDUAL=residual is not None, PLUS_ONE=plus_one, COLUMNS=columns, PDL=pdl,
-        num_warps=min(16, max(1, columns // 512)), **pdl_options(pdl),
+        x, weight if post_weight is None else post_weight, residual if residual is not None else x, weight, out,
+        x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0), width, eps, factor,
+        HAS_POST=post_weight is not None, HAS_RESIDUAL=residual is not None, PLUS_ONE=plus_one, COLUMNS=columns,
+        PDL=pdl, num_warps=min(16, max(1, columns // 512)), **pdl_options(pdl),
     )
     return out
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
-    out: torch.Tensor | None = None, pdl: bool = False,
+    out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """x [tokens, width] -> x / rms(x) * weight (or 1 + weight)."""
     return _launch("rms_norm", x, None, weight, eps, plus_one, out, pdl)
@@ -80,7 +94,15 @@ def rms_norm(
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
-    out: torch.Tensor | None = None, pdl: bool = False,
+    out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """Adds x [tokens, width] to residual in place and returns the norm of the sum."""
     return _launch("add_rms_norm", x, residual, weight, eps, plus_one, out, pdl)
+
+
+def norm_add_norm(
+    x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *,
+    factor: float = 1.0, out: torch.Tensor | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """residual [tokens, width] becomes factor * residual + rms_norm(x, post_weight), in place; returns its norm."""
+    return _launch("norm_add_norm", x, residual, weight, eps, False, out, pdl, post_weight, factor)

@@ -1,7 +1,8 @@
 """Paged attention for long query ranges: tiles of queries, none of which spans requests.
 
-The host knows how many query tokens each request was given and lists the tiles; lengths and live counts are read on
-the device. Keys are visited in tiles anchored at position 0, first those that every query of the tile sees whole.
+The host knows how many query tokens each request was given and lists the tiles; or, in a captured step, the device
+counts them and every program finds its own. Lengths and live counts are read on the device. Keys are visited in tiles
+anchored at position 0, first those that every query of the tile sees whole.
 """
 
 from __future__ import annotations
@@ -20,11 +21,33 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
+
+
+@triton.jit(do_not_specialize=["num_requests", "longest_short"], do_not_specialize_on_alignment=["query_starts"])
+def _count_tiles_kernel(query_starts, starts, num_requests, longest_short, QUERIES: tl.constexpr, PAD: tl.constexpr):
+    request = tl.arange(0, PAD)
+    valid = request < num_requests
+    first = tl.load(query_starts + request, mask=valid, other=0)
+    count = tl.load(query_starts + request + 1, mask=valid, other=0) - first
+    tiles = tl.where(count > longest_short, tl.cdiv(count, QUERIES), 0)
+    tl.store(starts + request + 1, tl.cumsum(tiles, axis=0).to(tl.int32), mask=valid)
+    tl.store(starts + request, tl.zeros([PAD], dtype=tl.int32), mask=request == 0)
+
+
+@triton.jit
+def _find_tile(starts, program, num_requests, PAD: tl.constexpr):
+    """(request, tile of it, whether there is such a tile): the last request whose first tile is not after `program`.
+    Requests without tiles share their start with the next and never come last."""
+    request = tl.arange(0, PAD)
+    first = tl.load(starts + request, mask=request < num_requests, other=2147483647)
+    owner = tl.sum((first <= program).to(tl.int32), axis=0) - 1
+    return owner, program - tl.load(starts + owner), program < tl.load(starts + num_requests)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
@@ -36,18 +59,22 @@ def _prefill_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr,
-    PDL: tl.constexpr,
+    SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    request = tl.load(tile_requests + program)
-    tile = tl.load(tile_indices + program)
+    if SEARCH > 0:
+        request, tile, exists = _find_tile(tile_requests, program, num_requests, SEARCH)
+    else:
+        request = tl.load(tile_requests + program)
+        tile = tl.load(tile_indices + program)
+        exists = True
     first_token = tl.load(query_starts + request)
-    scheduled = tl.load(query_starts + request + 1) - first_token
+    scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
     length = tl.load(lengths + request)
-    num_live = tl.load(live + request)
+    num_live = tl.where(exists, tl.load(live + request), 0)
 
     row = tl.arange(0, BLOCK_M)
     query = tile * Q_TILE + row // GROUP
@@ -137,12 +164,14 @@ def prefill_config(head_dim: int) -> PrefillConfig:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Which request and which part of its queries each tile is: device tensors, built once per step."""
+    """Which request and which part of its queries each tile is: device tensors, built once per step. Listed by the
+    host, or, where only the device knows, as the number of tiles before each request's own."""
 
-    requests: torch.Tensor  # [tiles] int32
-    indices: torch.Tensor  # [tiles] int32
+    requests: torch.Tensor  # [tiles] int32, or tiles before each request [requests + 1] int32
+    indices: torch.Tensor | None  # [tiles] int32; None: counted by the device
     queries: int  # query tokens per tile
     config: PrefillConfig
+    count: int  # tiles, at most
 
 
 def query_tiles(
@@ -156,7 +185,28 @@ def query_tiles(
     tiles.sort(reverse=True)
     table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-    return QueryTiles(requests=table[1], indices=table[0], queries=queries, config=config)
+    return QueryTiles(requests=table[1], indices=table[0], queries=queries, config=config, count=len(tiles))
+
+
+def _search_width(num_requests: int) -> int:
+    """Requests that a program looks through: one width for all usual numbers, so that one kernel serves them."""
+    return max(256, next_power_of_two(num_requests))
+
+
+def device_query_tiles(
+    query_starts: torch.Tensor, num_tokens: int, longest_short: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> QueryTiles:
+    """Tiles of the requests with more than `longest_short` query tokens, of num_tokens in all. Reads nothing back."""
+    config = prefill_config(head_dim)
+    queries = max(1, config.block_m // (num_heads // num_kv_heads))
+    require_tensor("device_query_tiles", "query_starts", query_starts, (None,), query_starts.device, (torch.int32,))
+    num_requests = query_starts.shape[0] - 1
+    starts = torch.empty_like(query_starts)
+    _count_tiles_kernel[(1,)](query_starts, starts, num_requests, longest_short, QUERIES=queries,
+                              PAD=_search_width(num_requests), num_warps=4)
+    # A request's last tile may hold one query; the shortest request that has any holds longest_short + 1.
+    most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (longest_short + 1))
+    return QueryTiles(requests=starts, indices=None, queries=queries, config=config, count=most)
 
 
 def prefill_attention(
@@ -164,16 +214,19 @@ def prefill_attention(
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
     left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
+    pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
                             window, softcap, key_starts)
-    num_tiles = tiles.requests.shape[0]
-    for argument, tensor in (("tiles.requests", tiles.requests), ("tiles.indices", tiles.indices)):
-        require_tensor(name, argument, tensor, (num_tiles,), q.device, (torch.int32,))
+    num_tiles = tiles.count
+    listed = num_tiles if tiles.indices is not None else shape.num_requests + 1
+    require_tensor(name, "tiles.requests", tiles.requests, (listed,), q.device, (torch.int32,))
+    if tiles.indices is not None:
+        require_tensor(name, "tiles.indices", tiles.indices, (num_tiles,), q.device, (torch.int32,))
     group, config = shape.heads_per_kv, tiles.config
     require(tiles.queries == max(1, config.block_m // group), name, "tiles", "were built for other head counts")
     if out is None:
@@ -183,7 +236,7 @@ def prefill_attention(
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
         lengths if key_starts is None else key_starts, q if sinks is None else sinks,
-        tiles.requests, tiles.indices, out,
+        tiles.requests, tiles.requests if tiles.indices is None else tiles.indices, out,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
@@ -191,6 +244,7 @@ def prefill_attention(
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
         BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        SEARCH=0 if tiles.indices is not None else _search_width(shape.num_requests),
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

@@ -18,6 +18,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -116,7 +117,7 @@ def rope_cache_write(
     k_cache: torch.Tensor, v_cache: torch.Tensor,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, plus_one: bool = False, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
-    out: torch.Tensor | None = None, pdl: bool = False,
+    out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
 
@@ -125,6 +126,7 @@ def rope_cache_write(
     mean square; v_from_k takes them from the keys' columns, before their norm; without `writes` there are only queries.
     """
     name, device = "rope_cache_write", qkv.device
+    pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "qkv", qkv, (None, None), device, FLOATS)
     num_tokens = qkv.shape[0]
     require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (qkv.dtype,))

@@ -7,6 +7,8 @@ Knows nothing of penalties or truncation: those change the logits before they co
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 import triton
@@ -22,6 +24,16 @@ from outrider.kernels.triton.common import (
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
 _NO_ID = tl.constexpr(2147483647)
+# What is done to a logit before its noise is added, if any is.
+_GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Keys(NamedTuple):
+    """By what tokens are drawn, of logit rows or of the rows they name."""
+
+    temperature: torch.Tensor  # float32; 0: greedy
+    seed: torch.Tensor  # int64
+    sample_index: torch.Tensor  # int64 or int32
 
 
 @triton.jit
@@ -47,90 +59,222 @@ def _best(score, token):
 
 
 @triton.jit
-def _scan(logits, quad, vocab, heat, key, word1, word2, RANDOM: tl.constexpr, QUADS: tl.constexpr):
+def _load_logits(logits, token, valid):
+    """A NaN counts as the greatest, so that it is chosen and the caller sees it."""
+    logit = tl.load(logits + token, mask=valid, other=float("-inf")).to(tl.float32)
+    return tl.where(logit == logit, logit, float("inf"))
+
+
+@triton.jit
+def _word_of(ids, token, valid, key, word1, word2, zero):
+    """32 random bits by the id that a token stands for."""
+    target = tl.load(ids + token, mask=valid, other=0)
+    words = tl.philox(key, (target // 4).to(tl.uint32), zero + word1, zero + word2, zero)
+    lane = target % 4
+    low, high = tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3])
+    return tl.where(lane < 2, low, high)
+
+
+@triton.jit
+def _scan(
+    logits, ids, quad, vocab, heat, shift, key, word1, word2,
+    RANDOM: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+):
     """The best (score, token) among the four token ids of each quad."""
-    if RANDOM:
-        zero = tl.zeros([QUADS], dtype=tl.uint32)
+    zero = tl.zeros([QUADS], dtype=tl.uint32)
+    if RANDOM and not MAPPED:
         bits = tl.philox(key, quad.to(tl.uint32), zero + word1, zero + word2, zero)
     best_score = tl.full([QUADS], float("-inf"), dtype=tl.float32)
     best_token = tl.full([QUADS], _NO_ID, dtype=tl.int32)
     for lane in tl.static_range(4):
         token = quad * 4 + lane
         valid = token < vocab
-        score = tl.load(logits + token, mask=valid, other=float("-inf")).to(tl.float32)
-        score = tl.where(score == score, score, float("inf"))  # a NaN is chosen, so that the caller sees it
+        score = _load_logits(logits, token, valid)
         if RANDOM:
-            score = tl.div_rn(score, heat) + _gumbel(bits[lane])
+            if SCALE == _SHIFT:
+                score = tl.div_rn(score - shift, heat)
+            elif SCALE == _DIVIDE:
+                score = tl.div_rn(score, heat)
+            if MAPPED:
+                score += _gumbel(_word_of(ids, token, valid, key, word1, word2, zero))
+            else:
+                score += _gumbel(bits[lane])
         best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
     return _best(best_score, best_token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "sample_index", "position"])
-def _score_kernel(
-    logits, temperature, seed, sample_index, position, tile_scores, tile_tokens, row_stride, vocab, num_tiles,
-    QUADS: tl.constexpr, PDL: tl.constexpr,
+# Tensors that may begin anywhere in a buffer: no reason to compile anew.
+_SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
+def _greatest_kernel(
+    logits, row, temperature, tile_greatest, logit_stride, vocab, num_tiles, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
+    """The greatest logit of each tile, in logit rows that are not greedy."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    quad = tile * QUADS + tl.arange(0, QUADS)
-    heat = tl.load(temperature + row)
-    key = tl.load(seed + row)
-    word1 = tl.load(position + row).to(tl.uint32)
-    word2 = tl.load(sample_index + row).to(tl.uint32)
-    if heat > 0:
-        top, chosen = _scan(logits + row * row_stride, quad, vocab, heat, key, word1, word2, True, QUADS)
-    else:
-        top, chosen = _scan(logits + row * row_stride, quad, vocab, heat, key, word1, word2, False, QUADS)
-    tl.store(tile_scores + row * num_tiles + tile, top)
-    tl.store(tile_tokens + row * num_tiles + tile, chosen)
+    if tl.load(temperature + tl.load(row + at)) > 0:
+        token = tile * SIZE + tl.arange(0, SIZE)
+        logit = _load_logits(logits + at * logit_stride, token, token < vocab)
+        tl.store(tile_greatest + at * num_tiles + tile, tl.max(logit, axis=0))
 
 
 @triton.jit
-def _pick_kernel(tile_scores, tile_tokens, tokens, num_tiles, TILES: tl.constexpr, PDL: tl.constexpr):
+def _shift_of(tile_greatest, num_tiles, SCALE: tl.constexpr, TILES: tl.constexpr):
+    """What is taken from every logit of a row: the greatest, if it is finite."""
+    if SCALE == _SHIFT:
+        tile = tl.arange(0, TILES)
+        greatest = tl.max(tl.load(tile_greatest + tile, mask=tile < num_tiles, other=float("-inf")), axis=0)
+        return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
+    else:
+        return 0.0
+
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
+def _score_kernel(
+    logits, row, temperature, seed, sample_index, position, ids, tile_greatest, tile_scores, tile_tokens, logit_stride,
+    vocab, num_tiles, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    quad = tile * QUADS + tl.arange(0, QUADS)
+    own = logits + at * logit_stride
+    if SCALE == _GREEDY:
+        top, chosen = _scan(own, ids, quad, vocab, 0.0, 0.0, 0, 0, 0, False, SCALE, MAPPED, QUADS)
+    else:
+        of = at
+        if HAS_ROWS:
+            of = tl.load(row + at)
+        heat = tl.load(temperature + of)
+        key = tl.load(seed + of)
+        word1 = tl.load(position + at).to(tl.uint32)
+        word2 = tl.load(sample_index + of).to(tl.uint32)
+        if heat > 0:
+            shift = _shift_of(tile_greatest + at * num_tiles, num_tiles, SCALE, TILES)
+            top, chosen = _scan(own, ids, quad, vocab, heat, shift, key, word1, word2, True, SCALE, MAPPED, QUADS)
+        else:
+            top, chosen = _scan(own, ids, quad, vocab, heat, 0.0, key, word1, word2, False, SCALE, MAPPED, QUADS)
+    tl.store(tile_scores + at * num_tiles + tile, top)
+    tl.store(tile_tokens + at * num_tiles + tile, chosen)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids", "tokens"])
+def _pick_kernel(
+    tile_scores, tile_tokens, logits, ids, tokens, bad, logit_stride, num_tiles,
+    CHECKED: tl.constexpr, MAPPED: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     valid = tile < num_tiles
-    score = tl.load(tile_scores + row * num_tiles + tile, mask=valid, other=float("-inf"))
-    token = tl.load(tile_tokens + row * num_tiles + tile, mask=valid, other=_NO_ID)
+    score = tl.load(tile_scores + at * num_tiles + tile, mask=valid, other=float("-inf"))
+    token = tl.load(tile_tokens + at * num_tiles + tile, mask=valid, other=_NO_ID)
     _, chosen = _best(score, token)
-    tl.store(tokens + row, chosen.to(tl.int64))
+    if CHECKED:
+        logit = tl.load(logits + at * logit_stride + chosen).to(tl.float32)
+        is_bad = (tl.abs(logit) < float("inf")) == 0  # also where it is a NaN
+        tl.store(bad + at, is_bad)
+        chosen = tl.where(is_bad, 0, chosen)
+    if MAPPED:
+        tl.store(tokens + at, tl.load(ids + chosen))
+    else:
+        tl.store(tokens + at, chosen.to(tl.int64))
+
+
+def _check(name: str, logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None) -> None:
+    device, integers = logits.device, (torch.int64, torch.int32)
+    require_tensor(name, "logits", logits, (None, None), device, (torch.float32, torch.bfloat16))
+    num_logit_rows, vocab = logits.shape
+    require(vocab > 0, name, "logits", "has no columns")
+    num_keys: int | None = num_logit_rows
+    if row is not None:
+        require_tensor(name, "row", row, (num_logit_rows,), device, (torch.int64,))
+        num_keys = keys.seed.shape[0]
+    require_tensor(name, "temperature", keys.temperature, (num_keys,), device, (torch.float32,))
+    require_tensor(name, "seed", keys.seed, (num_keys,), device, (torch.int64,))
+    require_tensor(name, "sample_index", keys.sample_index, (num_keys,), device, integers)
+    require_tensor(name, "position", position, (num_logit_rows,), device, integers)
+
+
+def _launch(
+    logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None, ids: torch.Tensor | None,
+    scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool,
+) -> None:
+    """Tiles of each logit row are scored by programs of their own; then the best tile's token is taken."""
+    num_logit_rows, vocab = logits.shape
+    if num_logit_rows == 0:
+        return
+    num_tiles, stride = triton.cdiv(vocab, 4 * _QUADS), logits.stride(0)
+    size = (num_logit_rows, num_tiles)
+    scores = torch.empty(size, dtype=torch.float32, device=logits.device)
+    best = torch.empty(size, dtype=torch.int32, device=logits.device)
+    greatest, tiles = scores, next_power_of_two(num_tiles)
+    options = {"PDL": pdl, **pdl_options(pdl)}
+    if scale.value == _SHIFT.value:
+        assert row is not None
+        greatest = torch.empty_like(scores)
+        _greatest_kernel[(num_tiles, num_logit_rows)](
+            logits, row, keys.temperature, greatest, stride, vocab, num_tiles, SIZE=4 * _QUADS, num_warps=4, **options
+        )
+    _score_kernel[(num_tiles, num_logit_rows)](
+        logits, position if row is None else row, *keys, position, position if ids is None else ids, greatest, scores,
+        best, stride, vocab, num_tiles, HAS_ROWS=row is not None, SCALE=scale.value, MAPPED=ids is not None,
+        QUADS=_QUADS, TILES=tiles, num_warps=4, **options,
+    )
+    _pick_kernel[(num_logit_rows,)](
+        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride, num_tiles,
+        CHECKED=bad is not None, MAPPED=ids is not None, TILES=tiles, num_warps=1, **options,
+    )
 
 
 def sample_logits(
     logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, sample_index: torch.Tensor,
-    position: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False,
+    position: torch.Tensor, *, ids: torch.Tensor | None = None, out: torch.Tensor | None = None, pdl: bool = False,
 ) -> torch.Tensor:
-    """logits [logit rows, vocabulary] -> tokens [logit rows] int64.
+    """logits [logit rows, vocabulary] -> tokens [logit rows] int64: the greatest of logit / temperature + noise.
 
     Greedy where temperature (float32) is 0. Noise of token id t is lane t % 4 of Philox 4x32-10 with counter
-    (t // 4, position, sample_index, 0) and the 64-bit seed as key.
+    (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary] a column stands for that
+    id, by which its noise goes and which is returned; ties go to the first column.
     """
-    name, device = "sample_logits", logits.device
-    require_tensor(name, "logits", logits, (None, None), device, (torch.float32, torch.bfloat16))
-    num_rows, vocab = logits.shape
-    require(vocab > 0, name, "logits", "has no columns")
-    integers = (torch.int64, torch.int32)
-    require_tensor(name, "temperature", temperature, (num_rows,), device, (torch.float32,))
-    require_tensor(name, "seed", seed, (num_rows,), device, (torch.int64,))
-    require_tensor(name, "sample_index", sample_index, (num_rows,), device, integers)
-    require_tensor(name, "position", position, (num_rows,), device, integers)
+    name, device, keys = "sample_logits", logits.device, Keys(temperature, seed, sample_index)
+    _check(name, logits, keys, position, None)
     if out is None:
-        out = torch.empty(num_rows, dtype=torch.int64, device=device)
-    require_tensor(name, "out", out, (num_rows,), device, (torch.int64,))
-    if num_rows == 0:
-        return out
-    num_tiles = triton.cdiv(vocab, 4 * _QUADS)
-    scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
-    tokens = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
-    _score_kernel[(num_tiles, num_rows)](
-        logits, temperature, seed, sample_index, position, scores, tokens, logits.stride(0), vocab, num_tiles,
-        QUADS=_QUADS, PDL=pdl, num_warps=4, **pdl_options(pdl),
-    )
-    _pick_kernel[(num_rows,)](
-        scores, tokens, out, num_tiles, TILES=next_power_of_two(num_tiles), PDL=pdl, num_warps=1, **pdl_options(pdl),
-    )
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=device)
+    require_tensor(name, "out", out, (logits.shape[0],), device, (torch.int64,))
+    if ids is not None:
+        require_tensor(name, "ids", ids, (logits.shape[1],), device, (torch.int64,))
+    _launch(logits, keys, position, None, ids, _DIVIDE, out, None, pdl)
     return out
+
+
+def draw_tokens(
+    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, any_sampled: bool, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole sampler of logit rows that ask for no more than a temperature: (tokens, which are bad) [logit rows].
+
+    `keys` are those of all rows. The score is (logit - greatest) / temperature + noise, rounded as the sampler's own
+    steps round it. Bad are rows whose choice is not finite; their token is 0. With `any_sampled` false all are greedy.
+    """
+    _check("draw_tokens", logits, keys, position, row)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
+    _launch(logits, keys, position, row, None, _SHIFT if any_sampled else _GREEDY, tokens, bad, pdl)
+    return tokens, bad
+
+
+def choose_scaled(
+    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, pdl: bool = False
+) -> torch.Tensor:
+    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise."""
+    _check("choose_scaled", scaled, keys, position, row)
+    tokens = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
+    _launch(scaled, keys, position, row, None, _AS_IS, tokens, None, pdl)
+    return tokens

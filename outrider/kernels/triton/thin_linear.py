@@ -21,10 +21,12 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
 MAX_ROWS = 16
+_SMALL_WEIGHT = 16 << 20  # bytes
 _LINE = tl.constexpr(128)  # bytes the memory system fetches at once
 _NONE, _RMS_NORM, _SILU_MUL, _GELU_TANH_MUL = (tl.constexpr(i) for i in range(4))
 _PROLOGUES = {None: 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
@@ -190,6 +192,8 @@ def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
         return ThinConfig(2, 2048, 8, 1) if k >= 2048 else ThinConfig(2, 1024, 4, 1)
     sizes = (64, 32, 16, 8)
     block_n = next((size for size in sizes if n >= 2 * sms * size * 15 // 16), sizes[-1])
+    if block_n == 16:
+        return ThinConfig(16, 256, 2, 5)
     # Where the smallest tile leaves one program per multiprocessor, more stages keep enough bytes on their way.
     return ThinConfig(block_n, 128 if block_n == 64 else 256, 4, 8 if block_n == 8 else 4)
 
@@ -198,7 +202,7 @@ def thin_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
     prologue: str | None = None, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, plus_one: bool = False,
     residual: torch.Tensor | None = None, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    exact_rows: bool = False, config: ThinConfig | None = None, pdl: bool = False,
+    exact_rows: bool = False, config: ThinConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """f(x) [rows, k] times weight [n, k] transposed, plus bias [n] and residual [rows, n]; 1 to 16 rows.
 
@@ -226,12 +230,23 @@ def thin_linear(
     return _launch(x, weight, bias, norm_weight, residual, out, prologue, eps, plus_one, exact_rows, config, pdl)
 
 
+def is_small(weight: torch.Tensor) -> bool:
+    """Read in a few microseconds: what a product costs then is waiting, which a library does not save."""
+    return weight.numel() * weight.element_size() <= _SMALL_WEIGHT
+
+
+def _overlaps(weight: torch.Tensor) -> bool:
+    """Whether to start while the kernel before still runs: a product of many waves only takes its place away."""
+    return is_small(weight) and uses_pdl(weight.device)
+
+
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, prologue: str | None, eps: float, plus_one: bool,
-    exact_rows: bool, config: ThinConfig | None, pdl: bool,
+    exact_rows: bool, config: ThinConfig | None, pdl: bool | None,
 ) -> torch.Tensor:
     num_rows, (n, k) = x.shape[0], weight.shape
+    pdl = _overlaps(weight) if pdl is None else pdl
     is_vector = num_rows == 1 and not exact_rows
     config = config or thin_config(1 if is_vector else MAX_ROWS, n, k, num_sms(x.device))
     options = {
@@ -253,7 +268,7 @@ def _launch(
 
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, activation: str, *, exact_rows: bool = False,
-    config: ThinConfig | None = None,
+    config: ThinConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """act(gate) * up for 1 to 16 token rows: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
     name, device = "gated_linear", x.device
@@ -263,13 +278,14 @@ def gated_linear(
     require_tensor(name, "x", x, (num_rows, k), device, FLOATS)
     require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
     out = torch.empty(num_rows, n, dtype=x.dtype, device=device)
+    pdl = _overlaps(weight) if pdl is None else pdl
     is_vector = num_rows == 1 and not exact_rows
     # Each program reads its rows of both halves: half the tile of a plain product.
-    config = config or (thin_config(1, n, k, num_sms(device)) if is_vector else gated_config(n, num_sms(device)))
+    config = config or (thin_config(1, n, k, num_sms(device)) if is_vector else GATED)
     options = {
         "K": k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PROLOGUE": 0, "PLUS_ONE": False,
-        "HAS_BIAS": False, "HAS_RESIDUAL": False, "LINES": 8, "PDL": False, "EPILOGUE": _PROLOGUES[activation],
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "HAS_BIAS": False, "HAS_RESIDUAL": False, "LINES": 8, "PDL": pdl, "EPILOGUE": _PROLOGUES[activation],
+        "num_warps": config.num_warps, "num_stages": config.num_stages, **pdl_options(pdl),
     }
     grid = (triton.cdiv(n, config.block_n),)
     if is_vector:
@@ -280,5 +296,4 @@ def gated_linear(
     return out
 
 
-def gated_config(n: int, sms: int) -> ThinConfig:
-    return ThinConfig(32, 256, 8, 3) if n >= 32 * sms else ThinConfig(16, 128, 4, 5)
+GATED = ThinConfig(32, 256, 4, 4)

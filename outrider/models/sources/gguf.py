@@ -1,4 +1,5 @@
-"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors dequantised under HF names.
+"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under HF names, dequantised or as
+they are stored.
 
 One tensor at a time is in memory. What the file asks for and Outrider does not have is refused by its key or
 tensor name. Knows nothing of tokenizing: the metadata is handed on as it is.
@@ -17,6 +18,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from outrider.kernels.quantized import KINDS as KEPT_KINDS
+from outrider.kernels.quantized import QuantizedRows
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
 
@@ -59,7 +62,8 @@ def gguf_source(path: Path, name: str | None = None) -> ModelSource:
         path=path,
         config=build_config(header),
         eos_token_ids=_eos_token_ids(header.metadata),
-        tensors=lambda: read_tensors(header),
+        tensors=lambda: ((name, _as_tensor(stored)) for name, stored in read_tensors(header)),
+        stored=lambda: read_tensors(header),
         tokenizer=lambda: header.metadata,
     )
 
@@ -191,25 +195,35 @@ def _eos_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(meta[key]) for key in keys if key in meta))
 
 
-def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_tensor(stored: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    return stored if isinstance(stored, torch.Tensor) else stored.dequantize()
+
+
+def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     heads = header.metadata["llama.attention.head_count"]
     kv_heads = header.metadata.get("llama.attention.head_count_kv", heads)
     # Largest first: what the model has not been given yet is not in memory, so the largest costs nothing extra.
     for entry in sorted(header.tensors.values(), key=lambda e: -math.prod(e.shape)):
         if entry.name == ROPE_FACTORS:
             continue
-        tensor = _dequantised(header.path, entry)
+        keeps_bits = entry.kind.name in KEPT_KINDS and len(entry.shape) == 2
+        rows = _raw(header.path, entry).view(entry.shape[0], -1) if keeps_bits else _dequantised(header.path, entry)
         if entry.name.endswith(".attn_q.weight"):
-            tensor = _unpermute(tensor, heads)
+            rows = _unpermute(rows, heads)
         elif entry.name.endswith(".attn_k.weight"):
-            tensor = _unpermute(tensor, kv_heads)
-        yield hf_name(entry.name, header.path), tensor
+            rows = _unpermute(rows, kv_heads)
+        yield hf_name(entry.name, header.path), QuantizedRows(entry.kind.name, rows) if keeps_bits else rows
 
 
-def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
+def _raw(path: Path, entry: TensorEntry) -> torch.Tensor:
     raw = np.fromfile(path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
     if raw.size != entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
+    return torch.from_numpy(raw)
+
+
+def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
+    raw = _raw(path, entry).numpy()
     match entry.kind:
         case GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32)).view(entry.shape)
@@ -223,6 +237,7 @@ def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
 
 
 def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[heads * dim, in]: GGUF interleaves the two halves of a head for its rope; put the halves back in a row."""
+    """[heads * dim, in], or bytes of rows: GGUF interleaves the two halves of a head for its rope; put the halves back
+    in a row."""
     out, width = weight.shape
     return weight.view(num_heads, out // num_heads // 2, 2, width).transpose(1, 2).reshape(out, width)

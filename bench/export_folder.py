@@ -1,0 +1,76 @@
+"""Saves any model source (a GGUF file, a hub id, a folder) as a folder in Hugging Face's form.
+
+    python bench/export_folder.py smollm2 OUT --dtype bfloat16
+
+Writes config.json, model.safetensors and, as far as the source has them, tokenizer files: what a machine without the
+gguf package, or without a network, needs to run the model. One dtype for all tensors; knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.models.sources import ModelSource, resolve
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                   "chat_template.json", "generation_config.json")  # fmt: skip
+
+
+def export_folder(source: ModelSource, out: Path, dtype: str | None = None) -> list[str]:
+    """`dtype`: of the tensors that are floating; as stored if None. Returns the names of the files."""
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty")
+    out.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors():
+        wanted = tensor.dtype if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
+        tensors[name] = tensor.to(wanted).contiguous()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = source.config | ({} if dtype is None else {"dtype": dtype})
+    if source.eos_token_ids:
+        config["eos_token_id"] = list(source.eos_token_ids)
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    _save_tokenizer(source.tokenizer(), out)
+    return sorted(path.name for path in out.iterdir())
+
+
+def _save_tokenizer(data: Path | dict[str, Any], out: Path) -> None:
+    if isinstance(data, Path):
+        for name in TOKENIZER_FILES:
+            if (data / name).is_file():
+                shutil.copyfile(data / name, out / name)
+        return
+    try:
+        tokenizer = Tokenizer.load(data)
+    except TokenizerError as error:
+        print(f"no tokenizer: {error}")
+        return
+    tokenizer.backend.save(str(out / "tokenizer.json"))
+    settings: dict[str, Any] = dict(tokenizer.special_tokens)
+    if tokenizer.chat_templates:
+        settings["chat_template"] = [
+            {"name": name, "template": template} for name, template in tokenizer.chat_templates.items()
+        ]
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Save a model as a Hugging Face folder.")
+    parser.add_argument("model", help="a .gguf file, a folder, a hub id or smollm2")
+    parser.add_argument("out", type=Path, help="a folder that is empty or not there")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating tensors (default: as stored)")
+    args = parser.parse_args()
+    print(args.out, *export_folder(resolve(args.model), args.out, args.dtype))
+
+
+if __name__ == "__main__":
+    main()

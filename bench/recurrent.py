@@ -1,0 +1,204 @@
+"""Times the kernels of recurrent layers on the card: `python bench/recurrent.py [--only mamba2] [--no-sweep]`.
+
+One layer and step at the shapes of Nemotron-H (mamba2) and Qwen3-Next (delta), in captured graphs over rows larger than
+the cache. The floor is one read and one write of the states that the batch has, for any number of drafts. Checked
+against the torch path by tests/kernels/test_triton_recurrent.py, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernel_harness import DTYPE, Bench, compiled_in_threads, graph_us, randn, sets  # noqa: E402
+
+from outrider.kernels.triton.gated_delta import delta_config, delta_steps  # noqa: E402
+from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps  # noqa: E402
+from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs  # noqa: E402
+from outrider.kernels.triton.recurrent_step import (  # noqa: E402
+    LayerTensors,
+    SaveTargets,
+    StepConfig,
+    StepInputs,
+    StepTensors,
+)
+from outrider.kernels.triton.save_tails import save_tails  # noqa: E402
+
+CONV_WIDTH = 4
+PAGE_ELEMENTS = 16 * 2 * 2 * 128 * 6  # a page of 16 tokens, 2 heads of keys and values, 6 layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str
+    heads: int
+    dim: int
+    n: int
+    groups: int  # of B and C, or key heads
+    num_gates: int
+
+    @property
+    def conv_dim(self) -> int:
+        return self.heads * self.dim + 2 * self.groups * self.n
+
+    @property
+    def state_bytes(self) -> int:
+        return self.heads * self.dim * self.n * 4
+
+
+SHAPES = {"mamba2": Shape("mamba2", 64, 64, 128, 8, 1), "delta": Shape("delta", 32, 128, 128, 16, 2)}
+
+
+@dataclass
+class Layer:
+    """Rows of one layer and a batch over all of them, each request with the same counts."""
+
+    shape: Shape
+    rows: LayerTensors
+    step: StepTensors
+    projected: torch.Tensor
+    targets: SaveTargets | None
+    made: StepInputs | None = None
+
+    @classmethod
+    def of(cls, shape: Shape, requests: int, known: int, drafts: int, window: int, pending: int,
+           saves: bool = False) -> Layer:
+        rows, heads = requests + 1, shape.heads
+        state = torch.zeros(rows, heads, shape.dim, shape.n, device="cuda")
+        layer = LayerTensors(state, randn(rows, CONV_WIDTH - 1, shape.conv_dim), randn(rows, window, shape.conv_dim),
+                             tuple(randn(rows, window, heads) for _ in range(shape.num_gates)))
+        index = torch.arange(requests + 1, device="cuda")
+        tokens, full = known + drafts, torch.ones_like(index[1:])
+        step = StepTensors.of(index[1:], index * tokens, 15 * full, known * full, drafts * full, pending * full,
+                              torch.arange(requests, device="cuda").repeat_interleave(tokens))
+        columns = shape.heads * shape.dim + shape.conv_dim + shape.num_gates * heads
+        return cls(shape, layer, step, randn(requests * tokens, columns), cls.saved(shape, requests) if saves else None)
+
+    @staticmethod
+    def saved(shape: Shape, requests: int) -> SaveTargets:
+        """Every sixteenth request passes a boundary with its known token, and all have a target."""
+        index = torch.arange(requests + 1, device="cuda")
+        pages = -(-(shape.state_bytes + 6 * shape.conv_dim) // (2 * PAGE_ELEMENTS))
+        pool = torch.zeros(1 + requests * pages, PAGE_ELEMENTS, device="cuda", dtype=DTYPE)
+        boundary = torch.where(index[:-1] % 16 == 0, 16, -1)
+        return SaveTargets(index, boundary, 1 + torch.arange(requests * pages, device="cuda").view(requests, pages),
+                           pool, 0)
+
+    def split(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        _, conv_in, *gates = self.projected.split(
+            (self.shape.heads * self.shape.dim, self.shape.conv_dim, *[self.shape.heads] * self.shape.num_gates), dim=-1
+        )
+        return conv_in, tuple(gates)
+
+    def inputs(self, params: Params) -> StepInputs:
+        conv_in, gates = self.split()
+        self.made = recurrent_inputs(self.step, conv_in, gates, self.rows, params.conv, params.gate)
+        if self.targets is not None:
+            save_tails(self.step, conv_in, self.rows, self.targets)
+        return self.made
+
+    def states(self, params: Params, **options: Any) -> torch.Tensor:
+        assert self.made is not None
+        if self.shape.kind == "delta":
+            return delta_steps(self.step, self.made, self.rows, num_key_heads=self.shape.groups, targets=self.targets,
+                               **options)
+        return mamba2_steps(self.step, self.made, self.rows, params.gate.decay, params.skip,
+                            num_groups=self.shape.groups, targets=self.targets, **options)
+
+
+@dataclass(frozen=True)
+class Params:
+    conv: ConvParams
+    gate: GateParams
+    skip: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: Shape) -> Params:
+        heads = torch.randn(3, shape.heads, device="cuda")
+        conv = ConvParams(randn(CONV_WIDTH, shape.conv_dim).float(), randn(shape.conv_dim).float())
+        kind = "delta" if shape.kind == "delta" else "mamba2"
+        return cls(conv, GateParams(kind, heads[0].contiguous(), -heads[1].exp()), heads[2].contiguous())
+
+
+def time_steps(bench: Bench, shape: Shape, params: Params, requests: int, drafts: int, *, sweep: bool,
+               saves: bool = False) -> None:
+    window, pending = drafts, drafts // 2
+    num_bytes = 2 * requests * shape.state_bytes
+    layers = [Layer.of(shape, requests, 1, drafts, window, pending, saves) for _ in range(sets(num_bytes / 2))]
+    case = f"{requests} requests, {drafts} drafts{', checkpoints' if saves else ''}"
+
+    def both(i: int) -> torch.Tensor:
+        layers[i].inputs(params)
+        return layers[i].states(params)
+
+    bench.report(f"{shape.kind} both", case, graph_us(both, len(layers)), num_bytes)
+    bench.report(f"{shape.kind} inputs", case, graph_us(lambda i: layers[i].inputs(params).convolved, len(layers)),
+                 6 * requests * (1 + drafts + pending) * shape.conv_dim)  # read in bf16, written in float32
+    bench.report(f"{shape.kind} states", case, graph_us(lambda i: layers[i].states(params), len(layers)), num_bytes)
+    configs = [StepConfig(*c) for c in itertools.product((8, 16, 32, 64), (1, 2, 4, 8)) if 4 <= c[0] * 4 // c[1] <= 64]
+    if not sweep or not bench.has_time:
+        return
+    compiled_in_threads([partial(layers[0].states, params, config=config) for config in configs])
+    for config in configs:
+        us = graph_us(partial(_with_config, layers, params, config), len(layers))
+        bench.report(f"{shape.kind} states", case, us, num_bytes, tile=config.tile, warps=config.num_warps)
+
+
+def _with_config(layers: list[Layer], params: Params, config: StepConfig, i: int) -> torch.Tensor:
+    return layers[i].states(params, config=config)
+
+
+def time_prompts(bench: Bench, shape: Shape, params: Params, requests: int, known: int, *, sweep: bool) -> None:
+    """Long runs, in chunks: bound by products and by their order, not by memory."""
+    layer = Layer.of(shape, requests, known, 0, 0, 0)
+    case = f"{requests} prompts of {known}"
+    num_bytes = layer.projected.numel() * 2
+    bench.report(f"{shape.kind} inputs", case, graph_us(lambda _: layer.inputs(params).convolved, 1), num_bytes)
+    run: Callable[..., torch.Tensor] = partial(layer.states, params, chunked=True)
+    bench.report(f"{shape.kind} chunks", case, graph_us(lambda _: run(), 1), num_bytes)
+    if not sweep or not bench.has_time:
+        return
+    for tile, warps, chunk in itertools.product((16, 32, 64), (4, 8), (16, 32, 64)):
+        options: dict[str, Any] = {"config": StepConfig(tile, warps), "chunk": chunk}
+        try:
+            us = graph_us(lambda _, options=options: run(**options), 1)
+        except Exception as error:  # noqa: BLE001 - a tile that does not fit the card says so here
+            print(f"# {tile} {warps} {chunk}: {type(error).__name__}", flush=True)
+            continue
+        bench.report(f"{shape.kind} chunks", case, us, num_bytes, tile=tile, warps=warps, chunk=chunk)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=sorted(SHAPES))
+    parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after which sweeps stop")
+    parser.add_argument("--out", type=Path, help="JSON lines")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bench = Bench(args.seconds, args.out)
+    for name, shape in SHAPES.items():
+        if args.only in (None, name):
+            params = Params.of(shape)
+            for requests, drafts in itertools.product((1, 8, 64, 256), (0, 3, 7)):
+                time_steps(bench, shape, params, requests, drafts, sweep=not args.no_sweep and drafts == 3)
+            time_steps(bench, shape, params, 64, 3, sweep=False, saves=True)
+            time_prompts(bench, shape, params, 1, 2048, sweep=not args.no_sweep)
+            time_prompts(bench, shape, params, 8, 1024, sweep=False)
+    print(bench.table())
+    print("# defaults:", mamba2_config(1, 64, False), mamba2_config(64, 64, False), mamba2_config(1, 64, True),
+          delta_config(1, 32, 128, torch.device("cuda", 0), False))
+
+
+if __name__ == "__main__":
+    main()

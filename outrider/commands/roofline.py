@@ -1,0 +1,172 @@
+"""The floor under a benchmark: bytes that decode steps must move, over the bandwidth of the device's memory.
+
+A step reads every weight once (of experts only those that some token row takes, of embeddings a row for each token),
+the keys and values of its requests' contexts, and reads and writes recurrent states; a proposal reads the drafter's
+weights once for every draft. Prompts are not counted, nor anything that a better kernel could leave out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
+from outrider.layers.embedding import Embedding
+from outrider.layers.linear import find_linears
+from outrider.layers.moe import Experts
+from outrider.layers.router import find_parts
+from outrider.models.base import Model
+from outrider.models.head import DraftHead
+from outrider.spec.base import Drafter
+
+CUDA_BYTES, CPU_BYTES = 2 << 30, 256 << 20
+REPEATS = 5
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading memory: the sum of a large float32 tensor, the best of a few."""
+    values = torch.ones((CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, device=device)
+    best = float("inf")
+    for _ in range(REPEATS):
+        _synchronise(device)
+        start = time.perf_counter()
+        values.sum()
+        _synchronise(device)
+        best = min(best, time.perf_counter() - start)
+    num_bytes = values.numel() * 4
+    del values
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return num_bytes / best
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What was decoded: prompt and answer tokens of each request, tokens and drafts of a request in a mean step."""
+
+    requests: Sequence[tuple[int, int]]
+    mean_run: float = 1.0
+    mean_drafts: float = 0.0
+    distinct_experts: float | None = None  # of a layer in a step
+
+    @property
+    def num_steps(self) -> float:
+        """All requests run together, so the longest answer decides."""
+        return max(outputs for _, outputs in self.requests) / self.mean_run
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(outputs for _, outputs in self.requests)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a part's weights as a pass over it reads them."""
+
+    dense: int
+    experts: tuple[tuple[int, int], ...]  # per layer: how many, bytes of one
+
+    def read(self, distinct: float | None) -> float:
+        """By how many experts of a layer are taken."""
+        return self.dense + sum(size * min(count, distinct or count) for count, size in self.experts)
+
+
+class Traffic:
+    """Bytes that an engine's decode steps must move."""
+
+    def __init__(self, model: Model, drafter: Drafter | None = None) -> None:
+        own = find_parts(model, Experts)
+        self.weights = Weights(_dense_bytes(model, own), _sizes(own))
+        self.row_bytes = sum(_size(e.weight[0]) for e in _looked_up(model))
+        self.caches = model.cache_layers()
+        self.draft_weights = Weights(0, ())
+        self.draft_caches: list[LayerCache] = []
+        if drafter is not None:
+            theirs = [part for part in find_parts(drafter, Experts) if all(part is not one for one in own)]
+            dense = drafter.weight_bytes() - sum(map(_bytes, theirs)) + _shared_bytes(drafter, model)
+            self.draft_weights = Weights(dense, _sizes(theirs))
+            self.draft_caches = drafter.cache_layers()
+
+    def total(self, work: Decoding) -> float:
+        """Of all steps together."""
+        steps, passes = work.num_steps, work.num_steps * work.mean_drafts
+        moved = steps * self.weights.read(work.distinct_experts) + work.num_tokens * self.row_bytes
+        moved += passes * self.draft_weights.read(work.distinct_experts)
+        for prompt, outputs in work.requests:
+            own_steps = outputs / work.mean_run
+            moved += sum(own_steps * _cache_bytes(layer, prompt, outputs) for layer in self.caches)
+            moved += sum(own_steps * work.mean_drafts * _cache_bytes(layer, prompt, outputs)
+                         for layer in self.draft_caches)  # fmt: skip
+        return moved
+
+    def floor(self, work: Decoding, bandwidth: float) -> float:
+        """Tokens per second that no engine can exceed without moving less."""
+        return work.num_tokens / (self.total(work) / bandwidth)
+
+
+def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:
+    """What one step of a request moves of a layer's cache, in the mean over its answer."""
+    match layer.spec:
+        case RecurrentSpec() as spec:
+            return 2 * (spec.state_bytes + spec.tail_bytes)
+        case SlidingSpec() as spec:
+            return spec.token_bytes * mean_context(prompt, outputs, spec.window)
+        case FullSpec() as spec:
+            return spec.token_bytes * mean_context(prompt, outputs, None)
+
+
+def mean_context(prompt: int, outputs: int, window: int | None) -> float:
+    """Keys that a step sees, in the mean over steps whose contexts are prompt + 1 to prompt + outputs."""
+    if window is None or prompt + outputs <= window:
+        return prompt + (outputs + 1) / 2
+    growing = max(0, window - prompt)  # steps before the window is full
+    return (growing * (prompt + (growing + 1) / 2) + (outputs - growing) * window) / outputs
+
+
+def _dense_bytes(model: Model, experts: Sequence[Experts]) -> int:
+    total = sum(_size(slot.target) for slot in model.weights().values())
+    lookups = sum(_size(e.weight) for e in _looked_up(model))
+    # Where a file's bits are kept, they are what is read.
+    kept = [linear.format for linear in find_linears(model) if linear.format.bits is not None]
+    saved = sum(_size(held.weight) - _size(held.bits.data) for held in kept if held.bits is not None)
+    return total - lookups - saved - sum(map(_bytes, experts))
+
+
+def _looked_up(model: Model) -> list[Embedding]:
+    """Embeddings that are not a product's weight too: only rows of them are read."""
+    products = {id(linear.format.weight) for linear in find_linears(model)}
+    return [e for e in find_parts(model, Embedding) if id(e.weight) not in products]
+
+
+def _shared_bytes(drafter: Drafter, target: Model) -> int:
+    """The target's output product, where a head uses it; less a head's own embedding, of which only rows are read."""
+    total = 0
+    for head in find_parts(drafter, DraftHead):  # type: ignore[type-abstract]
+        if hasattr(head, "lm_head"):  # its output is its own, and its embedding the target's
+            continue
+        if head.own_output is None:
+            held = target.lm_head.format
+            total += _size(held.weight if held.bits is None else held.bits.data)
+        if head.embedding is not target.embed_tokens.weight:
+            total -= _size(head.embedding)
+    return total
+
+
+def _bytes(experts: Experts) -> int:
+    return _size(experts.gate_up) + _size(experts.down)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _sizes(experts: Sequence[Experts]) -> tuple[tuple[int, int], ...]:
+    return tuple((part.num_experts, _bytes(part) // part.num_experts) for part in experts)

@@ -1,0 +1,198 @@
+/* What the native files share: vectors, the structs that native.py packs, and the operations by name.
+ *
+ * The result of a token row never depends on the other rows: a product sums over the inputs in one order for
+ * every number of rows, and attention works in tiles of keys anchored at position 0, merged in order.
+ * Compile with -ffp-contract=off: left to itself the compiler fuses a multiplication with an addition in one copy of
+ * an inlined function and not in another, and rows then differ in the last bit. And never with -ffast-math: the masks
+ * rely on infinities.
+ */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VL 16
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define LOWS 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGHS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX__)
+#define VL 8
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#define LOWS 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGHS 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define VL 4
+#define EVENS 0, 2, 4, 6
+#define ODDS 1, 3, 5, 7
+#define LOWS 0, 4, 1, 5
+#define HIGHS 2, 6, 3, 7
+#endif
+
+/* Vectors per micro-tile, so that the sums of four rows stay in registers (32 of them, or 16 on older x86). */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define NV 4
+#else
+#define NV 2
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define PARALLEL(threads) _Pragma("omp parallel num_threads(threads)")
+
+INLINE vf load(const float *p) { return *(const vfu *)p; }
+INLINE void store(float *p, vf v) { *(vfu *)p = v; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+/* a b + c, rounded once where the machine can. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
+
+/* A partial vector: lanes n and up are zero. */
+INLINE vf load_tail(const float *p, int n) {
+    float lanes[VL] = {0};
+    for (int i = 0; i < n; i++) lanes[i] = p[i];
+    return load(lanes);
+}
+
+/* Lane i of the result is the sum of v[i], always by the same tree: neighbours first. Destroys v. */
+INLINE vf sum_each(vf *v) {
+    UNROLL for (int n = VL / 2; n > 0; n /= 2) {
+        UNROLL for (int i = 0; i < n; i++)
+            v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVENS) + SHUFFLE(v[2 * i], v[2 * i + 1], ODDS);
+    }
+    return v[0];
+}
+
+INLINE float sum_lanes(vf v) {
+    float lanes[VL];
+    store(lanes, v);
+    UNROLL for (int n = VL / 2; n > 0; n /= 2) {
+        UNROLL for (int i = 0; i < n; i++) lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
+    }
+    return lanes[0];
+}
+
+INLINE float max_lanes(vf v) {
+    float lanes[VL], best;
+    store(lanes, v);
+    best = lanes[0];
+    UNROLL for (int i = 1; i < VL; i++) best = lanes[i] > best ? lanes[i] : best;
+    return best;
+}
+
+/* e^x within 2 ulp; 0 below -87.3 (so also at -inf), NaN stays NaN. */
+INLINE vf vexp(vf x) {
+    const vf low = splat(-87.33654f), high = splat(88.72283f), magic = splat(12582912.0f);
+    vi gone = x < low;
+    vf y = pick(x > high, high, x);
+    y = pick(gone, low, y);
+    vf shifted = fused(y, splat(1.44269504f), magic); /* the integer nearest to y/ln 2, in the low bits */
+    vf n = shifted - magic;
+    vf r = fused(n, splat(-0.693145752f), y);
+    r = fused(n, splat(-1.42860677e-6f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fused(p, r, splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p, r * r, r) + 1.0f;
+    vi whole = (vi)shifted - (vi)magic;
+    vi half = whole >> 1; /* 2^n in two factors: n may be 128 */
+    vf scaled = p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+    return pick(gone, splat(0.0f), scaled);
+}
+
+/* Memory a thread keeps from call to call. */
+static inline void *kept(void **memory, size_t *size, size_t need) {
+    if (*size < need) {
+        free(*memory);
+        *memory = malloc(need);
+        *size = *memory ? need : 0;
+    }
+    return *memory;
+}
+
+/* ---- structs ---- */
+
+/* How a weight's rows are stored. GGUF's kinds hold blocks of 32 weights, each with a scale in float16. */
+enum { FLOATS, HALVES, Q8_0, Q4_0, Q4_1 };
+
+typedef struct {
+    const void *data;
+    const float *bias; /* or null */
+    int64_t row_bytes, inputs, outputs, kind;
+} Matrix;
+
+typedef struct {
+    const float *cos, *sin;
+    const int64_t *positions, *slots; /* of each token */
+    float *k_cache, *v_cache;
+    int64_t cos_stride, sin_stride, max_len, rotary, second; /* second: where a table holds the other half's angles */
+    int64_t heads, kv_heads, dim, page_size, num_pages, k_stride, v_stride;
+    const float *q_norm, *k_norm;
+    float eps, offset;
+} Rope;
+
+typedef struct {
+    const float *q, *k_cache, *v_cache;
+    float *out;
+    int64_t q_stride, k_stride, v_stride; /* of a token, a page, a page */
+    const void *page_table, *query_starts, *lengths, *live;
+    const int64_t *key_starts; /* first key a request may see, or null */
+    int64_t table_stride, table_width, num_pages, page_size;
+    int64_t tokens, requests, heads, kv_heads, dim, window; /* window 0: all keys */
+    float scale, softcap;                                   /* softcap 0: none */
+    int wide_table, wide_starts, wide_lengths, wide_live;   /* 64-bit integers, or 32 */
+} Attention;
+
+/* The work of one attention call, listed. */
+typedef struct Item Item;
+typedef struct {
+    const Attention *attention;
+    Item *items;
+    int64_t count;
+    int share; /* threads share the tiles of keys as well */
+} AttentionWork;
+
+/* ---- operations that the threads of a parallel region share: all of them call, and all are done on return ---- */
+
+/* residual may be null: then out = norm(x); otherwise residual += x and out = norm(residual). */
+void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
+                float *out, int64_t tokens, int64_t width, float eps, float offset);
+/* y[t, o] = sum_i x[t, i] w[o, i] + bias[o] */
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads);
+void share_attention(const AttentionWork *work, int64_t *failed);
+
+/* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */
+int list_attention(const Attention *a, int threads, AttentionWork *work);

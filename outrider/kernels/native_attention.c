@@ -1,0 +1,312 @@
+/* Paged attention in float32: keys and values are read where they lie, in tiles of KEYS keys anchored at position 0.
+ * Knows pointers, sizes and strides; shapes and types are checked in native.py, the meaning is its twin in reference.py.
+ */
+#include "native.h"
+
+#define KEYS 128          /* keys per attention tile; also the unit of work that threads share */
+#define MAX_TILE_ROWS 64  /* query rows (tokens x heads of one group) per attention tile */
+#define TILE_ROWS 32      /* what a tile aims for */
+#define MAX_DIM 512
+
+/* Some tokens of one request, one kv head, tiles of keys [from, to). Partial results go to `partial` when tiles are
+ * shared among threads, and are merged at once otherwise. */
+struct Item {
+    int64_t request, token, count, position, head, from, to, first_key;
+    float *partial;
+};
+
+INLINE int64_t integer(const void *p, int wide, int64_t i) {
+    return wide ? ((const int64_t *)p)[i] : ((const int32_t *)p)[i];
+}
+
+/* C[r, :] = sum_j A[r, j] B_j[:]: `rows` rows by `nv` vectors, both constants; B_j is rows_of_b[j] + shift. */
+INLINE void outer(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from, int64_t to,
+                  float *c, int64_t c_stride, const int rows, const int nv) {
+    vf sums[4 * NV];
+    UNROLL for (int s = 0; s < rows * nv; s++) sums[s] = (vf){0};
+    for (int64_t j = from; j < to; j++) {
+        vf bv[NV];
+        UNROLL for (int v = 0; v < nv; v++) bv[v] = load(b[j] + shift + v * VL);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf av = splat(a[r * a_stride + j]);
+            UNROLL for (int v = 0; v < nv; v++) sums[r * nv + v] = fused(av, bv[v], sums[r * nv + v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int v = 0; v < nv; v++) store(c + r * c_stride + v * VL, sums[r * nv + v]);
+    }
+}
+
+INLINE void outer_rows(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
+                       int64_t to, float *c, int64_t c_stride, int64_t rows, const int nv) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        outer(a + r * a_stride, a_stride, b, shift, from, to, c + r * c_stride, c_stride, 4, nv);
+    a += r * a_stride;
+    c += r * c_stride;
+    switch (rows - r) {
+    case 3: outer(a, a_stride, b, shift, from, to, c, c_stride, 3, nv); break;
+    case 2: outer(a, a_stride, b, shift, from, to, c, c_stride, 2, nv); break;
+    case 1: outer(a, a_stride, b, shift, from, to, c, c_stride, 1, nv); break;
+    }
+}
+
+static void outer_wide(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
+                       int64_t to, float *c, int64_t c_stride, int64_t rows) {
+    outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, NV);
+}
+
+static void outer_narrow(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
+                         int64_t to, float *c, int64_t c_stride, int64_t rows) {
+    outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 1);
+}
+
+/* VL rows of VL floats, transposed: to[i * stride + j] = from[j][at + i]. */
+static void transpose(const float *const *from, int64_t at, float *to, int64_t stride) {
+    vf a[VL], b[VL];
+    UNROLL for (int i = 0; i < VL; i++) a[i] = load(from[i] + at);
+    UNROLL for (int n = VL; n > 1; n /= 2) {
+        UNROLL for (int i = 0; i < VL / 2; i++) {
+            b[2 * i] = SHUFFLE(a[i], a[i + VL / 2], LOWS);
+            b[2 * i + 1] = SHUFFLE(a[i], a[i + VL / 2], HIGHS);
+        }
+        UNROLL for (int i = 0; i < VL; i++) a[i] = b[i];
+    }
+    UNROLL for (int i = 0; i < VL; i++) store(to + i * stride, a[i]);
+}
+
+/* Where the keys [from, to) of a tile lie. False if the table does not reach or names a page that is not there. */
+static int find_keys(const Attention *a, const Item *item, int64_t base, int64_t from, int64_t to,
+                     const float **k_rows, const float **v_rows) {
+    int64_t token_stride = a->kv_heads * a->dim;
+    for (int64_t j = from; j < to;) {
+        int64_t column = (base + j) / a->page_size, offset = (base + j) % a->page_size;
+        if (column >= a->table_width) return 0;
+        int64_t page = integer(a->page_table, a->wide_table, item->request * a->table_stride + column);
+        if (page < 0 || page >= a->num_pages) return 0;
+        const float *k = a->k_cache + page * a->k_stride + item->head * a->dim;
+        const float *v = a->v_cache + page * a->v_stride + item->head * a->dim;
+        for (; offset < a->page_size && j < to; offset++, j++) {
+            k_rows[j] = k + offset * token_stride;
+            v_rows[j] = v + offset * token_stride;
+        }
+    }
+    return 1;
+}
+
+typedef struct {
+    float scaled_q[MAX_TILE_ROWS * MAX_DIM];
+    float scores[MAX_TILE_ROWS * KEYS];
+    float keys[MAX_DIM * NV * VL]; /* some keys, transposed */
+    float part[MAX_TILE_ROWS * (MAX_DIM + 2)];
+    float merged[MAX_TILE_ROWS * (MAX_DIM + 2)];
+    const float *k_rows[KEYS], *v_rows[KEYS], *key_lines[MAX_DIM];
+} Scratch;
+
+/* scores[row, from..to) of one tile. `from` and `to` are multiples of VL; rows of keys outside the request's are
+ * stand-ins, masked later. */
+static void score_keys(const Attention *a, Scratch *s, int64_t rows, int64_t from, int64_t to) {
+    for (int64_t j = from; j < to;) {
+        int64_t width = to - j >= NV * VL ? NV * VL : VL;
+        for (int64_t v = 0; v < width; v += VL)
+            for (int64_t d = 0; d < a->dim; d += VL)
+                transpose(s->k_rows + j + v, d, s->keys + d * NV * VL + v, NV * VL);
+        if (width > VL)
+            outer_wide(s->scaled_q, a->dim, s->key_lines, 0, 0, a->dim, s->scores + j, KEYS, rows);
+        else
+            outer_narrow(s->scaled_q, a->dim, s->key_lines, 0, 0, a->dim, s->scores + j, KEYS, rows);
+        j += width;
+    }
+}
+
+INLINE vf cap(vf x, float softcap) { return softcap * (1.0f - 2.0f / (vexp(x * (2.0f / softcap)) + 1.0f)); }
+
+/* Scores of one row to weights e^(score - max), zero outside keys [first, last]. Returns the max, sets the sum. */
+static float weigh(float *scores, int64_t from, int64_t to, int64_t first, int64_t last, float softcap, float *sum) {
+    vf best = splat(-INFINITY), total = {0};
+    vi lane;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    for (int64_t j = from; j < to; j += VL) {
+        vf x = load(scores + j);
+        if (softcap > 0) x = cap(x, softcap);
+        vi at = lane + (int32_t)j;
+        x = pick((at >= (int32_t)first) & (at <= (int32_t)last), x, splat(-INFINITY));
+        store(scores + j, x);
+        best = vmax(best, x);
+    }
+    float top = max_lanes(best), base = top == -INFINITY ? 0.0f : top;
+    for (int64_t j = from; j < to; j += VL) {
+        vf x = vexp(load(scores + j) - base);
+        store(scores + j, x);
+        total += x;
+    }
+    *sum = sum_lanes(total);
+    return top;
+}
+
+/* One tile of keys for all rows of an item: part[row] = max, sum, weighted values. */
+static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scratch *s, float *part) {
+    int64_t group = a->heads / a->kv_heads, rows = item->count * group, base = tile * KEYS, dim = a->dim;
+    int64_t begin = item->first_key - base; /* as seen from this tile */
+    int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
+    int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
+    low = low < begin ? begin : low;
+    low = low < 0 ? 0 : low;
+    high = high > KEYS ? KEYS : high;
+    if (!find_keys(a, item, base, low, high, s->k_rows, s->v_rows)) return 0;
+    int64_t from = low / VL * VL, to = (high + VL - 1) / VL * VL;
+    for (int64_t j = from; j < low; j++) s->k_rows[j] = s->k_rows[low];
+    for (int64_t j = high; j < to; j++) s->k_rows[j] = s->k_rows[low];
+    score_keys(a, s, rows, from, to);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t last = item->position + r / group - base, first = a->window > 0 ? last - a->window + 1 : 0;
+        first = first < begin ? begin : first;
+        part[r * (dim + 2)] = weigh(s->scores + r * KEYS, from, to, first < 0 ? 0 : first, last < -1 ? -1 : last,
+                                    a->softcap, part + r * (dim + 2) + 1);
+    }
+    int64_t d = 0;
+    for (; d + NV * VL <= dim; d += NV * VL)
+        outer_wide(s->scores, KEYS, s->v_rows, d, low, high, part + 2 + d, dim + 2, rows);
+    for (; d < dim; d += VL) outer_narrow(s->scores, KEYS, s->v_rows, d, low, high, part + 2 + d, dim + 2, rows);
+    return 1;
+}
+
+/* Both hold max, sum, weighted values. */
+static void merge(float *into, const float *part, int64_t dim) {
+    float top = into[0] > part[0] ? into[0] : part[0];
+    if (top == -INFINITY) return;
+    vf factors = {into[0] - top, part[0] - top};
+    factors = vexp(factors);
+    vf old = splat(factors[0]), new = splat(factors[1]);
+    into[0] = top;
+    into[1] = into[1] * factors[0] + part[1] * factors[1];
+    for (int64_t d = 2; d < dim + 2; d += VL) store(into + d, fused(load(into + d), old, load(part + d) * new));
+}
+
+static void clear(float *merged, int64_t rows, int64_t dim) {
+    memset(merged, 0, rows * (dim + 2) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) merged[r * (dim + 2)] = -INFINITY;
+}
+
+static void finish(const Attention *a, const Item *item, int64_t row, const float *merged) {
+    int64_t group = a->heads / a->kv_heads;
+    float *out = a->out + ((item->token + row / group) * a->heads + item->head * group + row % group) * a->dim;
+    for (int64_t d = 0; d < a->dim; d += VL) store(out + d, load(merged + 2 + d) / merged[1]);
+}
+
+static int attend(const Attention *a, const Item *item, Scratch *s) {
+    int64_t group = a->heads / a->kv_heads, rows = item->count * group, width = a->dim + 2;
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = a->q + (item->token + r / group) * a->q_stride + (item->head * group + r % group) * a->dim;
+        for (int64_t d = 0; d < a->dim; d += VL) store(s->scaled_q + r * a->dim + d, load(q + d) * a->scale);
+    }
+    for (int64_t d = 0; d < a->dim; d++) s->key_lines[d] = s->keys + d * NV * VL;
+    if (item->partial) return attend_tile(a, item, item->from, s, item->partial);
+    clear(s->merged, rows, a->dim);
+    for (int64_t tile = item->from; tile < item->to; tile++) {
+        if (!attend_tile(a, item, tile, s, s->part)) return 0;
+        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, s->part + r * width, a->dim);
+    }
+    for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
+    return 1;
+}
+
+/* Merges the partial results of consecutive items that share their tokens and head; `item` is the first. */
+static void join(const Attention *a, const Item *item, Scratch *s) {
+    int64_t rows = item->count * (a->heads / a->kv_heads), width = a->dim + 2;
+    clear(s->merged, rows, a->dim);
+    for (int64_t i = 0; i < item->to - item->from; i++)
+        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, item[i].partial + r * width, a->dim);
+    for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
+}
+
+/* Lists the work. With `items` null only counts. Tiles are shared among threads if `share`; each item then covers
+ * one tile, keeping in `to` the end of the whole range as seen from the first. Returns the count, or -1. */
+static int64_t list_items(const Attention *a, int share, Item *items, float *partials) {
+    int64_t group = a->heads / a->kv_heads, per_tile = group >= TILE_ROWS ? 1 : TILE_ROWS / group, n = 0;
+    for (int64_t r = 0; r < a->requests; r++) {
+        int64_t start = integer(a->query_starts, a->wide_starts, r);
+        int64_t end = integer(a->query_starts, a->wide_starts, r + 1);
+        int64_t live = integer(a->live, a->wide_live, r), length = integer(a->lengths, a->wide_lengths, r);
+        if (start < 0 || start > end || end > a->tokens || live > end - start || live > length) return -1;
+        if (a->key_starts && live > 0 && (a->key_starts[r] < 0 || a->key_starts[r] > length - live)) return -1;
+        for (int64_t t = 0; t < live; t += per_tile) {
+            int64_t count = live - t < per_tile ? live - t : per_tile, position = length - live + t;
+            int64_t first_key = a->key_starts ? a->key_starts[r] : 0, low = first_key;
+            if (a->window > 0 && position - a->window + 1 > low) low = position - a->window + 1;
+            low /= KEYS;
+            int64_t high = (position + count - 1) / KEYS + 1;
+            for (int64_t h = 0; h < a->kv_heads; h++)
+                for (int64_t from = low; from < high; from = share ? from + 1 : high, n++)
+                    if (items) {
+                        items[n] = (Item){r, start + t, count, position, h, from, high, first_key, share ? partials : NULL};
+                        if (share) partials += count * group * (a->dim + 2);
+                    }
+        }
+    }
+    return n;
+}
+
+/* Tokens that are not live: zeros. */
+static void zero_dead(const Attention *a) {
+    int64_t width = a->heads * a->dim, cursor = 0;
+    for (int64_t r = 0; r < a->requests; r++) {
+        int64_t start = integer(a->query_starts, a->wide_starts, r), live = integer(a->live, a->wide_live, r);
+        if (live <= 0) continue;
+        memset(a->out + cursor * width, 0, (start - cursor) * width * sizeof(float));
+        cursor = start + live;
+    }
+    memset(a->out + cursor * width, 0, (a->tokens - cursor) * width * sizeof(float));
+}
+
+static _Thread_local void *kept_scratch, *kept_items, *kept_partials;
+static _Thread_local size_t scratch_size, items_size, partials_size;
+
+/* Returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */
+int list_attention(const Attention *a, int threads, AttentionWork *work) {
+    int64_t group = a->heads / a->kv_heads, n = list_items(a, 0, NULL, NULL);
+    if (n < 0) return 1;
+    zero_dead(a);
+    int share = 0;
+    if (n < 4 * threads) { /* too few items to keep the threads busy: share the tiles of keys as well */
+        int64_t tiles = list_items(a, 1, NULL, NULL);
+        share = threads > 1 && tiles > n;
+        n = share ? tiles : n;
+    }
+    int64_t rows = group > TILE_ROWS ? group : TILE_ROWS;
+    float *partials = NULL;
+    if (share) partials = kept(&kept_partials, &partials_size, n * rows * (a->dim + 2) * sizeof(float));
+    Item *items = kept(&kept_items, &items_size, (n + 1) * sizeof(Item));
+    if (!items || (share && !partials)) return 3;
+    list_items(a, share, items, partials);
+    *work = (AttentionWork){a, items, n, share};
+    return 0;
+}
+
+void share_attention(const AttentionWork *work, int64_t *failed) {
+    const Attention *a = work->attention;
+    const Item *items = work->items;
+    Scratch *s = kept(&kept_scratch, &scratch_size, sizeof(Scratch));
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < work->count; i++)
+        if (!s || !attend(a, items + i, s)) {
+#pragma omp atomic
+            *failed += 1;
+        }
+    if (!work->share) return;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < work->count; i++)
+        if (s && (i == 0 || items[i].head != items[i - 1].head || items[i].token != items[i - 1].token))
+            join(a, items + i, s);
+}
+
+/* Returns 0, or what is wrong: 1 query starts, lengths or live counts, 2 the page table, 3 memory. */
+int paged_attention(const Attention *a, int threads) {
+    AttentionWork work;
+    int64_t failed = 0;
+    int error = list_attention(a, threads, &work);
+    if (error) return error;
+    if (work.count <= 1) threads = 1;
+    PARALLEL(threads) share_attention(&work, &failed);
+    return failed ? 2 : 0;
+}

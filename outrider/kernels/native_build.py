@@ -1,0 +1,113 @@
+"""Builds the native CPU kernels once with the machine's C compiler, keeps the library in the user's cache, loads it.
+
+Knows its functions by their types, nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = tuple(HERE / name for name in ("native.c", "native_product.c", "native_attention.c"))
+HEADER = HERE / "native.h"
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _F, _I]),
+    "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
+    "rope_write": (_L, [_P, _L, _L, _P, _I]),
+    "product": (None, [_P, _P, _L, _P, _L, _I]),
+    "dequantize": (None, [_P, _L, _L, _P, _I]),
+    "paged_attention": (_I, [_P, _I]),
+    "decoder_layer": (_L, [_P, _P, _P, _P, _I, _P, _I]),
+}
+
+
+class BuildError(RuntimeError):
+    """Why there is no native library; its text is for `outrider env`."""
+
+
+def cache_folder() -> Path:
+    chosen = os.environ.get("OUTRIDER_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def build() -> Path:
+    """The library's path, compiling only if these sources, compiler and processor have not met before."""
+    compiler = _compiler()
+    try:
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS, check=True
+        ).stdout
+        code = [file.read_text() for file in (HEADER, *SOURCES)]
+        identity = "\n".join([*code, version, *compiler, *FLAGS, _processor()])
+        target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{shlex.join(compiler)}: {error}") from error
+    return target
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CC")
+    if chosen:
+        return shlex.split(chosen)
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C compiler (cc, gcc or clang) found")
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    fields = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(fields)})])
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Compiles beside the target and renames, so that other processes see all of it or nothing."""
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
+            command = [*compiler, *flags, *map(str, SOURCES), "-o", name, "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            if done.returncode == 0:
+                return os.replace(name, target)
+        raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why."""
+    if os.environ.get("OUTRIDER_NATIVE") == "0":
+        return None, "switched off by OUTRIDER_NATIVE=0"
+    try:
+        lib = ctypes.CDLL(str(build()))
+    except (BuildError, OSError) as error:
+        return None, str(error)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib, ""

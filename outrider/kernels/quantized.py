@@ -1,0 +1,107 @@
+"""Weights kept in the bits of a GGUF file, and the product with them on the CPU.
+
+A weight stands for the float32 numbers that dequantising gives, and the product has exactly the bits it would have
+with those: they are made on the way into the registers. Knows GGUF's layouts, not its files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.cpu_linear import NATIVE_MAX_ROWS
+
+BLOCK = 32  # weights that share a scale: GGUF's unit
+BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+KINDS = tuple(BLOCK_BYTES)
+TILE_WEIGHTS = 1 << 21  # dequantised at once where the library multiplies: 8 MB stay in a cache
+_scratch = threading.local()
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """A weight [outputs, inputs] as `data` [outputs, bytes of a row]."""
+
+    kind: str
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.kind in BLOCK_BYTES and self.data.dtype is torch.uint8 and self.data.is_contiguous()
+        assert self.data.shape[1] % BLOCK_BYTES[self.kind] == 0, "rows are whole blocks"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1] // BLOCK_BYTES[self.kind] * BLOCK
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedRows]) -> QuantizedRows:
+        assert len({part.kind for part in parts}) == 1
+        return parts[0] if len(parts) == 1 else cls(parts[0].kind, torch.cat([part.data for part in parts]))
+
+    def is_finite(self) -> bool:
+        return all(bool(scale.isfinite().all()) for scale in self._scales())
+
+    def _blocks(self) -> Tensor:
+        return self.data.view(self.data.shape[0], -1, BLOCK_BYTES[self.kind])
+
+    def _scales(self) -> list[Tensor]:
+        """Of each block [outputs, blocks, 1]: what multiplies and, for Q4_1, what is added."""
+        blocks = self._blocks()
+        offsets = (0, 2) if self.kind == "Q4_1" else (0,)
+        return [blocks[..., at : at + 2].contiguous().view(torch.float16).float() for at in offsets]
+
+    def dequantize(self) -> Tensor:
+        """[outputs, inputs] float32, by plain torch operations: what the weights are."""
+        blocks, scales = self._blocks(), self._scales()
+        if self.kind == "Q8_0":
+            weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]
+        else:
+            nibbles = blocks[..., 2 * len(scales) :]
+            values = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
+            weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
+        return weights.view(self.shape)
+
+    def matrix(self, bias: Tensor | None) -> native.Matrix:
+        kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
+        return native.Matrix(self.data, bias, kind, self.shape[1])
+
+
+class QuantizedProduct:
+    """x [tokens, inputs] -> x @ weight.T + bias. Many token rows go to the library, with `weight`, the same numbers in
+    float32, where there is one, and by tiles dequantised into scratch where not."""
+
+    def __init__(self, rows: QuantizedRows, bias: Tensor | None, weight: Tensor | None = None) -> None:
+        self.rows, self.bias, self.weight = rows, bias, weight
+        self.matrix = rows.matrix(bias)
+        self.few_rows = range(1, NATIVE_MAX_ROWS + 1)
+        self.extra_bytes = rows.data.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] in self.few_rows:
+            return native.product(x, self.matrix)
+        if self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        outputs, inputs = self.rows.shape
+        step = max(1, TILE_WEIGHTS // inputs)
+        tiles = [self._tile(x, first, min(first + step, outputs)) for first in range(0, outputs, step)]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+
+    def _tile(self, x: Tensor, first: int, end: int) -> Tensor:
+        inputs = self.matrix.inputs
+        tile = scratch((end - first) * inputs).view(end - first, inputs)
+        native.dequantize(self.matrix, first, tile)
+        return F.linear(x, tile, None if self.bias is None else self.bias[first:end])
+
+
+def scratch(size: int) -> Tensor:
+    """[size] float32, the thread's own and the same from call to call: new memory would cost more than filling it."""
+    held: Tensor | None = getattr(_scratch, "tensor", None)
+    if held is None or held.numel() < size:
+        held = _scratch.tensor = torch.empty(size)
+    return held[:size]

@@ -1,0 +1,322 @@
+"""The gated delta rule over a ragged batch: fold, known tokens, store, drafts, as one launch per layer.
+
+`kernels/recurrent.py` is the specification. A program has some value rows of one head of one request: it reads its part
+of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. What the
+recurrence takes (convolved inputs, gates) was made before; the row's tail and window are moved on here, since nobody
+reads them any more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN
+from outrider.kernels.triton.common import next_power_of_two, num_sms, require
+from outrider.kernels.triton.recurrent_step import (
+    LayerTensors,
+    SaveTargets,
+    StepConfig,
+    StepInputs,
+    StepTensors,
+    check_step,
+    clear_dead,
+    keep_inputs,
+    keep_sizes,
+    load_counts,
+    next_boundary,
+    save_args,
+    save_state,
+)
+
+CHUNK = 16  # tokens that products handle at once; with 32 a thread's part of them does not fit into its registers
+_EPS = tl.constexpr(NORM_EPS)
+_SHORT_RUN = tl.constexpr(SHORT_RUN)
+
+
+# What programs hand around
+
+
+class _Sizes(NamedTuple):
+    """Constants: kernels are compiled for a model's sizes."""
+
+    conv_dim: tl.constexpr
+    heads: tl.constexpr
+    out_dim: tl.constexpr
+    value_dim: tl.constexpr
+    key_dim: tl.constexpr
+    page_words: tl.constexpr  # 0: there are no checkpoints to write
+
+
+class _Request(NamedTuple):
+    """A request's places: 0 to pending - 1 are folded drafts, then come known tokens, then drafts."""
+
+    index: tl.tensor
+    folded: tl.tensor  # index of place 0 among the inputs of the recurrence
+    fresh: tl.tensor  # of place `pending`, less pending
+    token_row: tl.tensor  # the same among token rows
+    pending: tl.tensor
+    known_end: tl.tensor  # the first draft's place
+    begin: tl.tensor  # tokens before place 0
+    layer_word: tl.tensor  # of a checkpoint, where the layer's state begins
+    num_pages: tl.tensor  # of a checkpoint
+
+
+class _Part(NamedTuple):
+    """Which value rows of which head a program has, with pointers to their inputs and outputs in row 0 of each."""
+
+    head: tl.tensor
+    has_value: tl.tensor  # [tile]
+    has_key: tl.tensor  # [k dim]
+    element: tl.tensor  # [tile, k dim] of the layer's state
+    has: tl.tensor  # [tile, k dim]
+    first_q: tl.tensor
+    first_k: tl.tensor
+    q: tl.tensor  # [k dim]
+    k: tl.tensor  # [k dim]
+    v: tl.tensor  # [tile]
+    g: tl.tensor  # the logarithm of the decay
+    beta: tl.tensor
+    y: tl.tensor  # [tile]
+
+
+@triton.jit
+def _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr, TILE: tl.constexpr,
+             KEYS: tl.constexpr):
+    key, value = tl.arange(0, KEYS), tile * TILE + tl.arange(0, TILE)
+    has_key, has_value = key < sizes.key_dim, value < sizes.value_dim
+    first_q = convolved + head // (sizes.heads // KEY_HEADS) * sizes.key_dim
+    first_k = first_q + KEY_HEADS * sizes.key_dim
+    y = head * sizes.value_dim + value
+    v = convolved + 2 * KEY_HEADS * sizes.key_dim + y
+    element, has = y[:, None] * sizes.key_dim + key[None, :], has_value[:, None] & has_key[None, :]
+    return _Part(head, has_value, has_key, element, has, first_q, first_k, first_q + key, first_k + key, v, g + head,
+                 beta + head, out + y)
+
+
+@triton.jit
+def _save(state, seen, request, part, saves, sizes):
+    """Writes the checkpoints, if any, whose boundary is where the walk stands."""
+    save_state(state, seen, request.index, part.element, part.has, saves, request.layer_word, request.num_pages,
+               sizes.page_words)
+
+
+# Token by token
+
+
+@triton.jit
+def _token_inputs(place, end, request, part, sizes):
+    """As projections and convolution leave them; 0 from place `end` on."""
+    is_there = place < end
+    index = (place + tl.where(place < request.pending, request.folded, request.fresh)).to(tl.int64)
+    row = index * sizes.conv_dim
+    q = tl.load(part.q + row, mask=part.has_key & is_there, other=0.0)
+    k = tl.load(part.k + row, mask=part.has_key & is_there, other=0.0)
+    v = tl.load(part.v + row, mask=part.has_value & is_there, other=0.0)
+    g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
+    beta = tl.load(part.beta + index * sizes.heads, mask=is_there, other=0.0)
+    return q, k, v, g, beta
+
+
+@triton.jit
+def _walk(state, begin, end, request, part, saves, sizes, scale, SAVES: tl.constexpr):
+    """Places begin to end - 1, one after the other, each loaded while the one before it is worked on."""
+    q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes)
+    for place in range(begin, end):
+        next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes)
+        q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * scale)
+        k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+        state = state * tl.exp(g)
+        error = (v - tl.sum(state * k[None, :], axis=1)) * beta
+        state = state + error[:, None] * k[None, :]
+        y = tl.sum(state * q[None, :], axis=1)
+        at = part.y + (request.token_row + place).to(tl.int64) * sizes.out_dim
+        tl.store(at, y.to(part.y.dtype.element_ty), mask=part.has_value & (place >= request.pending))
+        if SAVES:
+            _save(state, request.begin + place + 1, request, part, saves, sizes)
+        q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
+    return state
+
+
+# In chunks
+
+
+@triton.jit
+def _unit_triangular_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + below, which is 0 on the diagonal and above it. SIZE is 2 to the power of LEVELS.
+
+    Squares on the diagonal are inverted in pairs, [[A, 0], [B, D]] to [[A', 0], [-D' B A', D']], from squares of one
+    up: nothing greater is ever formed than inverses of parts of the matrix, unlike in a series of its powers."""
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        square_row, square_column = row >> level, column >> level
+        is_pair = (square_row % 2 == 1) & (square_row == square_column + 1)
+        turned = tl.dot(inverse, tl.where(is_pair, below, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(turned, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def _key_products(part, inputs, is_there, sizes, scale, TOKENS: tl.constexpr, PIECE: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """k k' and q k' [tokens, tokens] of normed q and k, and the factors [tokens, 1] that norm q and k. In pieces of the
+    key: whole products would need more registers than a thread has."""
+    kk, qk = tl.zeros([TOKENS, TOKENS], dtype=tl.float32), tl.zeros([TOKENS, TOKENS], dtype=tl.float32)
+    k_square, q_square = tl.zeros([TOKENS], dtype=tl.float32), tl.zeros([TOKENS], dtype=tl.float32)
+    for first in range(0, sizes.key_dim, PIECE):
+        key = first + tl.arange(0, PIECE)[None, :]
+        valid = is_there[:, None] & (key < sizes.key_dim)
+        k = tl.load(part.first_k + inputs + key, mask=valid, other=0.0)
+        q = tl.load(part.first_q + inputs + key, mask=valid, other=0.0)
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+        k_square += tl.sum(k * k, axis=1)
+        q_square += tl.sum(q * q, axis=1)
+    of_k, of_q = tl.rsqrt(k_square + _EPS), tl.rsqrt(q_square + _EPS) * scale
+    kk = kk * of_k[:, None] * of_k[None, :]
+    return kk, qk * of_q[:, None] * of_k[None, :], of_q[:, None], of_k[:, None]
+
+
+@triton.jit
+def _chunk(state, begin, end, request, part, sizes, scale, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+           PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """Known tokens at places begin to end - 1, at most TOKENS. Every token corrects what the state and the tokens
+    before it predict: a triangular system. Decays between tokens are sums of the steps between, not differences of sums
+    from the start, which lose the small steps beside large ones. Where no token is, all inputs are 0."""
+    token = tl.arange(0, TOKENS)
+    is_there = begin + token < end
+    index = (request.fresh + begin + token).to(tl.int64)
+    inputs = (index * sizes.conv_dim)[:, None]
+    has_key = is_there[:, None] & part.has_key[None, :]
+    has_value = is_there[:, None] & part.has_value[None, :]
+    g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
+    beta = tl.load(part.beta + index * sizes.heads, mask=is_there, other=0.0)[:, None]
+    kk, qk, of_q, of_k = _key_products(part, inputs, is_there, sizes, scale, TOKENS, PIECE, PRECISION)
+    row, column = token[:, None], token[None, :]
+    between = tl.exp(tl.cumsum(tl.where(row > column, g[:, None], 0.0), axis=0))
+    between = tl.where(row >= column, between, 0.0)
+    since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
+    below = tl.where(row > column, kk * between * beta, 0.0)
+    inverse = _unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
+    k = tl.load(part.k[None, :] + inputs, mask=has_key, other=0.0) * of_k
+    v = tl.load(part.v[None, :] + inputs, mask=has_value, other=0.0)
+    errors = (v - since_start * tl.dot(k, tl.trans(state), input_precision=PRECISION)) * beta
+    corrections = tl.dot(inverse, errors, input_precision=PRECISION)
+    q = tl.load(part.q[None, :] + inputs, mask=has_key, other=0.0) * of_q
+    y = since_start * tl.dot(q, tl.trans(state), input_precision=PRECISION)
+    y = tl.dot(qk * between, corrections, y, input_precision=PRECISION)
+    at = part.y[None, :] + ((request.token_row + begin + token).to(tl.int64) * sizes.out_dim)[:, None]
+    tl.store(at, y.to(part.y.dtype.element_ty), mask=has_value)
+    to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
+    state = state * tl.exp(tl.sum(g, axis=0))
+    return tl.dot(tl.trans(corrections), k * to_end, state, input_precision=PRECISION)
+
+
+@triton.jit
+def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+          PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """All known tokens, in chunks that end at boundaries."""
+    begin = request.pending
+    while begin < request.known_end:
+        end = tl.minimum(begin + TOKENS, request.known_end)
+        if SAVES:
+            seen = request.begin
+            end = next_boundary(seen + begin, seen + end, request.index, saves) - seen
+        state = _chunk(state, begin, end, request, part, sizes, scale, TOKENS, LEVELS, PIECE, PRECISION)
+        if SAVES:
+            _save(state, request.begin + end, request, part, saves, sizes)
+        begin = end
+    return state
+
+
+# The launch
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
+def _delta_kernel(
+    counts, requests, tokens, convolved, g, beta, conv_in, conv_stride, gates, gate_strides, states, tail, window,
+    gate_windows, out, saves, layer_word, num_pages, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
+    CHUNKED: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr,
+    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAIL: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    tile, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
+    sizes = _Sizes(CONV_DIM, HEADS, HEADS * VALUE_DIM, VALUE_DIM, KEY_DIM, PAGE_WORDS)
+    part = _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS, TILE, KEYS)
+    live = tl.where(known > 0, known + drafts, 0)
+    column = head * VALUE_DIM + tile * TILE + tl.arange(0, TILE)
+    clear_dead(out, HEADS * VALUE_DIM, column, part.has_value, index, requests, live, start, stop, tokens, counts)
+    if (known > 0) | FOLD_ONLY:
+        request = _Request(index, index * WINDOW, requests * WINDOW + start - pending, start - pending, pending,
+                           pending + known, computed - pending, layer_word, num_pages)
+        cells = states + row * (HEADS * VALUE_DIM * KEY_DIM) + part.element
+        state = tl.load(cells, mask=part.has, other=0.0)
+        is_long = CHUNKED & (known > _SHORT_RUN)
+        end = tl.where(is_long, pending, request.known_end)
+        state = _walk(state, 0, end, request, part, saves, sizes, scale, PAGE_WORDS > 0)
+        if CHUNKED:
+            if is_long:
+                state = _scan(state, request, part, saves, sizes, scale, PAGE_WORDS > 0, TOKENS, LEVELS, PIECE,
+                              PRECISION)
+        if not FOLD_ONLY:
+            tl.store(cells, state, mask=part.has)
+            _walk(state, request.known_end, request.known_end + drafts, request, part, saves, sizes, scale, False)
+            keep_inputs(
+                head * TILES + tile, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
+                tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, 2, PARTS, CHANNELS, TAIL, DRAFTS,
+            )  # fmt: skip
+
+
+def delta_config(requests: int, heads: int, value_dim: int, device: torch.device, chunked: bool) -> StepConfig:
+    """Few value rows a program while heads and requests do not fill the card, more where a head's inputs would be read
+    too often. A warp has whole rows, so that the bits of a walk do not depend on the number of requests."""
+    if chunked:
+        return StepConfig(min(32, next_power_of_two(value_dim)), 4)
+    tile = min(16 if requests * heads >= num_sms(device) else 8, next_power_of_two(value_dim))
+    return StepConfig(tile, num_warps=max(1, tile // 4))
+
+
+def delta_steps(
+    step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
+    targets: SaveTargets | None = None, chunked: bool = False, fold_only: bool = False,
+    config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
+) -> torch.Tensor:
+    """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
+    dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
+    share a key head. chunked: requests with more than SHORT_RUN known tokens go in chunks of `chunk`, a power of two.
+    fold_only: rows that ended; writes nothing but checkpoints."""
+    name = "delta_steps"
+    sizes = check_step(name, step, inputs, layer, targets)
+    heads, value_dim, key_dim, device = sizes.heads, sizes.dim, sizes.n, layer.state.device
+    require(len(inputs.gates) == 2, name, "inputs.gates", f"are {len(inputs.gates)}, not those of g and beta")
+    ok = num_key_heads > 0 and heads % num_key_heads == 0
+    require(ok, name, "num_key_heads", f"is {num_key_heads} for {heads} value heads")
+    ok = sizes.conv_dim == 2 * num_key_heads * key_dim + heads * value_dim
+    require(ok, name, "inputs.conv_in", f"has {sizes.conv_dim} channels, not those of q, k and v")
+    require(chunk >= 16 and chunk & (chunk - 1) == 0, name, "chunk", f"is {chunk}, not a power of two from 16 on")
+    out = torch.empty(sizes.tokens, heads * value_dim, dtype=inputs.conv_in.dtype, device=device)
+    if sizes.requests == 0:
+        return out.zero_()
+    tile, num_warps = config or delta_config(sizes.requests, heads, value_dim, device, chunked)
+    keys = next_power_of_two(key_dim)
+    if chunked:  # products have least sizes
+        tile, keys = max(16, tile), max(16, keys)
+    num_tiles = triton.cdiv(value_dim, tile)
+    saves, layer_word, num_pages, page_words = save_args(targets, step, layer.state)
+    _delta_kernel[(num_tiles, heads, sizes.requests)](
+        step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,
+        inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
+        layer.conv_in, layer.gates, out, saves, layer_word, num_pages, key_dim**-0.5,
+        HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
+        TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
+        PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only, **keep_sizes(sizes, heads * num_tiles),
+        num_warps=num_warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,178 @@
+"""What a recurrence takes, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
+
+Token-parallel: a program has some channels of one token row, or of a request's pending drafts. It only reads what rows
+keep; who moves that on must run later. The recurrence and what it does with the results are unknown here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors, input_of, load_counts
+
+GateKind = Literal["mamba2", "delta"]
+_MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk over their own, one by one
+
+
+class GateParams(NamedTuple):
+    """How raw gates become those of the recurrence: dt of mamba2 is softplus(dt + dt_bias) within limits; g of delta is
+    decay * softplus(a + dt_bias), and beta sigmoid(b)."""
+
+    kind: GateKind
+    dt_bias: torch.Tensor  # [heads] float32
+    decay: torch.Tensor  # [heads] float32, below zero
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+
+class ConvParams(NamedTuple):
+    weight: torch.Tensor  # [width, conv dim] float32, the token's own tap last
+    bias: torch.Tensor | None  # [conv dim] float32
+
+
+@triton.jit
+def _softplus(x):
+    """log1p of exp(x), without the loss of small exponentials beside 1; as torch has it, x itself above 20."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    exact = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, exact)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _convolve(
+    target, j, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
+    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Of token j of a request, to row `target` of the result."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    valid = channel < CONV_DIM
+    total = tl.zeros([CHANNELS], dtype=tl.float32)
+    for tap in tl.static_range(WIDTH):
+        value = input_of(
+            conv_in, conv_stride, tail, window, row, start, pending, j - (WIDTH - 1) + tap, channel, valid, CONV_DIM,
+            WIDTH, WINDOW,
+        )  # fmt: skip
+        total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=valid, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=valid, other=0.0)
+    tl.store(convolved + target.to(tl.int64) * CONV_DIM + channel, total * _sigmoid(total), mask=valid)
+
+
+@triton.jit
+def _open_gates(
+    target, j, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high, wide_gates,
+    HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr, HEAD_TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEAD_TILE)
+    valid = head < HEADS
+    token = (start + j).to(tl.int64)
+    at = target.to(tl.int64) * HEADS + head
+    is_new = valid & (j >= 0)
+    first = tl.load(gates[0] + token * gate_strides[0] + head, mask=is_new, other=0.0)
+    if WINDOW > 0:
+        kept = row * (WINDOW * HEADS) + (j + pending) * HEADS + head
+        first = tl.where(is_new, first, tl.load(gate_windows[0] + kept, mask=valid & (j < 0), other=0.0))
+    step = _softplus(first.to(tl.float32) + tl.load(dt_bias + head, mask=valid, other=0.0))
+    if IS_DELTA:
+        tl.store(wide_gates[0] + at, step * tl.load(decay + head, mask=valid, other=0.0), mask=valid)
+        second = tl.load(gates[1] + token * gate_strides[1] + head, mask=is_new, other=0.0)
+        if WINDOW > 0:
+            second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=valid & (j < 0), other=0.0))
+        tl.store(wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
+    else:
+        tl.store(wide_gates[0] + at, tl.minimum(tl.maximum(step, low), high), mask=valid)
+
+
+_VARYING = ["requests", "tokens", "lanes", "low", "high"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["request_of"])
+def _inputs_kernel(
+    counts, request_of, requests, tokens, lanes, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
+    weight, bias, dt_bias, decay, low, high, convolved, wide_gates,
+    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr,
+):  # fmt: skip
+    """Programs of axis 0: token rows, then `lanes` programs for the pending drafts of each request."""
+    program = tl.program_id(0)
+    is_token = program < tokens
+    if is_token:
+        request = tl.load(request_of + program).to(tl.int32)
+        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+        first = program - start
+        end = tl.where(first < known + drafts, first + 1, first)
+        base = requests * WINDOW + start
+        step = 1
+    else:
+        request = (program - tokens) // lanes
+        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+        first = (program - tokens) % lanes - pending
+        end = tl.where((known > 0) | FOLD_ONLY, 0, first)
+        base = request * WINDOW + pending
+        step = lanes
+    for j in range(first, end, step):
+        _convolve(
+            base + j, j, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved, CONV_DIM,
+            WIDTH, WINDOW, HAS_BIAS, CHANNELS,
+        )  # fmt: skip
+        if tl.program_id(1) == 0:
+            _open_gates(
+                base + j, j, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high,
+                wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
+            )  # fmt: skip
+
+
+def channel_tile(tokens: int) -> tuple[int, int]:
+    """(channels of a program, warps): many small programs while they do not fill the card."""
+    return (256, 2) if tokens <= 64 else (1024, 4)
+
+
+def recurrent_inputs(
+    step: StepTensors, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...], layer: LayerTensors, conv: ConvParams,
+    gate: GateParams, *, fold_only: bool = False,
+) -> StepInputs:
+    """conv_in [tokens, conv dim] and gates [tokens, heads] each, as the projections leave them. Results of dead tokens
+    and of drafts that are not pending are undefined."""
+    name, device, wide = "recurrent_inputs", conv_in.device, (torch.float32,)
+    requests, (tokens, conv_dim), window = step.counts.shape[1], conv_in.shape, layer.conv_in.shape[1]
+    num_rows, heads, width = layer.state.shape[0], layer.state.shape[1], conv.weight.shape[0]
+    require_tensor(name, "conv_in", conv_in, (tokens, conv_dim), device, FLOATS)
+    require_tensor(name, "step.counts", step.counts, (7, requests), device, (torch.int64,), 2)
+    require_tensor(name, "step.request_of", step.request_of, (tokens,), device, (torch.int64,))
+    require_tensor(name, "conv.weight", conv.weight, (width, conv_dim), device, wide, 2)
+    require_tensor(name, "layer.tail", layer.tail, (num_rows, width - 1, conv_dim), device, (conv_in.dtype,), 3)
+    require_tensor(name, "layer.conv_in", layer.conv_in, (num_rows, window, conv_dim), device, (conv_in.dtype,), 3)
+    for given in (gate.dt_bias, gate.decay):
+        require_tensor(name, "gate", given, (heads,), device, wide)
+    require(len(gates) == (2 if gate.kind == "delta" else 1), name, "gates", f"are {len(gates)} of {gate.kind}")
+    for raw in gates:
+        require_tensor(name, "gates", raw, (tokens, heads), device, (conv_in.dtype,))
+    rows = requests * window + tokens
+    made = StepInputs(
+        conv_in, gates, torch.empty(rows, conv_dim, dtype=torch.float32, device=device),
+        tuple(torch.empty(rows, heads, dtype=torch.float32, device=device) for _ in gates),
+    )  # fmt: skip
+    lanes = min(window, max(1, _MAX_LANES // max(1, requests)))
+    channels, num_warps = channel_tile(tokens)
+    channels = min(channels, next_power_of_two(conv_dim))
+    grid = (tokens + requests * lanes, triton.cdiv(conv_dim, channels))
+    if grid[0]:
+        _inputs_kernel[grid](
+            step.counts, step.request_of, requests, tokens, max(1, lanes), conv_in, conv_in.stride(0), gates,
+            tuple(g.stride(0) for g in gates), layer.tail, layer.conv_in, layer.gates, conv.weight,
+            conv.weight if conv.bias is None else conv.bias, gate.dt_bias, gate.decay, *gate.limits, made.convolved,
+            made.wide_gates, CONV_DIM=conv_dim, WIDTH=width, WINDOW=window, HEADS=heads,
+            HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind == "delta", CHANNELS=channels,
+            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, num_warps=num_warps,
+        )  # fmt: skip
+    return made

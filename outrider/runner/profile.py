@@ -1,0 +1,146 @@
+"""Whole steps of dead tokens, run at start-up: what memory the largest takes, and kernels compiled before they serve.
+
+A dead token has the null row, so a step of them computes everything and changes nothing. What compiles anew by shape is
+known here by its sizes alone: long and short queries, few requests and several, short contexts and long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
+from outrider.kernels.buffers import to_device
+from outrider.layers.router import find_routers
+from outrider.params import SamplingParams
+from outrider.runner.graph_keys import prompt_ladders, request_ladder
+from outrider.runner.graphs import one_layer_each
+from outrider.runner.inputs import pack_host, step_kernels
+from outrider.runner.memory import MIB, StepMemory, enough_memory
+from outrider.runner.step import DeviceStep, StepPlan
+from outrider.sample.extras import StepExtras, StepNeeds
+
+GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
+LONG_QUERY, SHORT_QUERIES = 40, (1, 2, 4, 8, 16)  # prompts in tiles, and what goes with decoding
+FEW_REQUESTS, SEVERAL_REQUESTS = 1, 3
+SHORT_CONTEXT = 96  # keys that no kernel splits
+_LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
+ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
+
+
+def dead_batch(lens: list[int], drafts: int, bound: int) -> ScheduledBatch:
+    """One request for each of `lens`, its number of tokens, of which `drafts` are drafts. All of them sample."""
+    count = len(lens)
+    return ScheduledBatch(
+        step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
+        num_known=[max(1, n - drafts) for n in lens], num_drafts=[min(drafts, n - 1) for n in lens],
+        samples=[True] * count, bounds=[bound] * count, params=[SamplingParams(temperature=0)] * count,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int = 0, bound: int,
+             needs: StepNeeds | None = None) -> None:
+    shape, ints = pack_host(dead_batch(lens, drafts, bound))
+    needs = needs or StepNeeds()
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose)
+    step.body(shape, to_device(ints, torch.int64, step.state.device), plan)
+
+
+def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *, use_graphs: bool,
+                        page_extra_bytes: int = 0) -> StepMemory:
+    """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped again."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    with enough_memory("a step of max_num_batched_tokens", ADVICE):
+        step = make_step()
+        state = torch.cuda.memory_reserved(device) - before
+        with compiling(step):
+            run_kinds(step, limits)
+        torch.cuda.reset_peak_memory_stats(device)
+        lens, drafts = largest_step(limits)
+        run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=_LARGEST)
+        torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_reserved(device) - before - state
+    kept = step.pool.num_bytes + step.recurrent.num_bytes  # counted elsewhere
+    graphs = graph_bytes(limits, activations, has_prompts=not step.recurrent.layers) if use_graphs else 0
+    del step
+    torch.cuda.empty_cache()
+    return StepMemory(activations, max(0, state - kept), graphs, page_extra_bytes)
+
+
+def largest_step(limits: Limits) -> tuple[list[int], int]:
+    """(tokens of each request, drafts of each): all requests check all their drafts, and prompts fill the step."""
+    each = min(1 + limits.max_drafts, limits.max_batched_tokens, limits.max_len)
+    count = max(1, min(limits.max_requests, limits.max_batched_tokens // each))
+    left = limits.max_batched_tokens - count * each
+    lens = []
+    for _ in range(count):
+        prompt = min(left, limits.max_len - each)
+        lens.append(each + prompt)
+        left -= prompt
+    return lens, each - 1
+
+
+def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
+    """Captured steps share memory of their own, as much as the largest of them takes; each has its nodes besides.
+    has_prompts: steps with prompts are captured too."""
+    count = len(request_ladder(limits.max_requests)) * (2 if limits.max_drafts else 1)
+    if has_prompts:
+        requests, tokens = prompt_ladders(limits)
+        return activations + (count + len(requests) * len(tokens)) * GRAPH_MIB * MIB
+    logits = limits.extent(Axis.LOGIT_ROWS)
+    of_logits = min(activations, 2 * logits * limits.vocab_size * 4)
+    share = min(1.0, logits / limits.max_batched_tokens)
+    return int(of_logits + (activations - of_logits) * share) + count * GRAPH_MIB * MIB
+
+
+@contextmanager
+def compiling(step: DeviceStep) -> Iterator[None]:
+    """Steps inside compile what they would launch, all of it at once, and compute nothing."""
+    kernels = step_kernels(step.state.device)
+    with one_layer_each(step.model), kernels.compiling_ahead() if kernels is not None else nullcontext():
+        yield
+
+
+def run_kinds(step: DeviceStep, limits: Limits) -> int:
+    """Every kind of step that captures do not cover, so that no kernel is compiled while requests wait. Returns how
+    many steps it took."""
+    count = 0
+    for lens, bound in _kinds(step, limits):
+        for propose in _proposals(limits):
+            run_dead(step, lens, propose=propose, bound=bound)
+            count += 1
+    bound = min(SHORT_CONTEXT, limits.max_len)
+    sampled = StepNeeds(any_sampled=True)
+    for propose in range(limits.max_drafts + 1):
+        run_dead(step, [1], propose=propose, bound=bound, needs=sampled)
+    return count + limits.max_drafts + 1
+
+
+def _proposals(limits: Limits) -> tuple[int, ...]:
+    return (0, limits.max_drafts) if limits.max_drafts else (0,)
+
+
+def _kinds(step: DeviceStep, limits: Limits) -> Iterator[tuple[list[int], int]]:
+    """(tokens of each request, longest context) of steps that run different kernels."""
+    fits = min(limits.max_batched_tokens, limits.max_len)
+    contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len})
+    for bound in contexts:
+        for count in {min(FEW_REQUESTS, limits.max_requests), min(SEVERAL_REQUESTS, limits.max_requests)}:
+            for query in SHORT_QUERIES:
+                if count * query <= fits:
+                    yield [query] * count, bound
+            if LONG_QUERY + count <= fits:
+                yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
+        if fits >= LONG_QUERY:
+            yield [LONG_QUERY], bound
+    if find_routers((step.model, step.drafter)):
+        tokens = 1
+        while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
+            # Experts' tiles go by the number of token rows.
+            whole, rest = divmod(tokens, limits.max_len)
+            yield [limits.max_len] * whole + [rest] * (rest > 0), limits.max_len
+            tokens *= 2

@@ -1,0 +1,124 @@
+"""Models whose weights stay in the bits of a GGUF file, and layers done in one native call: the same numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+
+from outrider.kernels import native
+from outrider.kernels.quantized import QuantizedRows
+from outrider.layers.linear import find_linears
+from outrider.layers.whole import WholeLayer
+from outrider.models.base import Model
+from outrider.models.loader import WeightError, load_weights
+from outrider.models.registry import build_model
+from tests.engine.harness import Ask, Rig, greedy
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "attention_bias": True}
+MIXED = {"v_proj": "Q8_0", "embed": "Q8_0"}  # q, k and v are one weight here, which cannot be of two kinds
+
+
+@pytest.fixture(autouse=True)
+def need_native() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+
+
+def stored(model: Model, kinds: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    """Random weights: matrices in the kind of the first part of a name that fits, else Q4_1; vectors as numbers."""
+    for name, slot in model.weights().items():
+        values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
+        if len(slot.shape) == 1:
+            yield name, values + 1
+            continue
+        kind = next((kind for part, kind in kinds.items() if part in name), "Q4_1")
+        yield name, QuantizedRows(kind, torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind])))
+
+
+def build(config: dict[str, Any], kinds: dict[str, str], keep: bool, dtype: torch.dtype = torch.float32) -> Model:
+    model = build_model(config, dtype=dtype, device="cpu")
+    tensors = stored(model, kinds)
+    if not keep:
+        tensors = ((name, t.dequantize() if isinstance(t, QuantizedRows) else t) for name, t in tensors)
+    load_weights(model, tensors)
+    return model
+
+
+def outcome(model: Model, max_num_batched_tokens: int = 32) -> list[Any]:
+    """Tokens and log-probabilities of three prompts that share steps."""
+    asks = [Ask(prompt, greedy(12, logprobs=3, ignore_eos=True)) for prompt in ([3, 1, 4], [7] * 40, [5, 9, 2, 6])]
+    with Rig(model, max_num_batched_tokens=max_num_batched_tokens, max_model_len=96) as rig:
+        completions = [output.outputs[0] for output in rig.run(asks)]
+    return [(c.token_ids, [{t: x.logprob for t, x in step.items()} for step in c.logprobs or ()]) for c in completions]
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["tied", "qwen3"])
+@pytest.mark.parametrize("kinds", [{}, {"": "Q8_0"}, {"": "Q4_0"}, MIXED], ids=["Q4_1", "Q8_0", "Q4_0", "mixed"])
+def test_kept_bits_give_the_bits_of_dequantised_weights(config: dict[str, Any], kinds: dict[str, str]) -> None:
+    kept, numbers = build(config, kinds, keep=True), build(config, kinds, keep=False)
+    assert outcome(kept) == outcome(numbers)
+    have_bits = [linear.format.bits is not None for linear in find_linears(kept)]
+    assert not any(linear.format.bits for linear in find_linears(numbers))
+    assert have_bits.count(False) == (config["num_hidden_layers"] if kinds is MIXED else 0)
+
+
+def test_long_chunks_of_a_prompt_are_computed_from_bits_too() -> None:
+    kept, numbers = build(CONFIG, {}, keep=True), build(CONFIG, {}, keep=False)
+    assert [tokens for tokens, _ in outcome(kept, 64)] == [tokens for tokens, _ in outcome(numbers, 64)]
+
+
+def test_kept_weights_take_the_memory_of_their_bits() -> None:
+    kept, numbers = build(CONFIG, {}, keep=True), build(CONFIG, {}, keep=False)
+    vectors = sum(slot.nbytes for slot in numbers.weights().values() if len(slot.shape) == 1)
+    matrices = [slot for slot in numbers.weights().values() if len(slot.shape) == 2]
+    embedding = kept.embed_tokens.weight.nbytes  # looked up as numbers
+    assert sum(slot.nbytes for slot in kept.weights().values()) == vectors + embedding
+    bits = sum(linear.pack(True) for linear in find_linears(kept))
+    assert bits == sum(slot.nbytes for slot in matrices) // 4 * 20 // 32
+    assert torch.equal(kept.layers[0].mlp.down.format.dense(), numbers.layers[0].mlp.down.format.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_get_numbers(dtype: torch.dtype) -> None:
+    kept, numbers = build(CONFIG, {}, True, dtype), build(CONFIG, {}, False, dtype)
+    for name, slot in kept.weights().items():
+        assert torch.equal(slot.target, numbers.weights()[name].target), name
+
+
+def test_bits_that_hold_infinity_are_refused() -> None:
+    model = build_model(CONFIG, dtype=torch.float32, device="cpu")
+    tensors = dict(stored(model, {}))
+    rows = tensors["model.layers.1.mlp.up_proj.weight"]
+    assert isinstance(rows, QuantizedRows)
+    rows.data[5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+    with pytest.raises(WeightError, match=r"layers.1.mlp.up_proj.weight holds NaN or Inf"):
+        load_weights(model, tensors.items())
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["tied", "qwen3"])
+def test_whole_layers_give_the_bits_of_their_parts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(config, {}, keep=False)
+    calls: list[bool] = []
+    call = WholeLayer.__call__
+
+    def watched(self: WholeLayer, *args: Any) -> torch.Tensor | None:
+        added = call(self, *args)
+        calls.append(added is not None)
+        return added
+
+    monkeypatch.setattr(WholeLayer, "__call__", watched)
+    whole = outcome(model)
+    assert calls and all(calls)
+    monkeypatch.setattr(WholeLayer, "__call__", lambda self, *args: None)
+    assert outcome(model) == whole

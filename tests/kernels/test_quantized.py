@@ -1,0 +1,83 @@
+"""Weights in GGUF's own bits: what they stand for, and products with the bits of the dequantised ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from outrider.kernels import native, quantized
+from outrider.kernels.quantized import KINDS, QuantizedProduct, QuantizedRows
+
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 32]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def make(kind: str, outputs: int, inputs: int) -> tuple[QuantizedRows, Tensor]:
+    """Rows and, from the gguf library, the weights they stand for. Some scales are denormal in float16, some zero."""
+    values = torch.randn(outputs, inputs)
+    values[1::7] *= 1e-6
+    values[2::7] = 0
+    raw = quantize(values.numpy(), GGMLQuantizationType[kind])
+    return QuantizedRows(kind, torch.from_numpy(raw)), torch.from_numpy(dequantize(raw, GGMLQuantizationType[kind]))
+
+
+def need_native() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantised_weights_are_those_of_the_library(kind: str) -> None:
+    rows, want = make(kind, 50, 96)
+    assert rows.shape == (50, 96) and rows.is_finite()
+    assert torch.equal(rows.dequantize(), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_dequantising_gives_the_same_bits(kind: str) -> None:
+    need_native()
+    rows, want = make(kind, 50, 96)
+    out = torch.full((33, 96), torch.nan)
+    native.dequantize(rows.matrix(None), 10, out)
+    assert torch.equal(out, want[10:43])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 32), (131, 96), (577, 64), (24, 1536)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_have_the_bits_of_the_dequantised_product(kind: str, shape: tuple[int, int], has_bias: bool) -> None:
+    need_native()
+    rows, weight = make(kind, *shape)
+    bias = torch.randn(shape[0]) if has_bias else None
+    product = QuantizedProduct(rows, bias)
+    for n in ROWS:
+        x = torch.randn(n, shape[1] + 3)[:, 3:]  # rows at a distance
+        assert torch.equal(product(x), native.linear(x, weight, bias)), n
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_many_rows_go_to_the_library(has_weight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_native()
+    monkeypatch.setattr(quantized, "TILE_WEIGHTS", 40 * 64)  # several tiles, the last one smaller
+    rows, weight = make("Q4_1", 131, 64)
+    bias, x = torch.randn(131), torch.randn(70, 64)
+    product = QuantizedProduct(rows, bias, weight if has_weight else None)
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    assert product(x[:0]).shape == (0, 131)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_scales_are_found(kind: str) -> None:
+    rows, _ = make(kind, 3, 64)
+    for at in (0, 2) if kind == "Q4_1" else (0,):
+        data = rows.data.clone()
+        data[1, at : at + 2] = torch.from_numpy(np.array([np.inf], dtype=np.float16).view(np.uint8))
+        assert not QuantizedRows(kind, data).is_finite()

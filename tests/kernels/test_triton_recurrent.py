@@ -1,0 +1,282 @@
+"""Whole steps of recurrent layers by kernels against the torch path: outputs, states, tails, windows and checkpoints.
+
+Two sets of rows live the same lives. Whatever nobody may read holds NaN: rows of nobody, windows without drafts, pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+import torch
+
+from outrider.attention.recurrent import RecurrentMixer
+from outrider.attention.recurrent_backend import StepCounts
+from outrider.cache.groups import plan_groups
+from outrider.cache.pool import DevicePool
+from outrider.cache.spec import FullSpec, LayerCache
+from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch
+from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
+from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
+from outrider.params import SamplingParams
+from outrider.runner.recurrent import RecurrentRows
+
+WINDOW, PAGE, MAX_LEN = 3, 16, 512
+Y_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def make_mixers(dtype: torch.dtype, device: torch.device) -> dict[int, RecurrentMixer]:
+    made = {
+        0: Mamba2Mixer(Mamba2Shape(2, 6, 2, 5, 4, dt_limits=(0.01, 2.0)), dtype=dtype, device=device),
+        1: GatedDeltaMixer(GatedDeltaShape(1, 2, 4, 6, 3), dtype=dtype, device=device),
+    }
+    generator = torch.Generator().manual_seed(0)
+    for mixer in made.values():
+        for slot in mixer.weights("").values():
+            slot.store(torch.empty(slot.shape).normal_(0, 0.5, generator=generator))
+        mixer.finalize()
+    return made
+
+
+@dataclass
+class Life:
+    """A request: what it has computed, and how much of that waits to be folded."""
+
+    row: int
+    computed: int = 0
+    pending: int = 0
+
+
+@dataclass
+class Part:
+    life: Life
+    known: int
+    drafts: int = 0
+    accepted: int = 0
+    dead_drafts: int = 0
+    is_dead: bool = False  # ended, but scheduled again
+
+
+class Twins:
+    """The same steps in torch and by kernels."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW) -> None:
+        self.dtype, self.device, self.rng = dtype, device, Random(1)
+        self.limits = Limits(max_requests=5, max_batched_tokens=256, max_len=MAX_LEN, max_drafts=window, vocab_size=8)
+        self.mixers = make_mixers(dtype, device)
+        claims = [LayerCache(layer, mixer.spec) for layer, mixer in self.mixers.items()]
+        layout = plan_groups([LayerCache(9, FullSpec(1, 2, dtype.itemsize)), *claims], PAGE)
+        self.num_pages = layout.recurrent.capacity(self.limits).checkpoint_pages
+        self.pools = [DevicePool(layout, 400, dtype, device) for _ in range(2)]
+        self.both = [RecurrentRows(self.mixers, self.limits, pool) for pool in self.pools]
+        for rows, pool, use_kernels in zip(self.both, self.pools, (False, True), strict=True):
+            pool.data.fill_(torch.nan)
+            rows.backend.use_kernels, rows.backend.exact = use_kernels, exact
+            for own in rows.layers.values():
+                for tensor in (own.state, own.tail, own.conv_in, *own.gates):
+                    tensor.fill_(torch.nan)
+        self._next_page = 1
+        self._poison = self.pools[0].data.view(torch.int16)[0, 0].clone()
+        self._given: list[list[int]] = []
+        self.num_written = 0
+
+    def admit(self, row: int, computed: int = 0) -> Life:
+        """Where `computed` tokens are said to have led to is nothing, like any other place."""
+        for rows in self.both:
+            rows.admit([Admission(row, [0], 1, computed, MAX_LEN, (), SamplingParams(), 0, 0, [])])
+        return Life(row, computed)
+
+    def target(self, life: Life, boundary: int) -> CheckpointWrite:
+        pages = list(range(self._next_page, self._next_page + self.num_pages))
+        self._next_page += self.num_pages
+        self._given.append(pages)
+        return CheckpointWrite(self._next_page, life.row, boundary, pages)
+
+    def step(self, parts: list[Part], targets: list[CheckpointWrite] | None = None, padded: tuple[int, int] = (0, 0), *,
+             listed: bool = False) -> list[bool]:
+        """Returns which targets were written. listed: by request, as captured steps have them."""
+        counts, num_tokens = self._counts(parts, targets or [], padded)
+        both = [replace(counts, pending=rows.pending[counts.rows]) for rows in self.both]
+        if listed:
+            by_row = {write.row: write.boundary for write in targets or []}
+            boundaries = torch.tensor([by_row.get(row, -1) for row in counts.rows.tolist()], device=self.device)
+            for i, rows in enumerate(self.both):
+                rows.list_pages(targets or [])
+                both[i] = replace(both[i], targets=rows._listed_targets(counts.rows, boundaries))
+        steps = [rows.backend.on(own) for rows, own in zip(self.both, both, strict=True)]
+        for layer, mixer in self.mixers.items():
+            sizes = (mixer.spec.conv_dim, *mixer.spec.gate_sizes)
+            # Slices of one projection, as layers have them.
+            projected = torch.randn(num_tokens, sum(sizes) + 3, generator=torch.Generator().manual_seed(
+                self.rng.randrange(2**31))).to(self.device, self.dtype)
+            projected[num_tokens - padded[1] :] = torch.nan
+            conv_in, *gates = projected[:, 3:].split(sizes, dim=-1)
+            near("y", *[step(layer, conv_in, tuple(gates)) for step in steps], Y_NEAR[self.dtype])
+        accepted = torch.tensor([0 if p.is_dead else p.accepted for p in parts] + [0] * padded[0], device=self.device)
+        flags = [rows.commit(step, accepted) for rows, step in zip(self.both, steps, strict=True)]
+        for part in parts:
+            if not part.is_dead:
+                part.life.computed += part.known + part.accepted
+                part.life.pending = part.accepted
+        self.check([part.life for part in parts])
+        if flags[0] is None:
+            return []
+        assert flags[1] is not None and flags[0].tolist() == flags[1].tolist()
+        self.num_written += int(flags[0].sum())
+        return flags[0].tolist()
+
+    def fold(self, lives: list[Life], targets: list[CheckpointWrite]) -> list[bool]:
+        computed = torch.zeros(self.limits.max_requests + 1, dtype=torch.int64, device=self.device)
+        for life in lives:
+            computed[life.row] = life.computed
+        flags = [rows.fold(targets, computed) for rows in self.both]
+        assert flags[0] is not None and flags[1] is not None and flags[0].tolist() == flags[1].tolist()
+        self.check(lives)
+        return flags[0].tolist()
+
+    def check(self, lives: list[Life]) -> None:
+        """Windows count as far as something waits in them; rows of nobody and pages, NaN by NaN."""
+        for layer in self.mixers:
+            torch_rows, own = (rows.layers[layer] for rows in self.both)
+            near("state", torch_rows.state, own.state)
+            assert torch.equal(torch_rows.tail.nan_to_num(99), own.tail.nan_to_num(99)), "tail"
+            for life in lives:
+                for a, b in zip((torch_rows.conv_in, *torch_rows.gates), (own.conv_in, *own.gates), strict=True):
+                    assert torch.equal(a[life.row, : life.pending], b[life.row, : life.pending]), "window"
+            for tensor in (own.state, own.tail, own.conv_in, *own.gates):
+                assert tensor[NULL_ROW].isnan().all()
+        touched = [(pool.data.view(torch.int16) != self._poison).any(dim=1) for pool in self.pools]
+        assert torch.equal(*touched), "other pages were written"
+        if self._given:
+            given = torch.tensor(self._given, device=self.device)
+            for layer in self.mixers:
+                wanted, found = (rows.pages.read(layer, given) for rows in self.both)
+                near("checkpoint", wanted.state, found.state)
+                assert torch.equal(wanted.tail.nan_to_num(99), found.tail.nan_to_num(99)), "tail of a checkpoint"
+
+    def _counts(self, parts: list[Part], targets: list[CheckpointWrite],
+                padded: tuple[int, int]) -> tuple[StepCounts, int]:
+        extra, rows = [0] * padded[0], [p.life.row for p in parts]
+        known, drafts = [p.known for p in parts], [p.drafts + p.dead_drafts for p in parts]
+        lens = [k + d for k, d in zip(known, drafts, strict=True)] + extra
+        starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+        request_of = [i for i, n in enumerate(lens) for _ in range(n)] + [len(lens) - 1] * padded[1]
+        bounds = [p.life.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)]
+        scheduled = ScheduledBatch(0, rows, [0] * len(parts), rows, known, drafts, [True] * len(parts), bounds,
+                                   [SamplingParams()] * len(parts), checkpoints=targets)
+        ints = torch.tensor([
+            [*rows, *[NULL_ROW] * padded[0]], [*(p.life.computed for p in parts), *extra],
+            [*(0 if p.is_dead else p.known for p in parts), *extra],
+            [*(0 if p.is_dead else p.drafts for p in parts), *extra],
+        ], device=self.device)  # fmt: skip
+        counts = StepCounts(
+            ints[0], torch.tensor(starts, device=self.device), torch.tensor(request_of, device=self.device), *ints[1:],
+            ints[1], tuple(lens), (*known, *extra), max(drafts), self.limits.max_drafts,
+            self.both[0].targets(scheduled),
+        )  # fmt: skip
+        return counts, len(request_of)
+
+
+def near(what: str, wanted: torch.Tensor, actual: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert torch.equal(wanted.isnan(), actual.isnan()), f"{what}: NaN in other places"
+    wanted, actual = (t.float().nan_to_num(0) for t in (wanted, actual))
+    assert ((wanted - actual).abs() <= tolerance * (1 + wanted.abs())).all(), (
+        f"{what}: off by {(wanted - actual).abs().max()}"
+    )
+
+
+def test_every_accepted_count_around_a_boundary(device: torch.device, dtype: torch.dtype) -> None:
+    """Boundaries among pending drafts, in the known token, in rejected drafts and not reached, all in one batch."""
+    twins = Twins(dtype, device)
+    lives = [twins.admit(row, PAGE - 2 - row) for row in range(1, 5)]
+    twins.step([Part(life, 1, WINDOW, (3, 3, 1, 0)[i]) for i, life in enumerate(lives)],
+               [twins.target(life, PAGE) for life in lives])
+    targets = [twins.target(life, PAGE) for life in lives]
+    flags = twins.step([Part(life, 1, i, i // 2) for i, life in enumerate(lives[::-1])], targets)
+    assert flags == [True, True, False, False]
+    assert lives[3].computed - lives[3].pending == PAGE - 4
+    targets = [twins.target(lives[3], PAGE), twins.target(lives[1], 2 * PAGE)]
+    twins.step([Part(life, 1) for life in lives], targets, padded=(1, 2), listed=True)
+    flags = twins.step([Part(life, 3) for life in lives], targets, listed=True)
+    assert flags == [False, False, False, True]
+
+
+def test_without_a_window(device: torch.device) -> None:
+    twins = Twins(torch.float32, device, window=0)
+    life = twins.admit(1)
+    for known in (2, 1):
+        twins.step([Part(life, known)], padded=(1, 2))
+
+
+@pytest.mark.parametrize(("known", "exact"), [(33, False), (6, True), pytest.param(70, False, marks=pytest.mark.long)])
+def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bool) -> None:
+    """From nothing, with drafts behind, and behind pending drafts; cut by boundaries."""
+    twins = Twins(dtype, device, exact=exact)
+    long, short, one = twins.admit(1), twins.admit(3), twins.admit(4, computed=PAGE - 1)
+    assert twins.step([Part(long, known, 2, 2), Part(short, 4), Part(one, 1, 2, 2)],
+                      [twins.target(one, PAGE), *(twins.target(long, b) for b in (PAGE, 2 * PAGE))]) == [
+        True, known > PAGE, known > 2 * PAGE]  # fmt: skip
+    twins.step([Part(one, 7), Part(short, 5), Part(long, 5, 1, 1)], padded=(1, 3))
+
+
+@pytest.mark.parametrize("before", [1, 4, 5])
+def test_a_run_behind_a_fold_that_reaches_a_boundary(device: torch.device, before: int) -> None:
+    twins = Twins(torch.float32, device)
+    life = twins.admit(2, PAGE - before)
+    twins.step([Part(life, 1, WINDOW, 3)])
+    assert twins.step([Part(life, 5)], [twins.target(life, PAGE)]) == [before > 1]
+
+
+def test_dead_rows_keep_everything_and_can_still_be_folded(device: torch.device) -> None:
+    twins = Twins(torch.float32, device)
+    ends, goes_on = twins.admit(1, PAGE - 3), twins.admit(2)
+    twins.step([Part(ends, 1, WINDOW, 3), Part(goes_on, 1)])
+    target = twins.target(ends, PAGE)
+    assert twins.step([Part(ends, 1, 2, is_dead=True), Part(goes_on, 1, 1, 1, dead_drafts=2)], [target],
+                      padded=(2, 7)) == [False]
+    assert twins.fold([ends], [target]) == [True]
+    assert twins.fold([ends], [twins.target(ends, 2 * PAGE)]) == [False]
+
+
+def check_random_lives(device: torch.device, seed: int, num_steps: int) -> None:
+    twins, rng = Twins(torch.float32, device), Random(seed)
+    lives = {row: twins.admit(row, rng.randrange(PAGE)) for row in (1, 3, 4, 5)}
+    for _ in range(num_steps):
+        parts, targets = [], []
+        for life in rng.sample(list(lives.values()), rng.randint(1, 4)):
+            known, drafts = rng.choice([1, 1, 1, 2, 4, 5, 8]), rng.randint(0, WINDOW)
+            parts.append(Part(life, known, drafts, rng.randint(0, drafts), rng.randint(0, WINDOW - drafts),
+                              rng.random() < 0.15))
+            low = life.computed - life.pending
+            targets += [twins.target(life, b) for b in range((low // PAGE + 1) * PAGE, life.computed + known + 1, PAGE)]
+        rng.shuffle(targets)
+        twins.step(parts, targets, (rng.randint(0, 2), rng.randint(0, 4)))
+    assert twins.num_written > 0
+
+
+def test_random_lives(device: torch.device) -> None:
+    check_random_lives(device, 0, 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_more_random_lives(device: torch.device, seed: int) -> None:
+    check_random_lives(device, seed, 10)
+
+
+@pytest.mark.long
+def test_warming_up_changes_nothing(device: torch.device) -> None:
+    twins = Twins(torch.float32, device)
+    twins.both[1].warm_up(takes_checkpoints=True)
+    twins.check([])
+
+
+def test_a_strange_shape_is_refused(device: torch.device) -> None:
+    twins = Twins(torch.float32, device)
+    life = twins.admit(1)
+    counts, _ = twins._counts([Part(life, 2)], [], (0, 0))
+    step = twins.both[1].backend.on(counts)
+    spec = twins.mixers[0].spec
+    with pytest.raises(ValueError, match="gates"):
+        step(0, torch.zeros(2, spec.conv_dim, device=device), (torch.zeros(2, 3, device=device),))

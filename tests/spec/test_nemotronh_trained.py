@@ -1,0 +1,169 @@
+"""A small trained NemotronH with its MTP module (tests/assets): the module works, and these tests can tell if it does
+not.
+
+Its hidden states come out of recurrent layers, so that a hit or a preemption goes through a checkpoint. float64, so
+that equal drafts means equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.base import Model
+from outrider.models.registry import load_model
+from outrider.params import SamplingParams
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from tests.assets.train_nemotronh import language, texts
+from tests.engine.harness import Ask, Rig, greedy, tokens_of
+from tests.spec.rig import DraftRig
+from tests.spec.trained_heads import (
+    HARM,
+    NGRAM_CEILING,
+    Drafts,
+    drafts_of,
+    foreign_table,
+    late_position,
+    late_tokens,
+    mean_run,
+    shuffled_hidden,
+)
+
+FOLDER = Path(__file__).parents[1] / "assets" / "nemotronh"
+K, LENGTH, FLOOR = 3, 32, 2.2
+MTP = {"method": "mtp", "model": str(FOLDER), "num_speculative_tokens": K, "auto": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": K, "auto": False}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 96, "num_pages": 400,
+                            "checkpoint_interval": 32}
+
+
+@cache
+def target() -> Model:
+    return load_model(FOLDER, dtype=torch.float64, device="cpu")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """From a seed that training did not use, neighbours in different modes; every third ends within a page."""
+    drawn = texts(80, 40, torch.Generator().manual_seed(1234)).tolist()
+    chosen = [drawn.pop(next(i for i, text in enumerate(drawn) if text[1] == mode)) for mode in [0, 1, 2, 3] * 4]
+    return [text[: 40 if i % 3 else 24] for i, text in enumerate(chosen)]
+
+
+def asks(params: SamplingParams | None = None) -> list[Ask]:
+    return [Ask(prompt, params or greedy(LENGTH)) for prompt in prompts()]
+
+
+def sampled() -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH)
+
+
+@cache
+def plain(params: SamplingParams | None = None) -> list[list[list[int]]]:
+    with Rig(target(), **SETTINGS) as rig:
+        return tokens_of(rig.run(asks(params)))
+
+
+@cache
+def healthy() -> tuple[float, Drafts]:
+    """Mean run and drafts of the module as it is, in a batch of 16."""
+    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+        outputs = rig.run(asks())
+        assert max(batch.num_requests for batch in rig.batches) == 16
+        assert tokens_of(outputs) == plain()
+        return mean_run(outputs), drafts_of(rig)
+
+
+@cache
+def everywhere() -> Drafts:
+    """Requests that use no drafts stop at every length, and there it is proposed for them all the same."""
+    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+        rig.run(asks(greedy(LENGTH, speculative=False)))
+        drafts = drafts_of(rig)
+        assert len(drafts) == 16 * (LENGTH - 1)
+        return drafts
+
+
+def test_the_target_speaks_the_language() -> None:
+    """Else a module would be easy to fool: the greedy text follows the mode's permutation nearly everywhere."""
+    shares = [language().share_right(prompt + continued, len(prompt), mode=prompt[1])
+              for prompt, (continued,) in zip(prompts(), plain(), strict=True)]  # fmt: skip
+    assert sum(shares) / len(shares) > 0.95
+
+
+def test_mean_run_and_the_ngram_drafter_on_the_same_prompts() -> None:
+    run, drafts = healthy()
+    assert run >= FLOOR
+    assert drafts.items() <= everywhere().items()
+    with Rig(target(), speculative_config=NGRAM, **SETTINGS) as rig:
+        outputs = rig.run(asks())
+        assert tokens_of(outputs) == plain()
+        assert mean_run(outputs) < NGRAM_CEILING
+
+
+def test_mean_run_at_temperature_one_with_the_targets_own_noise() -> None:
+    with Rig(target(), speculative_config=MTP, **SETTINGS) as rig:
+        outputs = rig.run(asks(sampled()))
+        assert tokens_of(outputs) == plain(sampled()) != plain()
+        assert mean_run(outputs) >= FLOOR
+
+
+def test_equal_drafts_alone_after_a_hit_and_after_a_preemption() -> None:
+    run, drafts = healthy()
+    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+        checkpoints = rig.scheduler.cache.checkpoints
+        alone = rig.run_one_by_one(asks())
+        assert drafts_of(rig) == drafts and mean_run(alone) == run and checkpoints.num_restored == 0
+        hit = rig.run(asks())
+        assert all(output.metrics.num_cached_tokens >= 16 for output in hit) and checkpoints.num_restored == 16
+        assert drafts_of(rig) == drafts and mean_run(hit) == run
+        preempted = rig.run(asks(), after_step=rig.preempt)
+        assert all(output.metrics.num_preemptions == 1 for output in preempted) and checkpoints.num_restored == 48
+        # A resumed request waits for its first drafts, so that its runs fall elsewhere.
+        assert drafts_of(rig).items() <= everywhere().items()
+        assert mean_run(preempted) > run - 0.5
+        assert tokens_of(alone) == tokens_of(hit) == tokens_of(preempted) == plain()
+
+
+@pytest.mark.parametrize("harm", [shuffled_hidden, foreign_table, late_tokens], ids=lambda harm: harm.__name__)
+def test_a_broken_module_shows_in_the_mean_run_only(harm: Callable[[AutoregressiveDrafter], None]) -> None:
+    # Unseen tails of foreign pages are not poisoned: the harm is to be in what is read, not in NaN.
+    with Rig(target(), speculative_config=MTP, poison=False, **SETTINGS) as rig:
+        assert isinstance(rig.step.drafter, AutoregressiveDrafter)
+        harm(rig.step.drafter)
+        outputs = rig.run(asks())
+        assert tokens_of(outputs) == plain()
+        assert mean_run(outputs) <= healthy()[0] - HARM
+
+
+def test_the_module_knows_no_positions() -> None:
+    """So a rope position off by two, which ruins other heads, must leave every draft as it is."""
+    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+        assert isinstance(rig.step.drafter, AutoregressiveDrafter)
+        late_position(rig.step.drafter)
+        rig.run(asks())
+        assert drafts_of(rig) == healthy()[1]
+
+
+@pytest.mark.parametrize("params", [greedy(LENGTH), sampled()], ids=["greedy", "sampled"])
+def test_exact_with_chunks_padding_overlap_and_a_small_pool(params: SamplingParams) -> None:
+    """Short prompts that all fit at first and then outgrow the pool; checkpoints give way."""
+    short = [Ask(prompt[:12], params) for prompt in prompts()[:8]]
+    with Rig(target(), **SETTINGS) as rig:
+        expected = tokens_of(rig.run(short))
+    tight = SETTINGS | {"max_num_seqs": 4, "max_num_batched_tokens": 27, "num_pages": 9, "max_model_len": 64}
+    with DraftRig(target(), speculative_config=MTP, overlap=True, pad_requests=(3, 6), pad_tokens=(10, 30),
+                  **tight) as rig:
+        outputs = rig.run(short)
+        assert tokens_of(outputs) == expected
+        stats = rig.scheduler.stats
+        assert stats.num_preemptions > 0 and stats.max_steps_in_flight == 2 and rig.runner.num_padded_steps > 0
+        assert rig.scheduler.cache.pool.num_evicted > 0
+        assert any(not all(batch.samples) for batch in rig.batches), "prompts cut into chunks"
+        accepted = {part.num_accepted for result in rig.results for part in result.requests}
+        assert accepted == set(range(K + 1))

@@ -1,0 +1,134 @@
+"""What benchmarks say beside the time: the bytes of a step, the floor, experts taken, and routing that spreads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.cli import main
+from outrider.commands.roofline import Decoding, Traffic, mean_context
+from outrider.kernels.moe import RouteRule
+from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.models.registry import build_model, read_config
+from tests.engine.harness import CONFIGS
+from tests.models.oracle import make_folder
+
+CPU = torch.device("cpu")
+CONFIGURED = Path(__file__).parents[2] / "bench" / "configs"
+
+
+def meta_model(config: dict[str, Any]) -> Any:
+    return build_model(config, dtype=torch.bfloat16, device="meta")
+
+
+def routers(*indices: int, experts: int = 16, top_k: int = 3) -> list[Router]:
+    return [Router(i, 4, RouteRule(experts, top_k), dtype=torch.float32, device=CPU) for i in indices]
+
+
+def test_mean_context_is_the_mean_over_the_answers_steps() -> None:
+    for prompt, outputs, window in ((9, 20, 15), (30, 4, 15), (3, 5, 100), (14, 1, 15), (1, 40, 1)):
+        seen = [min(prompt + t, window) for t in range(1, outputs + 1)]
+        assert mean_context(prompt, outputs, window) == pytest.approx(sum(seen) / outputs)
+    assert mean_context(128, 256, None) == 256.5
+
+
+def test_bytes_of_a_dense_model() -> None:
+    traffic = Traffic(meta_model(read_config(CONFIGURED / "llama8b")))
+    # Everything but the embedding, of which a token reads one row.
+    assert traffic.weights.dense == 2 * (8_030_261_248 - 128256 * 4096) and traffic.row_bytes == 2 * 4096
+    work = Decoding([(128, 256)] * 8)
+    cache = 8 * 256 * 256.5 * 32 * 2 * 8 * 128 * 2
+    assert traffic.total(work) == pytest.approx(256 * traffic.weights.dense + 8 * 256 * traffic.row_bytes + cache)
+    alone = traffic.floor(Decoding([(128, 256)]), 4.4e12)
+    assert 285 < alone < 295, "3.4 ms a step"
+    assert traffic.floor(Decoding([(128, 256)], mean_run=2.5), 4.4e12) == pytest.approx(2.5 * alone, rel=0.01)
+
+
+def test_bytes_of_windows_experts_and_states() -> None:
+    sliding = Traffic(meta_model(CONFIGS["sliding"])).total(Decoding([(60, 8)]))
+    full = Traffic(meta_model(CONFIGS["llama"])).total(Decoding([(60, 8)]))
+    assert full - sliding == pytest.approx(8 * 2 * (64.5 - 20) * 2 * 2 * 8 * 2)
+    nemotron = Traffic(meta_model(read_config(CONFIGURED / "nemotronh-15b-a2b")))
+    few, all_of_them = (nemotron.total(Decoding([(1, 1)], distinct_experts=n)) for n in (6, 128))
+    layers, (count, size) = len(nemotron.weights.experts), nemotron.weights.experts[0]
+    assert count == 128 and all_of_them - few == pytest.approx(layers * 122 * size)
+    # At batch 64 with spread routing another count of the same gives 8470 tokens per second.
+    taken = 128 * (1 - (1 - 6 / 128) ** 64)
+    floor = nemotron.floor(Decoding([(128, 256)] * 64, distinct_experts=taken), 4.4e12)
+    assert 8000 < floor < 9000
+
+
+def test_spread_routing_draws_distinct_experts_evenly_and_anew() -> None:
+    spread = SpreadRouting(routers(1, 4), device=CPU)
+    tally = ExpertTally(routers(1, 4), 10, device=CPU)
+    seen = torch.zeros(16, dtype=torch.int64)
+    draws = []
+    for _ in range(100):
+        for index in (1, 4):
+            ids = spread(index, 10)
+            assert ids.shape == (10, 3) and ids.dtype == torch.int64 and 0 <= int(ids.min()) <= int(ids.max()) < 16
+            assert all(len(set(row)) == 3 for row in ids.tolist())
+            seen += ids.flatten().bincount(minlength=16)
+            draws.append(ids.clone())
+            tally(index, ids)
+    tally(1, torch.zeros(11, 3, dtype=torch.int64))  # a prompt
+    assert len({tuple(ids.flatten().tolist()) for ids in draws}) == 200, "by layer and by step"
+    assert 0.7 < float(seen.min() / seen.max())
+    mean = tally.mean()
+    assert mean is not None and mean == pytest.approx(16 * (1 - (13 / 16) ** 10), rel=0.05)
+    assert spread(4, 3).shape == (3, 3), "a drafter's pass has token rows of its own"
+    assert ExpertTally(routers(1), 1, device=CPU).mean() is None
+    with pytest.raises(ValueError, match="same number of experts"):
+        SpreadRouting([*routers(0), *routers(1, experts=8)], device=CPU)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 2), (5, 5), (6, 4)])
+def test_spread_routing_serves_any_number_of_experts(experts: int, top_k: int) -> None:
+    ids = SpreadRouting(routers(0, experts=experts, top_k=top_k), device=CPU)(0, 40)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder("qwen3_moe", tmp_path / "m")
+    flags = ["--shapes", "6x9x12", "--num-pages", "99", "--rounds", "1", "--routing", "spread"]
+    assert main(["bench", "throughput", str(folder), *flags, "--save-result", str(tmp_path / "r.json")]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report == json.loads((tmp_path / "r.json").read_text()) and "prompts are not counted" in out
+    assert report["routing"] == "spread" and "experts were drawn" in out
+    assert report["bandwidth_gb_s"] > 0 and report["card"] and report["date"] and report["versions"]["torch"]
+    (row,) = report["results"]
+    assert 6 < row["distinct_experts"] <= 8  # of 8, by 6 token rows of 3
+    assert row["floor_tok_s"] > 0 and row["of_floor"] == pytest.approx(row["out_tok_s"] / row["floor_tok_s"], abs=0.01)
+
+
+def test_routing_is_refused_where_it_means_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--routing", "spread", "--prompt", "x"]) == 2
+    assert "--routing is for `outrider bench" in capsys.readouterr().err
+    folder = make_folder("llama", tmp_path / "m")
+    assert main(["bench", "throughput", str(folder), "--routing=spread", "--num-pages", "9", "--shapes", "1x4x4"]) == 2
+    assert "no experts" in capsys.readouterr().err
+    assert main(["bench", "throughput", str(folder), "--save-result", str(tmp_path / "no" / "file")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_results_are_drawn_with_and_without_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from bench import plot_results
+
+    report = json.loads((Path(__file__).parents[2] / "bench/results/h200.json").read_text())
+    report["series"][0]["rows"][0]["floor"] = 2000
+    report["series"].append({"name": "spread", "rows": [{"batch": 1, "tok_s": 5.0, "floor": 9.0}]})
+    for name in ("bench/results", "docs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "bench/results/h200.json").write_text(json.dumps(report))
+    monkeypatch.setattr(plot_results, "ROOT", tmp_path)
+    plot_results.main()
+    assert all((tmp_path / f"docs/h200.{suffix}").stat().st_size > 1000 for suffix in ("svg", "png"))

@@ -1,0 +1,122 @@
+"""Memory of a device: the largest step, what is set aside for it, and errors that say which setting to change."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.cache.groups import plan_groups
+from outrider.config import EngineConfig
+from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.runner.cuda import CudaRunner
+from outrider.runner.memory import StepMemory, enough_memory, plan_memory
+from outrider.runner.profile import graph_bytes, largest_step, run_dead, run_kinds
+from outrider.sample.extras import StepNeeds
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+
+MIB, GIB = 1 << 20, 1 << 30
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+
+
+@pytest.mark.parametrize(("requests", "tokens", "length", "drafts"), [
+    (256, 8192, 4096, 3), (4, 64, 96, 3), (8, 4096, 100, 0), (5, 7, 50, 3), (3, 2, 50, 4), (2, 512, 3, 5),
+])  # fmt: skip
+def test_the_largest_step_is_as_large_as_limits_allow(requests: int, tokens: int, length: int, drafts: int) -> None:
+    limits = Limits(requests, tokens, length, drafts, vocab_size=100)
+    lens, checked = largest_step(limits)
+    assert 1 <= len(lens) <= requests and sum(lens) <= tokens and max(lens) <= length
+    assert sum(lens) == min(tokens, len(lens) * length), "no room is left"
+    assert checked <= drafts and min(lens) >= 1 + checked
+
+
+def test_dead_steps_change_nothing() -> None:
+    with Rig(tiny_model("gemma3", torch.float32), speculative_config=NGRAM, poison=False) as rig:
+        state, limits = rig.step.state, rig.engine.limits
+        asks = [Ask(prompt_of(1, 20), greedy(8))]
+        before = tokens_of(rig.run(asks))
+        kept = [t.clone() for t in (*state.page_tables, state.known, state.tokens, rig.step.pool.data)]
+        lens, drafts = largest_step(limits)
+        needs = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
+        run_dead(rig.step, lens, drafts=drafts, propose=3, bound=limits.max_len, needs=needs)
+        assert run_kinds(rig.step, limits) > 20
+        after = (*state.page_tables, state.known, state.tokens, rig.step.pool.data)
+        assert all(torch.equal(one, two) for one, two in zip(kept, after, strict=True))
+        assert tokens_of(rig.run(asks)) == before
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, free: int, step: StepMemory, **settings: Any) -> Any:
+    """For a card of 10 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
+    model = tiny_model("llama")
+    limits = Limits(max_requests=1 << 20, max_batched_tokens=64, max_len=4096, max_drafts=0, vocab_size=256)
+    return plan_memory(EngineConfig("tiny", **settings), plan_groups(model.cache_layers()), limits,
+                       torch.device("cuda"), weight_bytes=3 * GIB, step=step)
+
+
+def test_steps_and_graphs_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = plan(monkeypatch, 8 * GIB, StepMemory())
+    step = StepMemory(activation_bytes=GIB, state_bytes=300 * MIB, graph_bytes=200 * MIB)
+    made = plan(monkeypatch, 8 * GIB, step)
+    assert (bare.num_pages - made.num_pages) * made.page_bytes == pytest.approx(step.total, abs=2 * made.page_bytes)
+    assert bare.num_pages * bare.page_bytes == pytest.approx(7 * GIB, rel=1e-3)
+    assert "steps 1024 MiB, their graphs about 200 MiB, rows 300 MiB" in made.report()
+    tails = plan(monkeypatch, 8 * GIB, replace(step, page_extra_bytes=made.page_bytes))
+    assert tails.num_pages == pytest.approx(made.num_pages / 2, abs=1)
+
+
+def test_no_room_says_what_takes_it_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepMemory(activation_bytes=2 * GIB)
+    with pytest.raises(ValueError, match="gpu_memory_utilization=0.5 allows 5120, .*3072, .*2048, and 1024 are miss"):
+        plan(monkeypatch, 6 * GIB, step, gpu_memory_utilization=0.5)
+    with pytest.raises(ValueError, match="lower max_num_batched_tokens or max_num_seqs"):
+        plan(monkeypatch, GIB, step)
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes=10 holds not one page"):
+        plan(monkeypatch, 8 * GIB, step, kv_cache_memory_bytes=10)
+    with pytest.raises(ValueError, match="no memory for the cache: lower num_pages .CUDA out of memory."):
+        with enough_memory("the cache", "lower num_pages"):
+            raise OUT_OF_MEMORY
+
+
+def test_graphs_take_no_more_than_the_largest_step_and_their_nodes() -> None:
+    limits = Limits(max_requests=64, max_batched_tokens=8192, max_len=4096, max_drafts=3, vocab_size=1000)
+    small, large = (graph_bytes(limits, n * MIB, has_prompts=False) for n in (64, 6400))
+    assert small < large < 6400 * MIB * 256 / 8192 + 200 * MIB
+    assert 6400 * MIB < graph_bytes(limits, 6400 * MIB, has_prompts=True) < 7000 * MIB
+
+
+class _SameThread(CudaRunner):
+    """A CudaRunner whose queueing is done by another runner, so that it needs no card."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.device_step, Limits(1, 1, 1, 0, 1), use_graphs=False)
+        self._inner = inner
+        self.error: Exception | None = None
+
+    def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
+        if self.error is not None:
+            raise self.error
+        return self._inner.submit(batch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, RuntimeError("something else")], ids=["memory", "other"])
+def test_a_step_that_cannot_be_queued_ends_its_requests_and_not_the_engine(error: Exception) -> None:
+    with Rig(tiny_model("llama"), poison=False) as rig:
+        asks = [Ask(prompt_of(1, 20), greedy(6)), Ask(prompt_of(2, 9), greedy(6))]
+        expected = tokens_of(rig.run(asks))
+        runner = rig.engine.runner = _SameThread(rig.runner)
+        runner.error = error
+        for output in rig.run(asks):
+            message = output.outputs[0].error or ""
+            settings = ("max_num_batched_tokens", "gpu_memory_utilization", "max_num_seqs")
+            assert all(name in message for name in settings) == (error is OUT_OF_MEMORY)
+            assert output.outputs[0].finish_reason == "error" and "a step failed" in message
+        runner.error = None
+        assert tokens_of(rig.run(asks)) == expected
