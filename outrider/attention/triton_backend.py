@@ -24,8 +24,6 @@ from outrider.kernels.triton import (
     rope_cache_write,
 )
 
-SHORT_QUERY = 16  # tokens of a request that the decode kernel takes
-
 
 @dataclass
 class Plan:
@@ -54,18 +52,23 @@ class Plan:
 class TritonBackend:
     name = "triton"
 
+    def __init__(self, longest_short: int = 16) -> None:
+        """longest_short: tokens of a request that the decode kernel takes, 16 at most. Every power of two up to it is a
+        kernel of its own to compile."""
+        self._longest_short = min(16, longest_short)
+
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
         live, starts = view.int32(view.live), view.int32(view.query_starts)
-        short = [n for n in view.query_lens if 0 < n <= SHORT_QUERY]
+        short = [n for n in view.query_lens if 0 < n <= self._longest_short]
         long_lens, short_live = None, None
         if view.longest_short is not None:  # only the device knows which they are
             short = [view.longest_short]
             short_live = torch.where(starts.diff() <= view.longest_short, live, 0)
-        elif view.max_query > SHORT_QUERY:
-            long_lens = [n if n > SHORT_QUERY else 0 for n in view.query_lens]
+        elif view.max_query > self._longest_short:
+            long_lens = [n if n > self._longest_short else 0 for n in view.query_lens]
             if short:
-                is_short = torch.tensor([n <= SHORT_QUERY for n in view.query_lens], dtype=torch.int32)
+                is_short = torch.tensor([n <= self._longest_short for n in view.query_lens], dtype=torch.int32)
                 short_live = live * is_short.pin_memory().to(live.device, non_blocking=True)
         key_starts = None if view.key_starts is None else view.int32(view.key_starts)
         return Plan(view, view.page_table(group), view.slots(group), starts, view.int32(view.lengths), live, key_starts,

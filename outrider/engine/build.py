@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +13,7 @@ from outrider.attention.base import Backend
 from outrider.attention.cached import CachedLayers
 from outrider.attention.native_backend import NativeBackend
 from outrider.attention.torch_backend import TorchBackend
-from outrider.cache.groups import plan_groups
+from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.manager import CacheManager
 from outrider.cache.pool import DevicePool
 from outrider.cache.spec import RecurrentSpec
@@ -34,6 +36,7 @@ from outrider.runner.recurrent import RecurrentRows
 from outrider.runner.runner import LocalRunner, Padding, Runner
 from outrider.runner.state import RowState
 from outrider.runner.step import DeviceStep
+from outrider.sample.sampler import LogprobsMode
 from outrider.sched.drafts import AutoDrafts, FixedDrafts
 from outrider.sched.scheduler import DraftCounts, Scheduler
 from outrider.spec.base import Drafter
@@ -47,6 +50,8 @@ Prepare = Callable[[Model, Drafter | None], None]
 
 def build_engine(config: EngineConfig) -> Engine:
     device = pick_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are made on the current one
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
@@ -63,65 +68,113 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
              prepare: Prepare | None = None) -> Engine:
     """An engine around a model that is already loaded, and around a drafter where the config does not make one.
     `prepare` gets both before anything runs: benchmarks change what routers choose."""
+    clock = Laps()
+    parts = _gather(config, model, device, drafter)
+    if prepare is not None:
+        prepare(model, parts.drafter)
+    clock.lap("drafter and weights' last touches")
+    limits, num_pages = _plan_cache(config, parts)
+    clock.lap("kernels and the largest step")
+    with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
+        step = parts.make_step(limits, num_pages)
+    runner = _make_runner(config, parts, step, limits)
+    clock.lap("captured steps")
+    counts = _draft_counts(config.speculative, step, limits, runner)
+    clock.lap("step costs")
+    log.info("start-up: %s", clock.report())
+    cache = CacheManager(parts.layout, num_pages, limits, enable_prefix_caching=config.enable_prefix_caching,
+                         lookahead=0 if parts.drafter is None else parts.drafter.lookahead)
+    scheduler = Scheduler(cache, limits, drafts=counts, host_drafter=_host_drafter(config.speculative))
+    return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
+                  max_logprobs=config.max_logprobs)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, before it is known how many pages there will be."""
+
+    model: Model
+    drafter: Drafter | None
+    synthetic: SyntheticAcceptance | None
+    limits: Limits
+    layout: CacheLayout
+    backend: Backend
+    logprobs_mode: LogprobsMode
+    weight_bytes: int
+    packed_bytes: int
+
+    def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
+        model, drafter, device = self.model, self.drafter, self.model.device
+        pool = DevicePool(self.layout, num_pages, model.dtype, device)
+        if drafter is not None:
+            drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
+        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
+                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
+                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode)
+
+
+def _gather(config: EngineConfig, model: Model, device: torch.device, drafter: Drafter | None) -> Parts:
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
         max_drafts = max(max_drafts, speculative.num_speculative_tokens)
-    on_cuda = device.type == "cuda"
-    limits = config.limits(on_cuda=on_cuda, max_positions=model.max_positions, vocab_size=model.vocab_size,
-                           max_drafts=max_drafts)
+    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
+                           vocab_size=model.vocab_size, max_drafts=max_drafts)
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
-    if prepare is not None:
-        prepare(model, drafter)
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
-    weight_bytes = sum(slot.nbytes for slot in model.weights().values())
-    weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
-    backend = pick_backend(config, model)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
         synthetic.bind(limits.max_drafts, device)
+    weight_bytes = sum(slot.nbytes for slot in model.weights().values())
+    weight_bytes += 0 if drafter is None else drafter.weight_bytes()
+    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
+    return Parts(model, drafter, synthetic, limits, layout, pick_backend(config, model, max_drafts),
+                 "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes)
 
-    def make_step(limits: Limits, num_pages: int) -> DeviceStep:
-        pool = DevicePool(layout, num_pages, model.dtype, device)
-        if drafter is not None:
-            drafter.bind(CachedLayers(drafter.attention_layers, pool, backend), limits, num_pages, device)
-        return DeviceStep(model, pool, RowState(limits, layout.groups, device), backend, limits.max_len,
-                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
-                          drafter=drafter, synthetic=synthetic,
-                          logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw")
 
-    step_memory = None
-    if on_cuda and config.num_pages is None and config.kv_cache_memory_bytes is None:
-        extra = 0 if drafter is None else drafter.page_bytes(model.dtype.itemsize)
-        step_memory = measure_step_memory(lambda: make_step(limits, 2), limits, device,
+def _plan_cache(config: EngineConfig, parts: Parts) -> tuple[Limits, int]:
+    """(the limits, perhaps with a shorter length; the number of pages)"""
+    limits, device, step_memory = parts.limits, parts.model.device, None
+    if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
+        extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
+        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                           use_graphs=not config.enforce_eager, page_extra_bytes=extra)
-    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes, packed_bytes=packed_bytes,
-                       step=step_memory)
-    limits = fit_max_len(config, layout, limits, plan)
+    plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
+                       packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())
-    with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
-        step = make_step(limits, plan.num_pages)
+    return fit_max_len(config, parts.layout, limits, plan), plan.num_pages
+
+
+def _make_runner(config: EngineConfig, parts: Parts, step: DeviceStep, limits: Limits) -> Runner:
     padding = Padding(config.pad_requests, config.pad_tokens)
-    runner: Runner
-    if on_cuda:
-        runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
-        with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
-            runner.warm_up(takes_checkpoints=config.enable_prefix_caching and bool(layout.recurrent.layers))
-    else:
-        runner = LocalRunner(step, padding)
-    cache = CacheManager(layout, plan.num_pages, limits, enable_prefix_caching=config.enable_prefix_caching,
-                         lookahead=0 if drafter is None else drafter.lookahead)
-    scheduler = Scheduler(cache, limits, drafts=_draft_counts(speculative, step, limits, runner),
-                          host_drafter=_host_drafter(speculative))
-    return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
-                  max_logprobs=config.max_logprobs)
+    if step.state.device.type != "cuda":
+        return LocalRunner(step, padding)
+    runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
+    with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
+        runner.warm_up(takes_checkpoints=config.enable_prefix_caching and bool(parts.layout.recurrent.layers))
+    return runner
+
+
+class Laps:
+    """How long each part of something took."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._laps: list[tuple[str, float]] = []
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    def report(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._laps)
 
 
 def _draft_counts(speculative: SpeculativeConfig | None, step: DeviceStep, limits: Limits,
@@ -164,7 +217,7 @@ def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dt
             "float64": torch.float64}[name]
 
 
-def pick_backend(config: EngineConfig, model: Model) -> Backend:
+def pick_backend(config: EngineConfig, model: Model, max_drafts: int = 0) -> Backend:
     """The fastest that serves the model's type on its device, unless one is asked for by name."""
     name = config.attention_backend
     can_triton = model.device.type == "cuda" and model.dtype != torch.float64 and ops.triton_kernels() is not None
@@ -175,7 +228,7 @@ def pick_backend(config: EngineConfig, model: Model) -> Backend:
         case "triton" if can_triton:
             from outrider.attention.triton_backend import TritonBackend
 
-            return TritonBackend()
+            return TritonBackend(longest_short=1 + max_drafts)
         case "cpu" if can_native:
             return NativeBackend()
         case "torch":

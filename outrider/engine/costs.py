@@ -1,6 +1,6 @@
 """Measures what a step costs by its number of tokens, and what the drafter adds, once at start-up.
 
-Runs whole steps of null rows: everything but the reading of context, which the choice of drafts hardly changes.
+Runs whole steps of null rows: everything but the reading of context and of recurrent states, which is counted by bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
         counts = sorted({1, *(n for n in (8, 64) if is_padded and n < limits.max_requests),
                          *([limits.max_requests] if is_padded else [])})  # fmt: skip
         drafting = [_drafting(step, limits, runner, n, plain.get(n)) for n in counts]
-    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), read_costs(step), is_padded)
+    reading, row_seconds = read_costs(step)
+    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, is_padded)
 
 
 def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, requests: int,
@@ -51,12 +52,12 @@ def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, reque
     return DraftCost(requests, max(0.0, one), max(0.0, (all_drafts - one) / max(1, k - 1)))
 
 
-def read_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
-    """What a token of context costs a step that attends to it, by the pool's own speed. On a GPU only: elsewhere a
-    step's tokens cost far more."""
+def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
+    """What a token of context costs a step that attends to it, and a request's recurrent states, by the pool's own
+    speed. On a GPU only: elsewhere a step's tokens cost far more."""
     data = step.pool.data
     if data.device.type != "cuda":
-        return ()
+        return (), 0.0
     sample = data[: max(1, min(len(data), SAMPLE_BYTES // step.pool.layout.page_bytes))].view(torch.int16)
     seconds = _best(lambda: sample.amax(), data.device) / (sample.numel() * sample.element_size())
     bytes_by_window: dict[int | None, int] = {}
@@ -64,7 +65,9 @@ def read_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
         window = group.spec.window if isinstance(group.spec, SlidingSpec) else None
         size = len(group.layers) * group.spec.token_bytes
         bytes_by_window[window] = bytes_by_window.get(window, 0) + size
-    return tuple(ReadCost(window, size * seconds) for window, size in bytes_by_window.items())
+    row_bytes = step.recurrent.num_bytes / step.recurrent.pending.shape[0]
+    reading = tuple(ReadCost(window, size * seconds) for window, size in bytes_by_window.items())
+    return reading, 2 * row_bytes * seconds
 
 
 def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens: int, propose: int) -> float:
@@ -72,9 +75,10 @@ def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens
     requests = min(tokens, limits.max_requests)
     if runner is not None and runner.graphs is not None:
         tokens = -(-tokens // requests) * requests
-        captured = runner.graphs.get(GraphKey(requests, tokens, False, propose, tokens > requests))
-        return _best(captured.graph.replay, step.state.device)
-    key = GraphKey(requests, tokens, False, propose, tokens > requests)
+        key = GraphKey(requests, tokens, propose, tokens > requests)
+        with runner.graphs.borrowed(key) as captured:
+            return _best(captured.graph.replay, step.state.device)
+    key = GraphKey(requests, tokens, propose, tokens > requests)
     shape = empty_shape(key, limits.max_drafts if tokens > requests else 0, limits.max_len)
     ints = empty_batch(shape, step.state.device)
     return _best(lambda: step.body(shape, ints, empty_plan(key)), step.state.device)

@@ -157,4 +157,4 @@ class Decoder(Model):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head.wide(hidden)
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -1,7 +1,7 @@
 """CudaRunner: steps on a CUDA stream. The host queues a step and goes on; the result is read when it is asked for.
 
-Decode steps replay graphs, everything else runs eagerly. Host data goes through pinned memory, so that queueing never
-waits for the device.
+Steps replay graphs where one serves; one that is met for the first time runs, and is captured after. Host data goes
+through pinned memory, so that queueing never waits for the device.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class CudaRunner:
             self.device_step.recurrent.warm_up(takes_checkpoints=takes_checkpoints)
             if self.graphs is not None:
                 self.graphs.run_sizes(takes_checkpoints=takes_checkpoints)
+        torch.cuda.empty_cache()  # captures cannot use what other steps have left
         return 0 if self.graphs is None else self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
@@ -102,7 +103,8 @@ class CudaRunner:
         if captured is None:
             self.num_eager += 1
             pending = PendingStep(batch, self.graphs.run(key, ints))
-            self.graphs.capture(key)
+            if self.graphs.can_capture(key):
+                self.graphs.try_capture(key)
             return pending
         self.num_replays += 1
         captured.ints.copy_(ints)

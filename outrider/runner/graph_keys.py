@@ -1,8 +1,8 @@
 """Which captured step serves a batch: padded sizes, and what else makes two captures differ. Captures nothing itself.
 
-A request's number of drafts is data, not a key: a graph serves any batch that fits its padded requests and tokens. So
-that few graphs serve all, decode steps come in three kinds for each number of requests: plain, plain with a proposal,
-and with d drafts for each request, which proposes d again.
+A request's number of drafts is data, not a key: a graph serves any batch that fits its padded requests and tokens, and
+its sampler draws where a temperature is not 0. So that few graphs serve all, decode steps come in three kinds for each
+number of requests: plain, plain with a proposal, and with d drafts for each request, which proposes d again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ FEW = 8  # requests up to which steps with any number of drafts are captured at 
 class GraphKey:
     requests: int
     tokens: int
-    any_sampled: bool
     propose: int
     has_drafts: bool  # not said by the counts: a few drafts may fit into the padding of the requests
     has_targets: bool = False  # requests may write a checkpoint each
@@ -71,27 +70,27 @@ class GraphKeys:
             return None
         if self._drafter is not None and not self._drafter.is_settled:
             return None
-        any_sampled = any(not params.is_greedy for params in distinct)
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, any_sampled, bool(targets))
-        requests, drafts = _next(self._ladder, batch.num_requests), max(batch.num_drafts)
-        propose = self.limits.max_drafts if batch.propose or drafts else 0
-        if drafts and self._is_costly:
-            drafts = propose = max(drafts, batch.propose)
-        return GraphKey(requests, requests * (1 + drafts), any_sampled, propose, drafts > 0, bool(targets))
+            return self._with_prompts(batch, bool(targets))
+        requests, drafts, propose = _next(self._ladder, batch.num_requests), max(batch.num_drafts), batch.propose
+        if not self._is_costly:
+            propose = self.limits.max_drafts if propose or drafts else 0
+        elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
+            drafts = propose = max(drafts, propose)
+        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(targets))
 
-    def _with_prompts(self, batch: ScheduledBatch, any_sampled: bool, has_targets: bool) -> GraphKey | None:
+    def _with_prompts(self, batch: ScheduledBatch, has_targets: bool) -> GraphKey | None:
         if not self._takes_prompts or batch.num_tokens > self._prompt_tokens[-1]:
             return None
         return GraphKey(
-            _next(self._prompt_requests, batch.num_requests), _next(self._prompt_tokens, batch.num_tokens), any_sampled,
+            _next(self._prompt_requests, batch.num_requests), _next(self._prompt_tokens, batch.num_tokens),
             self.limits.max_drafts if batch.propose else 0, any(batch.num_drafts), has_targets, has_prompts=True,
         )  # fmt: skip
 
     def wider(self, key: GraphKey) -> GraphKey | None:
         """One that serves whatever `key` serves and is captured at start-up, if there is such."""
         drafts = self.limits.max_drafts
-        if not key.has_drafts or key.has_prompts or key.any_sampled:
+        if not key.has_drafts or key.has_prompts:
             return None
         return replace(key, tokens=key.requests * (1 + drafts), propose=drafts)
 
@@ -100,12 +99,12 @@ class GraphKeys:
         most = self.limits.max_drafts
         for requests in reversed(self._ladder):
             for has_targets in (False, True) if takes_checkpoints else (False,):
-                yield GraphKey(requests, requests, False, 0, False, has_targets)
+                yield GraphKey(requests, requests, 0, False, has_targets)
                 if most and not self._is_costly:
-                    yield GraphKey(requests, requests, False, most, False, has_targets)
+                    yield GraphKey(requests, requests, most, False, has_targets)
                 for drafts in range(1 if requests <= FEW else most, most + 1) if most else ():
                     propose = drafts if self._is_costly else most
-                    yield GraphKey(requests, requests * (1 + drafts), False, propose, True, has_targets)
+                    yield GraphKey(requests, requests * (1 + drafts), propose, True, has_targets)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
@@ -115,7 +114,15 @@ class GraphKeys:
         for requests in {self._prompt_requests[0], self._prompt_requests[-1]}:
             for propose in {0, most}:
                 for has_drafts in {False, most > 0}:
-                    yield GraphKey(requests, self._prompt_tokens[0], False, propose, has_drafts, has_prompts=True)
+                    yield GraphKey(requests, self._prompt_tokens[0], propose, has_drafts, has_prompts=True)
+
+    @property
+    def largest(self) -> GraphKey | None:
+        """Of those with prompts: captured first, its memory serves all others."""
+        if not self._takes_prompts:
+            return None
+        most = self.limits.max_drafts
+        return GraphKey(self._prompt_requests[-1], self._prompt_tokens[-1], most, most > 0, has_prompts=True)
 
     def shape(self, key: GraphKey) -> BatchShape:
         return empty_shape(key, self.limits.max_drafts if key.has_drafts else 0, self.limits.max_len)
@@ -147,7 +154,7 @@ def empty_batch(shape: BatchShape, device: torch.device) -> torch.Tensor:
 
 
 def empty_plan(key: GraphKey) -> StepPlan:
-    return StepPlan(StepNeeds(any_sampled=key.any_sampled), StepExtras(), key.any_sampled, key.propose)
+    return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, key.propose)
 
 
 def _next(sizes: list[int], at_least: int) -> int:

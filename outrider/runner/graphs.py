@@ -7,9 +7,10 @@ decoding are captured at start-up; others, steps with prompts in them above all,
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ from outrider.models.base import Model
 from outrider.runner.graph_keys import GraphKey, GraphKeys, empty_batch, empty_plan
 from outrider.runner.step import DeviceResult, DeviceStep
 
+log = logging.getLogger("outrider")
+
 PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
+MOST_LATER = 256  # captures after start-up
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class StepGraphs:
         self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._missed: Counter[GraphKey] = Counter()
+        self._refused: set[GraphKey] = set()
+        self._num_at_start = 0
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -65,17 +71,43 @@ class StepGraphs:
             self.capture(key)
         return self._captured[key]
 
+    @contextmanager
+    def borrowed(self, key: GraphKey) -> Iterator[CapturedStep]:
+        """To be timed. A key that serves no batch, as none has drafts and proposes nothing, is not kept."""
+        yield self.get(key)
+        if key.has_drafts and not key.propose:
+            torch.cuda.synchronize()
+            del self._captured[key]
+
     def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
-        """Returns how many."""
+        """The largest first, so that all share its memory. Returns how many."""
+        if self.keys.largest is not None:
+            self.get(self.keys.largest)
         for key in self.keys.decoding(takes_checkpoints=takes_checkpoints):
             self.get(key)
-        return len(self._captured)
+        self._num_at_start = len(self._captured)
+        return self._num_at_start
+
+    def can_capture(self, key: GraphKey) -> bool:
+        return key not in self._refused and len(self._captured) - self._num_at_start < MOST_LATER
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
         """What `capture_ladder` will capture, and steps with prompts, of which only the capture is then left for when
         they are met."""
         for key in (*self.keys.decoding(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
             self.run_empty(key)
+
+    def try_capture(self, key: GraphKey) -> None:
+        """After a step that was met for the first time. If memory does not suffice, such steps stay uncaptured."""
+        try:
+            self.capture(key)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # a capture cannot do that itself
+            try:
+                self.capture(key)
+            except torch.OutOfMemoryError:
+                log.warning("no memory to capture steps of %s: they run uncaptured", key)
+                self._refused.add(key)
 
     def capture(self, key: GraphKey) -> None:
         """After `run` of the same key. Builds everything anew."""
@@ -97,8 +129,11 @@ class StepGraphs:
                 graph.capture_begin(pool=self._pool)
                 try:
                     result = run()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # what ended the capture is the error that matters
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             if was_enabled:
                 gc.enable()

@@ -15,7 +15,7 @@ from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
 from outrider.kernels.buffers import to_device
 from outrider.layers.router import find_routers
 from outrider.params import SamplingParams
-from outrider.runner.graph_keys import prompt_ladders, request_ladder
+from outrider.runner.graph_keys import request_ladder
 from outrider.runner.graphs import one_layer_each
 from outrider.runner.inputs import pack_host, step_kernels
 from outrider.runner.memory import MIB, StepMemory, enough_memory
@@ -23,7 +23,8 @@ from outrider.runner.step import DeviceStep, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
-LONG_QUERY, SHORT_QUERIES = 40, (1, 2, 4, 8, 16)  # prompts in tiles, and what goes with decoding
+LATER_GRAPHS = 100  # that a server usually meets
+LONG_QUERY = 40  # a prompt, in tiles
 FEW_REQUESTS, SEVERAL_REQUESTS = 1, 3
 SHORT_CONTEXT = 96  # keys that no kernel splits
 _LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
@@ -65,7 +66,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
         torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_reserved(device) - before - state
     kept = step.pool.num_bytes + step.recurrent.num_bytes  # counted elsewhere
-    graphs = graph_bytes(limits, activations, has_prompts=not step.recurrent.layers) if use_graphs else 0
+    graphs = graph_bytes(limits, activations, has_prompts=step.recurrent.needs_no_counts) if use_graphs else 0
     del step
     torch.cuda.empty_cache()
     return StepMemory(activations, max(0, state - kept), graphs, page_extra_bytes)
@@ -89,8 +90,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
     has_prompts: steps with prompts are captured too."""
     count = len(request_ladder(limits.max_requests)) * (2 if limits.max_drafts else 1)
     if has_prompts:
-        requests, tokens = prompt_ladders(limits)
-        return activations + (count + len(requests) * len(tokens)) * GRAPH_MIB * MIB
+        return activations + (count + LATER_GRAPHS) * GRAPH_MIB * MIB
     logits = limits.extent(Axis.LOGIT_ROWS)
     of_logits = min(activations, 2 * logits * limits.vocab_size * 4)
     share = min(1.0, logits / limits.max_batched_tokens)
@@ -130,7 +130,7 @@ def _kinds(step: DeviceStep, limits: Limits) -> Iterator[tuple[list[int], int]]:
     contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len})
     for bound in contexts:
         for count in {min(FEW_REQUESTS, limits.max_requests), min(SEVERAL_REQUESTS, limits.max_requests)}:
-            for query in SHORT_QUERIES:
+            for query in {1, 1 + limits.max_drafts}:
                 if count * query <= fits:
                     yield [query] * count, bound
             if LONG_QUERY + count <= fits:

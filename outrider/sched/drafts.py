@@ -48,6 +48,7 @@ class StepCosts:
     seconds: tuple[float, ...]
     drafting: tuple[DraftCost, ...] = ()  # none: a proposal costs nothing worth counting
     reading: tuple[ReadCost, ...] = ()  # beside `seconds`
+    row_seconds: float = 0.0  # of reading and writing one request's recurrent states, beside `seconds`
     is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
 
     def step(self, tokens: int, requests: int = 1) -> float:
@@ -63,7 +64,7 @@ class StepCosts:
         return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
 
     def read(self, lengths: list[int]) -> float:
-        return sum(
+        return len(lengths) * self.row_seconds + sum(
             cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
             for cost in self.reading
         )
@@ -121,10 +122,14 @@ class Rates:
     def of(cls, k: int) -> Rates:
         return cls([0.0] * k, [0.0] * k)
 
-    def observe(self, drafted: int, accepted: int, decay: float) -> None:
+    def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
+        """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
         for j in range(min(accepted + 1, drafted, len(self.tried))):
             self.tried[j] = self.tried[j] * decay + 1
             self.hit[j] = self.hit[j] * decay + (j < accepted)
+        for j in range(drafted, len(self.tried)):
+            self.tried[j] *= forgetting
+            self.hit[j] *= forgetting
 
     def fade(self, factor: float) -> None:
         self.tried = [t * factor for t in self.tried]
@@ -227,7 +232,7 @@ class AutoDrafts:
                 rates = self._rates[request.id] = Rates.of(self._k)
             rates.observe(result.num_drafted, result.num_accepted, DECAY)
             rates.gains = []
-            self._shared.observe(result.num_drafted, result.num_accepted, SHARED_DECAY)
+            self._shared.observe(result.num_drafted, result.num_accepted, SHARED_DECAY, forgetting=1.0)
 
     def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
 

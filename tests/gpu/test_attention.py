@@ -32,6 +32,8 @@ CASES = [pytest.param(name, marks=pytest.mark.together(f"attention {name}")) for
 def batch_of(name: str, requests: list[tuple[int, int, int]], device: torch.device, dtype: torch.dtype,
              window: int | None = None) -> Batch:
     heads, kv_heads, dim, page = GEOMETRIES[name]
+    if device.type == "cuda" and dtype == torch.float32 and dim > 128:
+        pytest.skip("float32 tiles of this size take more shared memory than there is, or a minute to compile")
     return make_batch(device, dtype, requests, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page, window=window)
 
 

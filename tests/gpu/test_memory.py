@@ -19,7 +19,7 @@ AUTO: dict[str, Any] = {"num_pages": None}
 def test_the_plan_leaves_room_for_steps() -> None:
     """Measured before the pool is made, and enough: the largest step then takes no more than was set aside."""
     model = loaded(folder_of("llama"))
-    with GpuRig(model, poison=False, max_num_batched_tokens=512, **AUTO) as rig:
+    with GpuRig(model, poison=False, max_num_batched_tokens=256, **AUTO) as rig:
         torch.cuda.reset_peak_memory_stats(DEVICE)
         before = torch.cuda.memory_allocated(DEVICE)
         asked = [Ask(prompt_of(i, 100), greedy(4)) for i in range(8)]

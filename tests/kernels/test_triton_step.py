@@ -259,7 +259,7 @@ def test_logit_rows_are_token_rows_where_all_sample_with_one_known_token(device:
     assert are_tokens([decoding] * 3) and are_tokens([decoding, drafting], Spare(2, 4, 4))
     assert not are_tokens([decoding, two_known]) and not are_tokens([decoding, chunk, decoding])
     assert not are_tokens([decoding], Spare(1, 1, 2)), "more logit rows than token rows"
-    assert empty_shape(GraphKey(4, 8, False, 0, True), 3, 80).logit_rows_are_tokens
+    assert empty_shape(GraphKey(4, 8, 0, True), 3, 80).logit_rows_are_tokens
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

@@ -112,6 +112,17 @@ def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed()
     assert proposals == [2, 2], "the third draft never held, and its pass is saved"
 
 
+def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
+    """What is no longer tried goes back to what requests usually show."""
+    costs = StepCosts((1, 64), (1.0, 1.02), (DraftCost(1, 0.05, 0.2),), is_padded=True)
+    chooser, usual, unlucky = AutoDrafts(2, costs, always_propose=False), running(0), running(1)
+    observed(chooser, usual, 2, 2, times=60)
+    observed(chooser, unlucky, 2, 1, times=6)
+    assert chooser.choose([unlucky], exact=False) == 1
+    observed(chooser, unlucky, 1, 1, times=60)
+    assert chooser.choose([unlucky], exact=False) == 2
+
+
 def test_one_draft_more_is_tried_now_and_then() -> None:
     depth = Depth(3)
     used, proposed = [], []
@@ -128,6 +139,7 @@ def test_reading_the_context_is_part_of_the_choice() -> None:
     """Tokens cost so much that drafts do not pay, until most of a step is reading a long context."""
     costs = StepCosts((1, 2), (1.0, 2.0), reading=(ReadCost(None, 0.001), ReadCost(50, 0.001)), is_padded=True)
     assert costs.read([10, 100]) == pytest.approx(0.17)
+    assert replace(costs, row_seconds=1.0).read([10, 100]) == pytest.approx(2.17)
     for length, wanted in ((3, 0), (6000, 1)):
         chooser, request = AutoDrafts(1, costs, always_propose=False), running(0)
         observed(chooser, request, 1, 1)

@@ -100,7 +100,7 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             for one in (key, serving):
                 assert one.tokens >= one.requests * (1 + drafts) and one.propose >= propose
             assert len(pack_host(batch, made.padded_size(serving))[1]) == made.shape(serving).num_ints
-        assert len(keys) <= 5
+        assert len(keys) <= (7 if is_costly else 5)
 
 
 def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:

@@ -43,7 +43,7 @@ def test_dead_steps_change_nothing() -> None:
         lens, drafts = largest_step(limits)
         needs = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
         run_dead(rig.step, lens, drafts=drafts, propose=3, bound=limits.max_len, needs=needs)
-        assert run_kinds(rig.step, limits) > 20
+        assert run_kinds(rig.step, limits) > 10
         after = (*state.page_tables, state.known, state.tokens, rig.step.pool.data)
         assert all(torch.equal(one, two) for one, two in zip(kept, after, strict=True))
         assert tokens_of(rig.run(asks)) == before

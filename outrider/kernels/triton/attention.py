@@ -1,10 +1,10 @@
 """Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
 
-One program serves one request, one key/value head and one split; a second kernel merges the splits, in split order,
-of those requests that have more than one. Long requests come first where an order is given: the last programs are then
-short ones. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
-the split grows with the request's own length, so the result of a request depends on the number of splits but not on
-batch mates.
+One program serves one request, one key/value head and one split. Of several splits the program that ends last merges
+them all, in split order, so that the result does not depend on who that was. Long requests come first where an order is
+given: the last programs are then short ones. Lengths and live counts are read on the device: host bounds only size the
+grid. Without a fixed `split_size` the split grows with the request's own length, so the result of a request depends on
+the number of splits but not on batch mates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outrider.kernels.triton.common import (
 )
 
 MIN_SPLIT = 256  # keys; smaller splits cost more in the merge than they save
-_MERGE = 32  # splits merged at once; fixed, so that the order of additions never depends on the grid
+_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "order"]
-_VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window", "num_tiles", "max_query"]
+_VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window", "num_tiles"]
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _split_geometry(length, live, window, first_key, split_size, num_splits, BLO
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, order, sinks, out, part_out, part_lse,
-    scale, softcap, window, num_tokens, num_requests, split_size, num_splits, num_tiles,
+    counters, scale, softcap, window, num_tokens, num_requests, split_size, num_splits, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -83,7 +83,7 @@ def _decode_kernel(
         length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
     )
     if SPLIT:
-        if split >= num_active:
+        if split >= tl.maximum(num_active, 1):  # the first one also writes what dead tokens get
             return
 
     row = tl.arange(0, BLOCK_M)
@@ -120,15 +120,20 @@ def _decode_kernel(
         D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
 
-    is_part = SPLIT and num_active > 1
-    if is_part:
-        divisor = tl.where(total > 0, total, 1.0)
-        result = acc / divisor[:, None]
-        lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
-        part = (token * HEADS + head) * num_splits + split
-        tl.store(part_out + part[:, None] * D_PAD + dim[None, :], result, mask=is_query[:, None])
-        tl.store(part_lse + part, lse, mask=is_query)
-    else:
+    is_last = True
+    if SPLIT:
+        is_last = num_active <= 1
+        if num_active > 1:
+            divisor = tl.where(total > 0, total, 1.0)
+            part = (((request * num_tiles * Q_TILE + query) * HEADS + head) * num_splits).to(tl.int64)
+            at = part_out + (part + split)[:, None] * D_PAD + dim[None, :]
+            tl.store(at, acc / divisor[:, None], mask=is_query[:, None])
+            lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
+            tl.store(part_lse + part + split, lse, mask=is_query)
+            is_last = _arrive(counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile, num_active)
+            if is_last:
+                acc, peak, total = _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M, D_PAD)
+    if is_last:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_query, other=float("-inf"))
             acc, peak, total = add_sink(acc, tl.where(is_query, peak, 0.0), total, sink)
@@ -139,71 +144,53 @@ def _decode_kernel(
             out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
             result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
         )
-        if FILL_PADDING and not SPLIT:
-            first = tl.load(query_starts + num_requests) + request + tile * num_tokens  # tile 0 does it
-            zero_padding(out, first, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
-                         D, D_PAD, GROUP, GROUP_PAD)
-
-
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
-def _merge_kernel(
-    part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out,
-    window, num_tokens, num_requests, split_size, num_splits, max_query, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr,
-    FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
-):
-    release_dependents(PDL)
-    head = tl.program_id(0)
-    query = tl.program_id(1)
-    request = tl.program_id(2)
-    wait_for_inputs(PDL)
-    first_token = tl.load(query_starts + request)
-    scheduled = tl.load(query_starts + request + 1) - first_token
-    length = tl.load(lengths + request)
-    num_live = tl.load(live + request)
-    first_key = 0
-    if HAS_STARTS:
-        first_key = tl.load(key_starts + request)
-    base, size, num_active = _split_geometry(
-        length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
-    )
-    is_written = num_active == 1  # by its only split
-    num_active = tl.where(query < num_live, num_active, 0)
-    num_active = tl.where(is_written, 0, num_active)
-
-    dim = tl.arange(0, D_PAD)
-    token = (first_token + query).to(tl.int64)
-    part = (token * HEADS + head) * num_splits
-    # One-element axes, so that the merge reads as the key loop does.
-    acc = tl.zeros([1, D_PAD], dtype=tl.float32)
-    peak = tl.full([1], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([1], dtype=tl.float32)
-    for start in range(0, num_active, MERGE):
-        split = start + tl.arange(0, MERGE)
-        valid = split < num_active
-        lse = tl.load(part_lse + part + split, mask=valid, other=float("-inf"))
-        value = tl.load(
-            part_out + (part + split)[:, None] * D_PAD + dim[None, :], mask=valid[:, None], other=0.0
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
-        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(lse - offset)
-        shrink = tl.exp2(peak - offset)
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, None] * value, axis=0)[None, :]
-        peak = new_peak
-    if HAS_SINKS:
-        sink = tl.load(sinks + head)
-        acc, peak, total = add_sink(acc, peak, total, sink)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = out + token * out_token_stride + head * out_head_stride + dim[None, :]
-    mask = (dim < D)[None, :] & (query < scheduled) & (not is_written)
-    tl.store(at, result.to(out.dtype.element_ty), mask=mask)
     if FILL_PADDING:
-        first = tl.load(query_starts + num_requests) + request * max_query + query
-        zero_padding(out, first, num_requests * max_query, num_tokens, head, out_token_stride, out_head_stride,
-                     D, D_PAD, 1, 1)
+        first = tl.load(query_starts + num_requests) + request + (tile + split) * num_tokens  # one of them does it
+        zero_padding(out, first, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
+                     D, D_PAD, GROUP, GROUP_PAD)
+
+
+@triton.jit
+def _arrive(counter, num_active):
+    """Whether all other splits of the tile have stored their parts, which may then be read. Leaves the counter at 0."""
+    tl.debug_barrier()  # every thread's part is stored before one of them says so
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
+    """(weighted values, peak, total) over a tile's splits, in their order. Parts come from other multiprocessors: they
+    are read where all of them write."""
+    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for split in range(num_active):
+        lse = tl.load(part_lse + part + split, mask=is_query, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(part_out + (part + split)[:, None] * D_PAD + dim[None, :], mask=is_query[:, None], other=0.0,
+                        cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight, shrink = tl.exp2(lse - base), tl.exp2(peak - base)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + weight[:, None] * value
+        peak = new_peak
+    return acc, peak, total
+
+
+_counters_of: dict[tuple[torch.device, int], torch.Tensor] = {}  # for ever: graphs hold their addresses
+
+
+def _counters(device: torch.device, size: int) -> torch.Tensor:
+    """Zeros, and left so by every launch: all launches on a device share them, which must come one after the other."""
+    if (device, size) not in _counters_of:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("decode_attention: run it before it is captured: its counters must not be a graph's")
+        _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _counters_of[device, size]
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["lengths"])
@@ -238,8 +225,10 @@ class DecodeConfig:
     num_stages: int = 5
 
 
-def decode_config(padded_dim: int, num_requests: int | None = None) -> DecodeConfig:
-    """Measured on an H200. With few requests latency is all, and wide key tiles have the fewest turns."""
+def decode_config(padded_dim: int, num_requests: int | None = None, itemsize: int = 2) -> DecodeConfig:
+    """Measured on an H200, for 16 bits. With few requests latency is all, and wide key tiles have the fewest turns."""
+    if itemsize > 2 and padded_dim >= 256:  # what fits into a multiprocessor's shared memory
+        return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
     # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
     if num_requests is None:  # one choice for all
         num_requests = 1 << 30
@@ -297,7 +286,8 @@ def decode_attention(
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
                             window, softcap, key_starts)
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
-    config = config or decode_config(shape.padded_dim, shape.num_requests if split_size is None else None)
+    num_requests = shape.num_requests if split_size is None else None
+    config = config or decode_config(shape.padded_dim, num_requests, q.element_size())
     require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
     require(max_length <= page_table.shape[1] * shape.page_size, name, "max_length",
             f"is {max_length}, but page_table has {page_table.shape[1]} columns of {shape.page_size} tokens")
@@ -320,28 +310,24 @@ def decode_attention(
         programs, num_sms(q.device), max_query, max_length, window, split_size, num_splits
     )
     is_split = num_splits > 1
-    parts = shape.num_tokens * shape.num_heads * num_splits if is_split else 1
+    parts = shape.num_requests * num_tiles * q_tile * shape.num_heads * num_splits if is_split else 1
     part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device) if is_split else out
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device) if is_split else out
-    shared = {"HEADS": shape.num_heads, "D": shape.head_dim, "D_PAD": shape.padded_dim, "BLOCK_N": config.block_n,
-              "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None,
-              "HAS_STARTS": key_starts is not None, "PDL": pdl, **pdl_options(pdl)}
+    flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_STARTS": key_starts is not None,
+             "HAS_SOFTCAP": softcap is not None, "HAS_ORDER": order is not None}
     sinks = q if sinks is None else sinks
     key_starts = lengths if key_starts is None else key_starts
+    counters = _counters(q.device, max(_COUNTERS, next_power_of_two(programs)))
     _decode_kernel[(shape.num_kv_heads, shape.num_requests, num_splits * num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, lengths if order is None else order,
-        sinks, out, part_out, part_lse, scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests,
-        split_size, num_splits, num_tiles,
+        sinks, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
+        shape.num_requests, split_size, num_splits, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
-        GROUP=group, GROUP_PAD=next_power_of_two(group), PAGE=shape.page_size, Q_TILE=q_tile,
-        BLOCK_M=block_m, SPLIT=is_split, HAS_SOFTCAP=softcap is not None, HAS_ORDER=order is not None,
-        FILL_PADDING=fill_padding, num_warps=config.num_warps, num_stages=config.num_stages, **shared,
+        HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
+        D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=block_m, BLOCK_N=config.block_n,
+        SPLIT=is_split,
+        FILL_PADDING=fill_padding, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **flags,
+        **pdl_options(pdl),
     )
-    if is_split:
-        _merge_kernel[(shape.num_heads, max_query, shape.num_requests)](
-            part_out, part_lse, query_starts, lengths, live, key_starts, sinks, out, window or 0, shape.num_tokens,
-            shape.num_requests, split_size, num_splits, max_query, out.stride(0), out.stride(1),
-            MERGE=_MERGE, FILL_PADDING=fill_padding, num_warps=4, **shared,
-        )
     return out

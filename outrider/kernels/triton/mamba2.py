@@ -179,7 +179,7 @@ def _scan(
     return state
 
 
-@triton.jit(do_not_specialize=["requests", "tokens"])
+@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
 def _mamba2_kernel(
     counts, requests, tokens, source, conv_in, conv_stride, gates, gate_strides, states, tail, window, gate_windows,
     decay, skip, out, saves, layer_word, num_pages,

@@ -19,6 +19,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -205,12 +206,13 @@ def _check(name: str, logits: torch.Tensor, keys: Keys, position: torch.Tensor, 
 
 def _launch(
     logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None, ids: torch.Tensor | None,
-    scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool,
+    scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
 ) -> None:
     """Tiles of each logit row are scored by programs of their own; then the best tile's token is taken."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
+    pdl = uses_pdl(logits.device) if pdl is None else pdl
     num_tiles, stride = triton.cdiv(vocab, 4 * _QUADS), logits.stride(0)
     size = (num_logit_rows, num_tiles)
     scores = torch.empty(size, dtype=torch.float32, device=logits.device)
@@ -236,7 +238,8 @@ def _launch(
 
 def sample_logits(
     logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, sample_index: torch.Tensor,
-    position: torch.Tensor, *, ids: torch.Tensor | None = None, out: torch.Tensor | None = None, pdl: bool = False,
+    position: torch.Tensor, *, ids: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """logits [logit rows, vocabulary] -> tokens [logit rows] int64: the greatest of logit / temperature + noise.
 
@@ -256,7 +259,8 @@ def sample_logits(
 
 
 def draw_tokens(
-    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, any_sampled: bool, pdl: bool = False
+    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, any_sampled: bool,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole sampler of logit rows that ask for no more than a temperature: (tokens, which are bad) [logit rows].
 
@@ -271,7 +275,7 @@ def draw_tokens(
 
 
 def choose_scaled(
-    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, pdl: bool = False
+    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, pdl: bool | None = None
 ) -> torch.Tensor:
     """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise."""
     _check("choose_scaled", scaled, keys, position, row)
