@@ -1,4 +1,5 @@
-"""Draws bench/results/h200.json as docs/h200.svg and docs/h200.png: tokens per second beside the peer's, by batch.
+"""Draws bench/results/h200.json as docs/h200.svg and .png: tokens per second beside the peer's, by batch; and
+bench/results/spec_cpu.json, the last line of `outrider bench spec`, as docs/spec_cpu.svg and .png.
 
 A series has rows of "batch" and "tok_s"; with "peer" in every row bars are relative to the peer, and a "floor" (tokens
 per second at the bandwidth of memory, as `outrider bench throughput` prints it) is a mark above them. A series without
@@ -30,7 +31,8 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
         if has_peer and "floor" in row:
             axis.plot([i - 0.31, i + 0.31], [min(row["floor"] / base, top)] * 2, color="#b6523b", linewidth=1.2)
     axis.axhline(1, color="#444", linewidth=0.9, linestyle="--")
-    axis.set_title(entry["name"] + ("" if has_peer else " (of the floor)"), fontsize=9.5)
+    title = entry["name"].replace(", ", "\n").replace(" + ", "\n+ ")
+    axis.set_title(title + ("" if has_peer else ", of its floor"), fontsize=9.5)
     axis.set_xlabel("batch", fontsize=8.5)
     axis.set_ylim(0, top)
     axis.tick_params(labelsize=8)
@@ -38,11 +40,46 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
         axis.spines[side].set_visible(False)
 
 
+def draw_spec(axis: Any, kind: str, rows: list[dict[str, Any]]) -> None:
+    places = range(len(rows))
+    bars = ((-0.2, "plain_tok_s", "#9aa7b8", "without"), (0.2, "spec_tok_s", "#3b6fb6", "with"))
+    for shift, key, color, label in bars:
+        axis.bar([i + shift for i in places], [row[key] for row in rows], width=0.38, color=color, label=label)
+    top = max(row[key] for row in rows for key in ("plain_tok_s", "spec_tok_s"))
+    for i, row in enumerate(rows):
+        axis.text(i, max(row["plain_tok_s"], row["spec_tok_s"]) + top * 0.02, f"{row['ratio']:.2f}x", ha="center",
+                  fontsize=8.5)
+    axis.set_xticks(list(places), [str(row["batch"]) for row in rows])
+    axis.set_title(kind, fontsize=9.5)
+    axis.set_xlabel("batch", fontsize=8.5)
+    axis.set_ylim(0, top * 1.15)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def save(figure: Any, name: str) -> None:
+    figure.tight_layout()
+    for suffix in ("svg", "png"):
+        figure.savefig(ROOT / f"docs/{name}.{suffix}", dpi=130)
+    print(f"docs/{name}.svg, docs/{name}.png")
+
+
 def main() -> None:
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
+
+    spec = json.loads((ROOT / "bench/results/spec_cpu.json").read_text())
+    kinds = list(dict.fromkeys(row["prompts"] for row in spec["results"]))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(7.6, 3.2))
+    for axis, kind in zip(axes, kinds, strict=True):
+        draw_spec(axis, kind, [row for row in spec["results"] if row["prompts"] == kind])
+    axes[0].set_ylabel("output tokens per second", fontsize=8.5)
+    axes[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(f"n-gram drafts on a CPU, {spec['model']}, {spec['date']}", fontsize=10)
+    save(figure, "spec_cpu")
 
     report = json.loads((ROOT / "bench/results/h200.json").read_text())
     series = report["series"]
@@ -56,10 +93,7 @@ def main() -> None:
     label = "speed relative to vLLM 0.26 (dashed)" + ("; floor in red" if has_floor else "")
     axes[0].set_ylabel(label, fontsize=8.5)
     figure.suptitle(f"Output tokens per second, 128 in, 256 out, {report['card']}, {report['date']}", fontsize=10)
-    figure.tight_layout()
-    for suffix in ("svg", "png"):
-        figure.savefig(ROOT / f"docs/h200.{suffix}", dpi=130)
-    print("docs/h200.svg, docs/h200.png")
+    save(figure, "h200")
 
 
 if __name__ == "__main__":
