@@ -1,0 +1,124 @@
+"""Whole engines whose steps run as captured ones do: padded to a graph's size, with nothing of the host but its
+integers, through Triton kernels alone. On the CPU, under the interpreter: a graph replays just this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.attention.triton_backend import TritonBackend  # noqa: E402
+from outrider.core import ScheduledBatch, StepResult  # noqa: E402
+from outrider.kernels import triton as kernels  # noqa: E402
+from outrider.kernels.triton import draft as draft_kernels  # noqa: E402
+from outrider.models.base import Model  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
+from outrider.runner import inputs as inputs_module  # noqa: E402
+from outrider.runner import step as step_module  # noqa: E402
+from outrider.runner.graph_keys import GraphKey, GraphKeys, empty_plan  # noqa: E402
+from outrider.runner.inputs import pack_host  # noqa: E402
+from outrider.runner.results import read_result  # noqa: E402
+from outrider.spec import autoregressive, views  # noqa: E402
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
+from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
+from tests.spec.checkpoints import make_drafter  # noqa: E402
+
+K = 2
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "max_model_len": 64, "overlap": True}
+# Prompts in one chunk and in several, beside requests that already yield tokens; one drawn, one that ends at once.
+ASKS = [
+    Ask(prompt_of(1, 37), greedy(9)),
+    Ask([5, 6, 7, 8] * 4, greedy(7)),
+    Ask(prompt_of(2, 1), SamplingParams(temperature=1.0, seed=4, max_tokens=8)),
+    Ask(prompt_of(3, 19), greedy(1)),
+    Ask(prompt_of(4, 33), greedy(6)),
+]
+
+
+class AsCaptured:
+    """Runs a rig's steps as a graph would."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.keys = GraphKeys(rig.engine.limits, rig.step.drafter)
+        self.met: list[GraphKey] = []
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        step = self._rig.step
+        self._rig._poison(batch)
+        step.apply_host_writes(batch)
+        key = self.keys.key_for(batch)
+        if key is None:
+            return read_result(batch, step.run(batch), 0.0)
+        self.met.append(key)
+        _, ints = pack_host(batch, self.keys.padded_size(key))
+        result = step.body(self.keys.shape(key), torch.tensor(ints), empty_plan(key))[2]
+        return read_result(batch, result, 0.0)
+
+
+@contextmanager
+def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
+    captured = AsCaptured(rig)
+    backend = TritonBackend(longest_short=1 + rig.engine.limits.max_drafts)
+    rig.step.backend = rig.step._cached.backend = backend
+    if rig.step.drafter is not None and hasattr(rig.step.drafter, "_cached"):
+        rig.step.drafter._cached.backend = backend
+    if rig.step.recurrent.layers:
+        rig.step.recurrent.backend.use_kernels = True
+    patches = [(inputs_module, "step_kernels", kernels), (step_module, "step_kernels", kernels),
+               (views, "draft_kernels", draft_kernels)]  # fmt: skip
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.enter_context(mock.patch.object(module, name, lambda device, value=value: value))
+        stack.enter_context(mock.patch.object(autoregressive, "draft_kernels", lambda device: None))
+        stack.enter_context(mock.patch.object(rig.runner, "_run", captured.run))
+        yield captured
+
+
+def both_ways(model: Model, **settings: Any) -> tuple[AsCaptured, Rig]:
+    with Rig(model, **SETTINGS | settings) as rig:
+        wanted = tokens_of(rig.run(ASKS))
+    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig) as captured:
+        assert tokens_of(rig.run(ASKS)) == wanted
+    assert any(key.has_prompts for key in captured.met) and any(not key.has_prompts for key in captured.met)
+    assert any(len(set(batch.num_known)) > 1 for batch in rig.batches), "prompts beside decoding"
+    return captured, rig
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("family", ["llama", long("sliding"), long("gemma3")])
+def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: str) -> None:
+    captured, rig = both_ways(tiny_model(family, torch.float32))
+    assert len(captured.met) == len(rig.batches), "no step of these needs the host"
+
+
+@pytest.mark.parametrize(("kind", "family"), [("ngram", "llama"), long("eagle3", "llama"), ("eagle3", "gemma3")])
+def test_with_drafts(device: torch.device, kind: str, family: str, tmp_path: Path) -> None:
+    if kind == "ngram":
+        config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
+    else:
+        config = make_drafter(kind, family, tmp_path).speculative(K) | {"auto": False}
+    captured, rig = both_ways(tiny_model(family, torch.float32), speculative_config=config)
+    assert any(key.has_prompts and key.has_drafts for key in captured.met), "prompts beside drafts"
+    assert any(part.num_drafted for result in rig.results for part in result.requests)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+@pytest.mark.parametrize("caching", [long(False), True])
+def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> None:
+    """With checkpoints too: one of each request in a captured step."""
+    captured, rig = both_ways(random_model(HYBRIDS[family], torch.float32, 3), enable_prefix_caching=caching)
+    assert any(key.has_targets for key in captured.met) == caching
+    assert caching == any(result.checkpoints for result in rig.results)
