@@ -82,20 +82,21 @@ def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_sc
     return route_reference(logits, rule, bias, expert_scale)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """The weighted sum of each token row's experts: x [tokens, hidden] -> [tokens, hidden].
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+            added: Tensor | None = None) -> Tensor:
+    """The weighted sum of each token row's experts, and `added`: x and added [tokens, hidden] -> [tokens, hidden].
 
     ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
     [experts, width, hidden] where the activation takes no gate.
     """
     check_experts(x, ids, weights, gate_up, down, activation)
-    if x.is_cpu:
-        return _experts_on_cpu(x, ids, weights, gate_up, down, activation)
     kernels = _kernels(x)
-    if kernels is None:
-        return experts_reference(x, ids, weights, gate_up, down, activation)
-    result: Tensor = kernels.experts(x, ids, weights, gate_up, down, activation)
-    return result
+    if kernels is not None:
+        result: Tensor = kernels.experts(x, ids, weights, gate_up, down, activation, added)
+        return result
+    by = _experts_on_cpu if x.is_cpu else experts_reference
+    out = by(x, ids, weights, gate_up, down, activation)
+    return out if added is None else out.add_(added)
 
 
 def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:

@@ -71,8 +71,9 @@ class Experts:
     def finalize(self) -> None:
         """Nothing is derived from the weights."""
 
-    def __call__(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor:
-        return moe.experts(x, routed.ids, routed.weights, self.gate_up, self.down, self.activation)
+    def __call__(self, x: torch.Tensor, routed: moe.Routed, added: torch.Tensor | None = None) -> torch.Tensor:
+        """What the experts make of x, and `added`."""
+        return moe.experts(x, routed.ids, routed.weights, self.gate_up, self.down, self.activation, added)
 
 
 class MoE:
@@ -118,14 +119,11 @@ class MoE:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]."""
         routed = self.router(x)
+        shared = None if self.shared is None else self.shared(x)
+        if shared is not None and self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
         if self.latent is None:
-            out = self.experts(x, routed)
-        else:
-            enter, leave = self.latent
-            out = leave(self.experts(enter(x), routed))
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        if self.shared_gate is None:
-            return out.add_(shared)
-        return torch.addcmul(out, self.shared_gate(x).sigmoid(), shared)
+            return self.experts(x, routed, shared)
+        enter, leave = self.latent
+        out = leave(self.experts(enter(x), routed))
+        return out if shared is None else out.add_(shared)

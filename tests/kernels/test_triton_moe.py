@@ -69,6 +69,15 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, acti
     assert_close(case.run(method), case.wanted())
 
 
+@pytest.mark.parametrize("method", ["few", "tiles"])
+def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, method: str) -> None:
+    case = Case(device, dtype, 7)
+    added = draw(device, dtype, 7, 34, seed=9)
+    found = moe.experts(case.x, case.ids, case.weights, case.gate_up, case.down, case.activation, added, method=method,
+                        up_config=SMALL, down_config=SMALL)  # fmt: skip
+    assert torch.equal(found, case.run(method) + added)
+
+
 @pytest.mark.parametrize("config", [moe.TileConfig(16, 64, 64, 4, 2), moe.TileConfig(32, 16, 16, 4, 2), None])
 def test_tile_shapes_do_not_matter(device: torch.device, dtype: torch.dtype, config: moe.TileConfig | None) -> None:
     case = Case(device, dtype, 3, hidden=48, width=16)

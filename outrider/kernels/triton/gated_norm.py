@@ -18,6 +18,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -51,10 +52,11 @@ def _gated_norm_kernel(
 
 def gated_norm(
     y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, gate_first: bool, *,
-    out: torch.Tensor | None = None, pdl: bool = False,
+    out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """y and z [tokens, size] -> [tokens, size] in z's dtype: rms_norm(y * silu(z)) * weight over groups of columns with
     `gate_first`, else rms_norm(y) * weight * silu(z). weight [size], or [group_size] for all groups."""
+    pdl = uses_pdl(y.device) if pdl is None else pdl
     name = "gated_norm"
     require_tensor(name, "y", y, (None, None), y.device, FLOATS)
     num_tokens, size = y.shape

@@ -24,6 +24,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 from outrider.kernels.triton.router import can_route, route
@@ -148,8 +149,8 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
 
 @triton.jit
 def _combine_kernel(
-    made, weights, place, out, made_stride, out_stride, width, K: tl.constexpr, HAS_PLACE: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    made, weights, place, added, out, made_stride, added_stride, out_stride, width, K: tl.constexpr,
+    HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -163,6 +164,9 @@ def _combine_kernel(
         if HAS_PLACE:
             row = tl.load(place + row).to(tl.int64)
         total += weight * tl.load(made + row * made_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        total = total.to(out.dtype.element_ty).to(tl.float32)  # as if it had been stored
+        total += tl.load(added + token * added_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -219,29 +223,34 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pai
 
 
 def combine(
-    made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, *, pdl: bool = False
+    made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None, *,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """made [pairs, width], weights [tokens, k] float32 -> [tokens, width], added in the order of k. place: the row of
-    each pair in `made`, where it is another than its own."""
+    """made [pairs, width], weights [tokens, k] float32 -> [tokens, width], added up in the order of k, `added` [tokens,
+    width] last. place: the row of each pair in `made`, where it is another than its own."""
+    pdl = uses_pdl(made.device) if pdl is None else pdl
     name, (num_tokens, top_k), width = "combine", weights.shape, made.shape[1]
     require_tensor(name, "made", made, (num_tokens * top_k, width), weights.device, FLOATS)
     require_tensor(name, "weights", weights, (num_tokens, top_k), made.device, (torch.float32,), inner_contiguous=2)
     if place is not None:
         require_tensor(name, "place", place, (num_tokens * top_k,), made.device, (torch.int32,))
+    if added is not None:
+        require_tensor(name, "added", added, (num_tokens, width), made.device, (made.dtype,))
     out = torch.empty(num_tokens, width, dtype=made.dtype, device=made.device)
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    last = made if added is None else added
     _combine_kernel[grid](
-        made, weights, weights if place is None else place, out, made.stride(0), out.stride(0), width, K=top_k,
-        HAS_PLACE=place is not None, COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4,
-        **pdl_options(pdl),
+        made, weights, weights if place is None else place, last, out, made.stride(0), last.stride(0), out.stride(0),
+        width, K=top_k, HAS_PLACE=place is not None, HAS_ADDED=added is not None,
+        COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
     return out
 
 
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    activation: str, *, method: str | None = None, up_config: TileConfig | None = None,
-    down_config: TileConfig | None = None, pdl: bool = False,
+    activation: str, added: torch.Tensor | None = None, *, method: str | None = None,
+    up_config: TileConfig | None = None, down_config: TileConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
     """As kernels.moe.experts. method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
     "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
@@ -255,14 +264,14 @@ def experts(
     require_tensor(name, "weights", weights, tuple(ids.shape), device, (torch.float32,), inner_contiguous=2)
     require(method is None or method in METHODS, name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
-        return torch.empty_like(x)
+        return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
         assert pairs is not None
-        return combine(_library(x, ids.shape[1], pairs, gate_up, down, activation), weights, pairs.place)
+        return combine(_library(x, ids.shape[1], pairs, gate_up, down, activation), weights, pairs.place, added)
     made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, up_config, pdl)
-    return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, pdl=pdl)
+    return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, added=added)
 
 
 def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:

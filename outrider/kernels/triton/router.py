@@ -18,6 +18,7 @@ from outrider.kernels.triton.common import (
     release_dependents,
     require,
     require_tensor,
+    uses_pdl,
     wait_for_inputs,
 )
 
@@ -106,9 +107,10 @@ def can_route(rule: RouteRule) -> bool:
 
 def route(
     logits: torch.Tensor, rule: RouteRule, bias: torch.Tensor | None = None, expert_scale: torch.Tensor | None = None,
-    *, pdl: bool = False,
+    *, pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [tokens, experts] -> ids [tokens, k] int64 and weights [tokens, k] float32."""
+    pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
     require(can_route(rule), name, "rule", f"is not supported: {rule}")
     require_tensor(name, "logits", logits, (None, experts), device, FLOATS)
