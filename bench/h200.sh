@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Every figure of the README's table for a GPU, from the source tree: bash bench/h200.sh OUT [NAME ...]
+# Leaves NAME.json (the result) and NAME.log in OUT; python bench/collect_results.py OUT makes bench/results/h200.json.
+set -u
+cd "$(dirname "$0")/.."
+out=${1:?a folder for the results}
+shift
+names=${*:-qwen06b llama8b llama8b-eagle3 gemma4-4b gemma4-4b-assistant nemotronh nemotronh-mtp nemotronh-spread nemotronh-mtp-spread}
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+shapes=1x128x256,8x128x256,64x128x256,256x128x256
+
+drafts() { # method, and more settings
+    echo "{\"method\": \"$1\", ${2:-}\"num_speculative_tokens\": 3, \"rejection_sample_method\": \"synthetic\", \"synthetic_acceptance_length\": 2.5}"
+}
+
+measure() { # name, config, shapes, more arguments
+    local name=$1 config=$2 shapes=$3
+    shift 3
+    python3 -m outrider.cli bench throughput "bench/configs/$config" --load-format dummy --max-model-len 4096 \
+        --max-num-seqs 256 --gpu-memory-utilization 0.85 --shapes "$shapes" --save-result "$out/$name.json" -v "$@" \
+        >"$out/$name.log" 2>&1
+    echo "== $name: exit $?"
+    grep -h '^case\|start-up\|step costs\|rror:' "$out/$name.log" | cut -c1-320
+}
+
+for name in $names; do
+    case $name in
+        qwen06b) measure "$name" qwen06b "$shapes,nano" ;;
+        llama8b) measure "$name" llama8b "$shapes,1x3500x64" ;;
+        llama8b-eagle3) measure "$name" llama8b "$shapes" --speculative-config \
+            "$(drafts eagle3 '"model": "bench/configs/llama8b-eagle3", ')" ;;
+        gemma4-4b) measure "$name" gemma4-4b "$shapes" ;;
+        gemma4-4b-assistant) measure "$name" gemma4-4b "$shapes" --speculative-config \
+            "$(drafts mtp '"model": "bench/configs/gemma4-4b-assistant", ')" ;;
+        nemotronh) measure "$name" nemotronh-15b-a2b "$shapes" ;;
+        nemotronh-mtp) measure "$name" nemotronh-15b-a2b "$shapes" --speculative-config "$(drafts mtp)" ;;
+        nemotronh-spread) measure "$name" nemotronh-15b-a2b "$shapes" --routing spread ;;
+        nemotronh-mtp-spread) measure "$name" nemotronh-15b-a2b "$shapes" --routing spread \
+            --speculative-config "$(drafts mtp)" ;;
+        *) echo "unknown: $name" >&2; exit 2 ;;
+    esac
+done
