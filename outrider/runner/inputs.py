@@ -98,23 +98,17 @@ def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tu
     starts = [0, *accumulate(query_lens)]
     most_drafts = max(num_drafts, default=0) if size.drafts is None else size.drafts
     counts = [1 + d if s else 0 for d, s in zip(num_drafts, scheduled.samples, strict=True)]
-    request_of: list[int] = []
-    offset: list[int] = []
-    for request, length in enumerate(query_lens):
-        request_of += [request] * length
-        offset += range(length)
+    request_of, offset = _spread(query_lens)
     # Padded tokens belong to no request; they borrow the last one's index and are dead by their offset.
     tail = size.tokens - starts[-1]
     request_of += [size.requests - 1] * tail
     offset += [size.tokens] * tail
-    logit_request: list[int] = []
-    logit_draft: list[int] = []
-    logit_token: list[int] = []
-    for request, n in enumerate(counts):
-        first = starts[request] + num_known[request] - 1 if n else 0
-        logit_request += [request] * n
-        logit_draft += range(n)
-        logit_token += range(first, first + n)
+    logit_request, logit_draft = _spread(counts)
+    if scheduled.num_tokens == len(logit_request):  # all tokens sample: known ones are one each
+        logit_token = list(range(len(logit_request)))
+    else:
+        first = [start + known - 1 for start, known in zip(starts, num_known, strict=False)]
+        logit_token = [first[request] + draft for request, draft in zip(logit_request, logit_draft, strict=True)]
     # Padded logit rows go to the cell past the last one (see `accept`).
     tail = (size.logit_rows or len(logit_request)) - len(logit_request)
     logit_request += [size.requests - 1] * tail
@@ -131,6 +125,18 @@ def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tu
         *logit_token,
     ]  # fmt: skip
     return shape, ints + _boundaries(scheduled, extra) if size.has_targets else ints
+
+
+def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
+    """(owner, offset) of every item, where owner i has lens[i] of them."""
+    if sum(lens) == len(lens) and all(lens):  # one each: decoding
+        return list(range(len(lens))), [0] * len(lens)
+    owner: list[int] = []
+    offset: list[int] = []
+    for index, length in enumerate(lens):
+        owner += [index] * length
+        offset += range(length)
+    return owner, offset
 
 
 def _boundaries(scheduled: ScheduledBatch, extra: int) -> list[int]:

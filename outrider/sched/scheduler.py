@@ -282,7 +282,7 @@ class Scheduler:
         while not self.cache.reserve(request.id, target):
             if self._in_flight:
                 return False
-            scheduled = {r.id for r in batch.requests}
+            scheduled = batch.request_ids
             victim = max((r for r in self._running if r.id not in scheduled), key=self._rank)
             self._preempt(victim)
             if victim is request:
@@ -302,7 +302,7 @@ class Scheduler:
         self._wait(request)
 
     def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
-        if not batch.requests and not self.cache.checkpoints.has_folds:
+        if batch.is_empty and not self.cache.checkpoints.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
         step = self.stats.num_steps

@@ -123,12 +123,38 @@ def test_results_are_drawn_with_and_without_a_peer(tmp_path: Path, monkeypatch: 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from bench import plot_results
 
-    report = json.loads((Path(__file__).parents[2] / "bench/results/h200.json").read_text())
+    results = Path(__file__).parents[2] / "bench/results"
+    report = json.loads((results / "h200.json").read_text())
     report["series"][0]["rows"][0]["floor"] = 2000
     report["series"].append({"name": "spread", "rows": [{"batch": 1, "tok_s": 5.0, "floor": 9.0}]})
     for name in ("bench/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "bench/results/h200.json").write_text(json.dumps(report))
+    (tmp_path / "bench/results/spec_cpu.json").write_text((results / "spec_cpu.json").read_text())
     monkeypatch.setattr(plot_results, "ROOT", tmp_path)
     plot_results.main()
-    assert all((tmp_path / f"docs/h200.{suffix}").stat().st_size > 1000 for suffix in ("svg", "png"))
+    for name in ("h200", "spec_cpu"):
+        assert all((tmp_path / f"docs/{name}.{suffix}").stat().st_size > 1000 for suffix in ("svg", "png"))
+
+
+def test_results_of_a_run_are_collected_beside_the_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from bench import collect_results
+
+    results = Path(__file__).parents[2] / "bench/results"
+    for name in ("h200.json", "peer.json"):
+        (tmp_path / name).write_text((results / name).read_text())
+    cases = [{"case": "8x128x256", "out_tok_s": 5.0, "floor_tok_s": 9.0}, {"case": "nano", "out_tok_s": 3.0,
+                                                                          "floor_tok_s": 4.0}]  # fmt: skip
+    run = {"results": cases, "date": "2031-01-01", "card": "a card", "versions": {"torch": "9"}, "start_s": 1.5}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/qwen06b.json").write_text(json.dumps(run))
+    monkeypatch.setattr(collect_results, "RESULTS", tmp_path)
+    collect_results.main(tmp_path / "out")
+    before = json.loads((results / "h200.json").read_text())
+    report = json.loads((tmp_path / "h200.json").read_text())
+    assert report["card"] == "a card" and report["series"][1:] == before["series"][1:], "the others stay"
+    assert report["series"][0]["rows"] == [{"tok_s": 5.0, "floor": 9.0, "batch": 8, "peer": 3857}]
+    assert {"tok_s": 3.0, "floor": 4.0, "model": "qwen06b", "case": "nano", "peer": 23152} in report["others"]
