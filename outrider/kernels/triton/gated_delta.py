@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN
-from outrider.kernels.triton.common import next_power_of_two, num_sms, require
+from outrider.kernels.triton.common import (
+    next_power_of_two,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    uses_pdl,
+    wait_for_inputs,
+)
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     SaveTargets,
@@ -244,8 +252,10 @@ def _delta_kernel(
     KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
     CHUNKED: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL: tl.constexpr, DRAFTS: tl.constexpr,
+    TAIL: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
     tile, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
     sizes = _Sizes(CONV_DIM, HEADS, HEADS * VALUE_DIM, VALUE_DIM, KEY_DIM, PAGE_WORDS)
@@ -310,6 +320,7 @@ def delta_steps(
         tile, keys = max(16, tile), max(16, keys)
     num_tiles = triton.cdiv(value_dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer.state)
+    pdl = uses_pdl(layer.state.device)
     _delta_kernel[(num_tiles, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
@@ -317,6 +328,6 @@ def delta_steps(
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
         TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
         PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only, **keep_sizes(sizes, heads * num_tiles),
-        num_warps=num_warps,
+        PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.recurrent import SHORT_RUN
-from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import (
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     SaveTargets,
@@ -187,8 +195,10 @@ def _mamba2_kernel(
     N_TILE: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr,
     Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
     split, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
     part = _part_of(head, split, decay, skip, HEADS, DIM, N, GROUPS, TILE, N_TILE)
@@ -253,12 +263,13 @@ def mamba2_steps(
         tile, n_tile, chunk = max(16, tile), max(16, n_tile), max(16, chunk)
     splits = triton.cdiv(dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer.state)
+    pdl = uses_pdl(device)
     _mamba2_kernel[(splits, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, _Source(inputs.convolved, inputs.wide_gates[0]), inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(g.stride(0) for g in inputs.gates), layer.state, layer.tail,
         layer.conv_in, layer.gates, decay, skip, out, saves, layer_word, num_pages,
         HEADS=heads, DIM=dim, N=n, GROUPS=num_groups, TILE=tile, N_TILE=n_tile, SPLITS=splits, TOKENS=chunk,
         CHUNKED=chunked, PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
-        **keep_sizes(sizes, heads * splits), num_warps=num_warps,
+        **keep_sizes(sizes, heads * splits), PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -12,7 +12,16 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import (
+    FLOATS,
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors, input_of, load_counts
 
 GateKind = Literal["mamba2", "delta"]
@@ -102,8 +111,11 @@ def _inputs_kernel(
     weight, bias, dt_bias, decay, low, high, convolved, wide_gates,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of axis 0: token rows, then `lanes` programs for the pending drafts of each request."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
     program = tl.program_id(0)
     is_token = program < tokens
     if is_token:
@@ -166,6 +178,7 @@ def recurrent_inputs(
     channels, num_warps = channel_tile(tokens)
     channels = min(channels, next_power_of_two(conv_dim))
     grid = (tokens + requests * lanes, triton.cdiv(conv_dim, channels))
+    pdl = uses_pdl(device)
     if grid[0]:
         _inputs_kernel[grid](
             step.counts, step.request_of, requests, tokens, max(1, lanes), conv_in, conv_in.stride(0), gates,
@@ -173,6 +186,6 @@ def recurrent_inputs(
             conv.weight if conv.bias is None else conv.bias, gate.dt_bias, gate.decay, *gate.limits, made.convolved,
             made.wide_gates, CONV_DIM=conv_dim, WIDTH=width, WINDOW=window, HEADS=heads,
             HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind == "delta", CHANNELS=channels,
-            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, num_warps=num_warps,
+            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
         )  # fmt: skip
     return made
