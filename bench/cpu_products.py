@@ -1,7 +1,8 @@
 """What a step costs on the CPU: the linear products by number of token rows, attention by context, a whole lean step.
 
-SmolLM2-135M's shapes with random float32 weights; nothing is loaded or generated. Every figure is the best and the
-median of interleaved repeats, because other work on the machine only ever adds time.
+SmolLM2-135M's shapes with random weights; nothing is loaded or generated. Every figure is the best and the median of
+interleaved repeats, because other work on the machine only ever adds time, and the best processor time of the calling
+thread, from which being interrupted is left out.
 
     python bench/cpu_products.py [products] [attention] [step] [--threads 2] [--repeats 11]
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.cpu_linear import PACKED_FOR_ROWS, make_product
+from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedRows
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 SHAPES = {
@@ -30,30 +33,32 @@ SHAPES = {
 }
 ROWS = (1, 2, 3, 4, 5, 8, 16, 32, 64, 128, 512)
 PAGE = 16
-Figures = tuple[float, float]  # best and median, milliseconds
+Figures = tuple[float, float, float]  # best, median, best processor time of the calling thread; milliseconds
 
 
 def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, Figures]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    walls: dict[str, list[float]] = {name: [] for name in runs}
+    busy: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(repeats):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start, busy_start = time.perf_counter(), time.thread_time()
             run()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: (min(values), sorted(values)[len(values) // 2]) for name, values in times.items()}
+            walls[name].append((time.perf_counter() - start) * 1e3)
+            busy[name].append((time.thread_time() - busy_start) * 1e3)
+    return {name: (min(wall), sorted(wall)[len(wall) // 2], min(busy[name])) for name, wall in walls.items()}
 
 
 def show(label: str, figures: dict[str, Figures]) -> None:
-    cells = (f"{name} {best:8.3f} ({median:8.3f})" for name, (best, median) in figures.items())
+    cells = (f"{name} {best:8.3f} ({median:8.3f}, {busy:8.3f})" for name, (best, median, busy) in figures.items())
     print(f"{label:>22}", *cells, flush=True)
 
 
 def read_bandwidth(repeats: int) -> None:
     """The floor: with one token row the arithmetic is nothing beside the reading of the weights."""
     weight, x = torch.ones(1 << 18, 512), torch.ones(1, 512)
-    best, median = interleaved({"read": lambda: native.linear(x, weight)}, repeats)["read"]
+    best, median, _ = interleaved({"read": lambda: native.linear(x, weight)}, repeats)["read"]
     size = weight.nbytes
     print(f"reading {size >> 20} MiB: {size / best / 1e6:.1f} GB/s ({size / median / 1e6:.1f})")
 
@@ -66,6 +71,18 @@ def make_weights() -> dict[str, list[Tensor]]:
     }
 
 
+def kept_bits(kind: str) -> dict[str, list[native.Matrix]]:
+    """Weights of random bits. Their scales are random too: no product depends on them for its time."""
+    return {
+        name: [
+            QuantizedRows(kind, torch.randint(0, 60, (outputs, inputs // BLOCK * BLOCK_BYTES[kind]), dtype=torch.uint8))
+            .matrix(None)
+            for _ in range(count)
+        ]
+        for name, (outputs, inputs, count) in SHAPES.items()
+    }  # fmt: skip
+
+
 def bench_products(repeats: int) -> None:
     """All products of one step, layer by layer, so that weights come from memory as they do in a real step."""
     weights = make_weights()
@@ -73,8 +90,9 @@ def bench_products(repeats: int) -> None:
         name: [torch.ops.mkldnn._reorder_linear_weight(w, PACKED_FOR_ROWS) for w in ws] for name, ws in weights.items()
     }
     halves = {name: [w.bfloat16() for w in ws] for name, ws in weights.items()}
+    bits = {kind: kept_bits(kind) for kind in ("Q4_1", "Q8_0")}
 
-    def sweep(product: Callable[..., Tensor], held: dict[str, list[Tensor]], rows: int) -> Callable[[], None]:
+    def sweep(product: Callable[..., Tensor], held: Mapping[str, Sequence[Any]], rows: int) -> Callable[[], None]:
         inputs = {name: torch.randn(rows, shape[1]) for name, shape in SHAPES.items()}
 
         def run() -> None:
@@ -85,13 +103,14 @@ def bench_products(repeats: int) -> None:
 
         return run
 
-    print("\nall products of a step, ms: best (median)")
+    print("\nall products of a step, ms: best (median, processor time)")
     for rows in ROWS:
         runs: dict[str, Callable[[], object]] = {
             "library": sweep(F.linear, weights, rows),
             "packed": sweep(lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""), packed, rows),
             "native": sweep(native.linear, weights, rows),
             "native half": sweep(native.linear, halves, rows),
+            **{kind: sweep(native.product, held, rows) for kind, held in bits.items()},
         }
         show(f"{rows} token rows", interleaved(runs, repeats if rows <= 16 else max(3, repeats // 3)))
 
@@ -112,7 +131,7 @@ def gathered_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
 
 
 def bench_attention(repeats: int) -> None:
-    print("\nattention of one layer, one request, ms: best (median)")
+    print("\nattention of one layer, one request, ms: best (median, processor time)")
     decode = [(1, 32), (1, 512), (1, 2048), (1, 8192), (5, 32), (5, 512), (5, 2048), (5, 8192)]
     for tokens, context in [*decode, (32, 512), (128, 512), (512, 512), (512, 2048), (2048, 2048)]:
         k_cache, v_cache, table = make_cache(context)
@@ -159,7 +178,7 @@ def bench_step(repeats: int) -> None:
     for context in (160, 2048):
         steps = {"plain": LeanStep(context, packed=False), "half-size copies": LeanStep(context, packed=True)}
         extra = sum(product.extra_bytes for held in steps["half-size copies"].products.values() for product in held)
-        print(f"\na lean step at context {context}, ms: best (median); the copies take {extra >> 20} MiB more")
+        print(f"\na lean step at context {context}, ms: best (median, processor time); copies: {extra >> 20} MiB")
         for rows in (1, 2, 3, 4, 5, 8, 16):
             runs: dict[str, Callable[[], object]] = {name: partial(step.run, rows) for name, step in steps.items()}
             show(f"{rows} token rows", interleaved(runs, repeats))

@@ -133,11 +133,12 @@ INLINE vf vexp(vf x) {
     return pick(gone, splat(0.0f), scaled);
 }
 
-/* Memory a thread keeps from call to call. */
+/* Memory a thread keeps from call to call, aligned: a vector across two lines takes twice the time to load. */
 static inline void *kept(void **memory, size_t *size, size_t need) {
     if (*size < need) {
         free(*memory);
-        *memory = malloc(need);
+        need = (need + 63) / 64 * 64;
+        *memory = aligned_alloc(64, need);
         *size = *memory ? need : 0;
     }
     return *memory;

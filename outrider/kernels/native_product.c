@@ -4,20 +4,27 @@
  */
 #include "native.h"
 
-#define BLOCK 32 /* weights that share a scale */
+#define BLOCK 32    /* weights that share a scale */
+#define MAX_SUMS 16 /* of a tile: the registers hold them, and one tree adds them up where vectors have 16 lanes */
 
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef int8_t vc __attribute__((vector_size(VL), aligned(1), may_alias));
 
+/* Token rows are packed: vectors of the same inputs lie side by side, so a tile reads one aligned run of memory. */
 typedef struct {
     Matrix w;
     const float *x;
     float *y;
-    int64_t x_stride, tokens;
+    int64_t tokens;
 } Product;
 
 /* Inputs that a kind of weight is read by. */
 #define UNIT(kind) ((kind) <= HALVES ? VL : BLOCK)
+
+/* Weight rows whose units are in registers together, so that a load of x serves all of them. */
+#define AT_ONCE(cols, kind) ((kind) <= HALVES ? (cols) : VL < 16 ? 1 : (cols) <= 3 ? (cols) : 2)
+
+INLINE int64_t padded(int64_t inputs) { return (inputs + VL - 1) / VL * VL; }
 
 INLINE vf half(const uint8_t *at) {
     uint16_t bits;
@@ -56,17 +63,36 @@ INLINE vi signed_bytes(const uint8_t *at) {
 
 INLINE vf floats_of(vi q) { return __builtin_convertvector(q, vf); }
 
+/* A block's scale and, in the kinds that have it, its minimum. */
+INLINE void scales(const uint8_t *block, vf *scale, vf *least) {
+#if defined(__AVX512F__) /* both by one conversion */
+    __m128 pair = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)block));
+    *scale = (vf)_mm512_broadcastss_ps(pair);
+    *least = (vf)_mm512_permutexvar_ps(_mm512_set1_epi32(1), _mm512_castps128_ps512(pair));
+#else
+    *scale = half(block);
+    *least = half(block + 2);
+#endif
+}
+
 /* A block of weights as vectors. A scale has 11 bits and a weight at most 8, so their product is exact and fusing it
  * with the addition of a minimum gives the bits of a product and a sum. */
 INLINE void unpack(const uint8_t *block, vf *w, const int kind) {
-    vf scale = half(block);
+    vf scale, least;
+    scales(block, &scale, &least);
     if (kind == Q8_0) {
         UNROLL for (int v = 0; v < BLOCK / VL; v++)
             w[v] = scale * floats_of(signed_bytes(block + 2 + v * VL));
         return;
     }
     const uint8_t *nibbles = block + (kind == Q4_1 ? 4 : 2);
-    vf least = kind == Q4_1 ? half(block + 2) : splat(0);
+#if defined(__AVX512F__) /* the 16 weights there can be, picked by the lower four bits of an index */
+    const vf count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    __m512 weights = (__m512)(kind == Q4_1 ? fused(scale, count, least) : scale * (count - 8.0f));
+    vi q = unsigned_bytes(nibbles);
+    w[0] = (vf)_mm512_permutexvar_ps((__m512i)q, weights);
+    w[1] = (vf)_mm512_permutexvar_ps((__m512i)(q >> 4), weights);
+#else
     UNROLL for (int v = 0; v < BLOCK / VL / 2; v++) { /* the lower halves of 16 bytes, then the upper ones */
         vi q = unsigned_bytes(nibbles + v * VL), low = q & 15, high = q >> 4;
         if (kind == Q4_1) {
@@ -77,6 +103,7 @@ INLINE void unpack(const uint8_t *block, vf *w, const int kind) {
             w[v + BLOCK / VL / 2] = scale * floats_of(high - 8);
         }
     }
+#endif
 }
 
 INLINE int64_t unit_bytes(const int kind) {
@@ -102,108 +129,130 @@ INLINE vf load_unit_tail(const uint8_t *at, int n, const int kind) {
     return w;
 }
 
-/* One weight row's unit into its sums, `cols` apart. */
-INLINE void add_unit(const float *x, int64_t x_stride, const vf *unit, vf *sums, const int rows, const int cols,
-                     const int kind) {
-    UNROLL for (int r = 0; r < rows; r++)
-        for (int v = 0; v < UNIT(kind) / VL; v++)
-            sums[r * cols] = fused(load(x + r * x_stride + v * VL), unit[v], sums[r * cols]);
+/* Keeps the compiler from loading the same vector again for each use. */
+INLINE vf in_register(vf a) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(a));
+#endif
+    return a;
 }
 
-/* `rows` token rows times `cols` weight rows; both are constants where this is inlined. */
-INLINE void product_tile(const Product *p, int64_t t, int64_t o, const int rows, const int cols, const int kind) {
-    vf sums[8 * VL];
+/* Where a tile's weights lie, and those to fetch meanwhile: of some rows, as many bytes as the tile reads of one. */
+typedef struct {
+    const uint8_t *w, *next;
+    int64_t row_bytes;
+} Weights;
+
+/* The products of `cols` weight rows, from o on, with `rows` packed token rows, of which `live` are stored, from t on.
+ * What is const int is a constant where this is inlined. */
+INLINE void product_tile(const Product *p, int64_t t, int live, int64_t o, const float *x, Weights at, const int rows,
+                         const int cols, const int fetched, const int kind) {
     const Matrix *m = &p->w;
-    const float *x = p->x + t * p->x_stride;
-    const uint8_t *w = (const uint8_t *)m->data + o * m->row_bytes;
-    int64_t i = 0, ahead = cols * m->row_bytes;
-    UNROLL for (int s = 0; s < rows * cols; s++) sums[s] = (vf){0};
-    for (; i + UNIT(kind) <= m->inputs; i += UNIT(kind), w += unit_bytes(kind)) {
-        vf units[8][BLOCK / 4];
-        UNROLL for (int c = 0; c < cols; c++) {
-            load_unit(w + c * m->row_bytes, units[c], kind);
-            __builtin_prefetch(w + ahead + c * m->row_bytes);
-            if (kind > HALVES) /* a block's vectors are used at once: the registers do not hold those of all columns */
-                add_unit(x + i, p->x_stride, units[c], sums + c, rows, cols, kind);
+    const int at_once = AT_ONCE(cols, kind);
+    vf sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = (vf){0};
+    int64_t i = 0;
+    for (; i + UNIT(kind) <= m->inputs; i += UNIT(kind), x += rows * UNIT(kind)) {
+        UNROLL for (int c = 0; c < fetched; c++) __builtin_prefetch(at.next + c * at.row_bytes);
+        UNROLL for (int g = 0; g < cols; g += at_once) {
+            vf units[8][BLOCK / VL];
+            UNROLL for (int c = 0; c < at_once; c++) load_unit(at.w + (g + c) * at.row_bytes, units[c], kind);
+            UNROLL for (int v = 0; v < UNIT(kind) / VL; v++)
+                UNROLL for (int r = 0; r < rows; r++) {
+                    vf a = load(x + (v * rows + r) * VL);
+                    if (at_once > 1) a = in_register(a);
+                    UNROLL for (int c = 0; c < at_once; c++)
+                        sums[r * cols + g + c] = fused(a, units[c][v], sums[r * cols + g + c]);
+                }
         }
-        if (kind <= HALVES)
-            UNROLL for (int r = 0; r < rows; r++) {
-                vf a = load(x + r * p->x_stride + i);
-                UNROLL for (int c = 0; c < cols; c++) sums[r * cols + c] = fused(a, units[c][0], sums[r * cols + c]);
-            }
+        at.w += unit_bytes(kind), at.next += unit_bytes(kind);
     }
-    if (i < m->inputs) {
-        int n = (int)(m->inputs - i);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < cols; c++)
-                sums[r * cols + c] = fused(load_tail(x + r * p->x_stride + i, n),
-                                           load_unit_tail(w + c * m->row_bytes, n, kind), sums[r * cols + c]);
-    }
-    UNROLL for (int s = rows * cols; s < (rows * cols + VL - 1) / VL * VL; s++) sums[s] = (vf){0};
-    float totals[8 * VL];
-    UNROLL for (int s = 0; s < rows * cols; s += VL) store(totals + s, sum_each(sums + s));
-    UNROLL for (int r = 0; r < rows; r++) {
+    if (kind <= HALVES && i < m->inputs)
+        UNROLL for (int c = 0; c < cols; c++) {
+            vf unit = load_unit_tail(at.w + c * at.row_bytes, (int)(m->inputs - i), kind);
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[r * cols + c] = fused(load(x + r * VL), unit, sums[r * cols + c]);
+        }
+    float totals[MAX_SUMS];
+    vf held[MAX_SUMS]; /* a copy: sums that are summed up in place do not stay in registers in the loop above */
+    UNROLL for (int s = 0; s < MAX_SUMS; s++) held[s] = sums[s];
+    UNROLL for (int s = 0; s < rows * cols; s += VL) store(totals + s, sum_each(held + s));
+    __asm__("" : "+m"(totals)); /* or they are taken out of a register one by one */
+    for (int r = 0; r < live; r++) {
         float *y = p->y + (t + r) * m->outputs + o;
         UNROLL for (int c = 0; c < cols; c++) y[c] = totals[r * cols + c] + (m->bias ? m->bias[o + c] : 0.0f);
     }
 }
 
-/* Weight rows per tile for each number of token rows: as many sums as the registers hold. */
+/* Weight rows per tile for each number of token rows: up to 16 sums, which the registers hold and one tree adds up. */
 #if NV == 4
-#define COLS(rows) ((rows) <= 2 ? 8 : (rows) <= 4 ? 6 : (rows) <= 6 ? 4 : 3)
+#define COLS(rows) ((rows) <= 2 ? 8 : (rows) <= 4 ? 4 : (rows) <= 5 ? 3 : 2)
 #else
 #define COLS(rows) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
 #endif
 
-INLINE void product_rest(const Product *p, int64_t from, int64_t to, const int kind) {
-    for (int64_t o = from; o < to; o++)
-        for (int64_t t = 0; t < p->tokens; t++) product_tile(p, t, o, 1, 1, kind);
+INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
+    return (const uint8_t *)p->w.data + o * p->w.row_bytes;
 }
 
 INLINE void product_few(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
     int64_t o = from;
-    for (; o + COLS(rows) <= to; o += COLS(rows)) product_tile(p, 0, o, rows, COLS(rows), kind);
-    product_rest(p, o, to, kind);
-}
-
-/* More than eight token rows: a few weight rows stay in the nearest cache while all token rows pass by in fours. */
-INLINE void product_many(const Product *p, int64_t from, int64_t to, const int kind) {
-    int64_t o = from;
-    for (; o + COLS(4) <= to; o += COLS(4)) {
-        int64_t t = 0;
-        for (; t + 4 <= p->tokens; t += 4) product_tile(p, t, o, 4, COLS(4), kind);
-        for (; t < p->tokens; t++) product_tile(p, t, o, 1, COLS(4), kind);
+    for (; o + COLS(rows) <= to; o += COLS(rows)) {
+        Weights at = {weight_row(p, o), weight_row(p, o + COLS(rows)), p->w.row_bytes};
+        product_tile(p, 0, rows, o, p->x, at, rows, COLS(rows), COLS(rows), kind);
     }
-    product_rest(p, o, to, kind);
+    for (; o < to; o++) {
+        Weights at = {weight_row(p, o), weight_row(p, o), p->w.row_bytes};
+        product_tile(p, 0, rows, o, p->x, at, rows, 1, 0, kind);
+    }
 }
 
-INLINE void dequantize_row(const uint8_t *row, float *out, int64_t inputs, const int kind) {
-    for (int64_t i = 0; i < inputs; i += BLOCK, row += unit_bytes(kind)) {
+/* A weight row as floats. */
+INLINE void floats_row(const uint8_t *row, float *out, int64_t inputs, const int kind) {
+    int64_t i = 0;
+    for (; i + UNIT(kind) <= inputs; i += UNIT(kind), row += unit_bytes(kind)) {
         vf w[BLOCK / VL];
-        unpack(row, w, kind);
-        for (int v = 0; v < BLOCK / VL; v++) store(out + i + v * VL, w[v]);
+        load_unit(row, w, kind);
+        for (int v = 0; v < UNIT(kind) / VL; v++) store(out + i + v * VL, w[v]);
     }
+    if (i < inputs) store(out + i, load_unit_tail(row, (int)(inputs - i), kind));
 }
 
-static _Thread_local void *kept_tile;
-static _Thread_local size_t tile_size;
+static _Thread_local void *kept_panel, *kept_x;
+static _Thread_local size_t panel_size, x_size;
 
-/* The same for blocks, which are unpacked once for all token rows. */
-INLINE void product_unpacked(const Product *p, int64_t from, int64_t to, const int kind) {
-    const Matrix *m = &p->w;
-    float *tile = kept(&kept_tile, &tile_size, COLS(4) * m->inputs * sizeof(float));
-    if (!tile) {
-        product_many(p, from, to, kind);
-        return;
+#define GROUP 4          /* token rows that pass by together where there are many */
+#define PANEL (28 << 10) /* bytes of weights in floats that they pass by: about half of a nearest cache */
+#define SLICE 128        /* token rows packed at once */
+
+/* Four token rows with the weight rows of a panel. */
+INLINE void product_panel(const Product *p, int64_t t, int64_t o, int64_t count, Weights at, const int fetched) {
+    const float *x = p->x + t * padded(p->w.inputs);
+    int live = p->tokens - t < GROUP ? (int)(p->tokens - t) : GROUP;
+    int64_t c = 0;
+    for (; c + COLS(GROUP) <= count; c += COLS(GROUP)) {
+        product_tile(p, t, live, o + c, x, at, GROUP, COLS(GROUP), fetched, FLOATS);
+        at.w += COLS(GROUP) * at.row_bytes, at.next += at.row_bytes;
     }
-    for (int64_t o = from; o < to; o += COLS(4)) {
-        int64_t count = to - o < COLS(4) ? to - o : COLS(4);
-        for (int64_t c = 0; c < count; c++)
-            dequantize_row((const uint8_t *)m->data + (o + c) * m->row_bytes, tile + c * m->inputs, m->inputs, kind);
-        Matrix unpacked = {tile, m->bias ? m->bias + o : NULL, m->inputs * (int64_t)sizeof(float), m->inputs,
-                           m->outputs, FLOATS};
-        Product part = {unpacked, p->x, p->y + o, p->x_stride, p->tokens};
-        product_many(&part, 0, count, FLOATS);
+    for (; c < count; c++, at.w += at.row_bytes) product_tile(p, t, live, o + c, x, at, GROUP, 1, 0, FLOATS);
+}
+
+/* More than eight token rows: all of them pass by a panel of weight rows in the nearest cache. Floats are used where
+ * they are, and the next panel is fetched row by row meanwhile; other weights are turned into floats once. */
+INLINE void product_many(const Product *p, int64_t from, int64_t to, const int kind) {
+    const Matrix *m = &p->w;
+    int64_t row_bytes = kind == FLOATS ? m->row_bytes : padded(m->inputs) * (int64_t)sizeof(float);
+    int64_t size = PANEL / row_bytes / COLS(GROUP) * COLS(GROUP);
+    size = size < COLS(GROUP) ? COLS(GROUP) : size;
+    uint8_t *panel = kind == FLOATS ? NULL : kept(&kept_panel, &panel_size, size * row_bytes);
+    if (kind != FLOATS && !panel) abort(); /* tens of kilobytes: nothing would run on without them */
+    for (int64_t o = from; o < to; o += size) {
+        int64_t count = to - o < size ? to - o : size;
+        Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
+        for (int64_t c = 0; kind != FLOATS && c < count; c++)
+            floats_row(weight_row(p, o + c), (float *)(panel + c * row_bytes), m->inputs, kind);
+        for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / COLS(GROUP) * row_bytes)
+            product_panel(p, t, o, count, at, kind == FLOATS);
     }
 }
 
@@ -217,11 +266,7 @@ INLINE void product_piece(const Product *p, int64_t from, int64_t to, const int 
     case 6: product_few(p, from, to, 6, kind); break;
     case 7: product_few(p, from, to, 7, kind); break;
     case 8: product_few(p, from, to, 8, kind); break;
-    default:
-        if (kind <= HALVES)
-            product_many(p, from, to, kind);
-        else
-            product_unpacked(p, from, to, kind);
+    default: product_many(p, from, to, kind);
     }
 }
 
@@ -236,15 +281,37 @@ static void (*const PRODUCTS[])(const Product *, int64_t, int64_t) = {
     [Q4_0] = product_q4_0,     [Q4_1] = product_q4_1,
 };
 
-/* Threads share the weight rows in pieces, handed out as threads become free: a core may be busy with others. */
-void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
-    Product p = {*w, x, y, x_stride, tokens};
+/* Token rows in groups of `group`, each packed, the last one filled up with zeros. */
+static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs, int64_t group, float *out) {
+    for (int64_t t = 0; t < tokens; t += group)
+        for (int64_t i = 0; i < inputs; i += VL)
+            for (int64_t r = t; r < t + group; r++, out += VL) {
+                const float *at = x + r * stride + i;
+                store(out, r >= tokens ? (vf){0} : i + VL <= inputs ? load(at) : load_tail(at, (int)(inputs - i)));
+            }
+}
+
+/* Threads share the weight rows in pieces, handed out as threads become free: a core may be busy with others. Each has
+ * its own packed token rows, so that none waits for them. */
+static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+    int64_t group = tokens <= 8 ? tokens : GROUP;
+    float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float));
+    if (!packed) abort(); /* likewise */
+    pack(x, x_stride, tokens, w->inputs, group, packed);
+    Product p = {*w, packed, y, tokens};
     int64_t piece = w->outputs / (threads * 4) / 24 * 24; /* whole tiles for every number of token rows */
     piece = piece < 24 ? 24 : piece > 192 ? 192 : piece;
     if (w->inputs * w->outputs < 16384) piece = w->outputs + 1;
 #pragma omp for schedule(dynamic)
     for (int64_t from = 0; from < w->outputs; from += piece)
         PRODUCTS[w->kind](&p, from, from + piece < w->outputs ? from + piece : w->outputs);
+}
+
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+    for (int64_t t = 0; t < tokens; t += SLICE) {
+        int64_t count = tokens - t < SLICE ? tokens - t : SLICE;
+        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, count, threads);
+    }
 }
 
 void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
@@ -260,9 +327,9 @@ void dequantize(const Matrix *w, int64_t first, int64_t count, float *out, int t
             const uint8_t *row = (const uint8_t *)w->data + (first + o) * w->row_bytes;
             float *to = out + o * w->inputs;
             switch (w->kind) {
-            case Q8_0: dequantize_row(row, to, w->inputs, Q8_0); break;
-            case Q4_0: dequantize_row(row, to, w->inputs, Q4_0); break;
-            case Q4_1: dequantize_row(row, to, w->inputs, Q4_1); break;
+            case Q8_0: floats_row(row, to, w->inputs, Q8_0); break;
+            case Q4_0: floats_row(row, to, w->inputs, Q4_0); break;
+            case Q4_1: floats_row(row, to, w->inputs, Q4_1); break;
             }
         }
     }

@@ -153,8 +153,8 @@ def empty_batch(shape: BatchShape, device: torch.device) -> torch.Tensor:
     return torch.tensor(ints, dtype=torch.int64, device=device)
 
 
-def empty_plan(key: GraphKey) -> StepPlan:
-    return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, key.propose)
+def empty_plan(key: GraphKey, any_sampled: bool = True) -> StepPlan:
+    return StepPlan(StepNeeds(any_sampled=any_sampled), StepExtras(), any_sampled, key.propose)
 
 
 def _next(sizes: list[int], at_least: int) -> int:

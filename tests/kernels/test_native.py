@@ -371,6 +371,18 @@ def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pyte
         native_build.build()
 
 
+@pytest.mark.parametrize("inputs", [32, 45, 1600])
+def test_a_row_of_a_product_does_not_depend_on_the_others(inputs: int) -> None:
+    """Also where rows are more than are packed at once, and with a tail of inputs, of weight rows and of token rows."""
+    if not native.available():
+        pytest.skip(native.reason())
+    x, weight = torch.randn(135, inputs + 1)[:, 1:], torch.randn(61, inputs)
+    together = native.linear(x, weight)
+    one_by_one = torch.cat([native.linear(row, weight) for row in x.split(1)])
+    assert torch.equal(together, one_by_one)
+    torch.testing.assert_close(together, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_sees_no_key_before_its_start(window: int) -> None:
     """A drafter's slots before its valid range were never written: NaN there must not reach an output."""
