@@ -86,7 +86,7 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
                          lookahead=0 if parts.drafter is None else parts.drafter.lookahead)
     scheduler = Scheduler(cache, limits, drafts=counts, host_drafter=_host_drafter(config.speculative))
     return Engine(scheduler, runner, limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed,
-                  max_logprobs=config.max_logprobs)
+                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ class Engine:
     """Single-threaded: one owner calls `add`, `step` and `abort`."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, limits: Limits, *, tokenizer: Tokenizer | None = None,
-                 eos_ids: tuple[int, ...] = (), seed: int = 0, max_logprobs: int = 20) -> None:
+                 eos_ids: tuple[int, ...] = (), seed: int = 0, max_logprobs: int = 20,
+                 submits_early: bool = False) -> None:
+        """submits_early: with one step in flight, the next one is queued before the last one's tokens go out."""
         self.scheduler = scheduler
         self.runner = runner
         self.limits = limits
@@ -56,6 +58,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
         self._live: dict[str, _Live] = {}
         self._owner: dict[int, str] = {}  # scheduler's request id to the caller's
@@ -128,13 +131,14 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step; returns the requests that got tokens or ended. Outputs grow in place."""
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self.stats.observe_batch(batch)
-            self._in_flight.append(self.runner.submit(batch))
+        depth = self.limits.steps_in_flight
+        is_submitted = len(self._in_flight) < depth and self._submit()
         changed: dict[str, None] = {}
-        if self._in_flight and (batch is None or len(self._in_flight) >= self.limits.steps_in_flight):
-            for update in self._take_result():
+        if self._in_flight and (not is_submitted or len(self._in_flight) >= depth):
+            updates = self._take_result()
+            if self._submits_early:  # what the last step yielded goes out while the next one runs
+                self._submit()
+            for update in updates:
                 changed[self._emit(update)] = None
         if self._stats_log is not None:
             self._stats_log.tick()
@@ -155,6 +159,15 @@ class Engine:
         self.runner.close()
 
     # Inside
+
+    def _submit(self) -> bool:
+        """Schedule and queue the next step, if there is anything to compute."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.stats.observe_batch(batch)
+        self._in_flight.append(self.runner.submit(batch))
+        return True
 
     def _take_result(self) -> list[Update]:
         """Wait for the oldest step in flight. It leaves the queue only then: an interrupt must not lose it."""
