@@ -266,6 +266,18 @@ def _plan_splits(
     return num_splits, MIN_SPLIT
 
 
+def _check_bounds(
+    name: str, max_query: int, max_length: int, columns: int, page_size: int, split_size: int | None,
+    num_splits: int | None, config: DecodeConfig,
+) -> None:
+    require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
+    require(max_length <= columns * page_size, name, "max_length",
+            f"is {max_length}, but page_table has {columns} columns of {page_size} tokens")
+    require(split_size is None or (split_size > 0 and split_size % config.block_n == 0), name, "split_size",
+            f"is {split_size}, expected a multiple of {config.block_n}")
+    require(num_splits is None or num_splits >= 1, name, "num_splits", f"is {num_splits}, expected at least 1")
+
+
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
@@ -288,12 +300,7 @@ def decode_attention(
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
     num_requests = shape.num_requests if split_size is None else None
     config = config or decode_config(shape.padded_dim, num_requests, q.element_size())
-    require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
-    require(max_length <= page_table.shape[1] * shape.page_size, name, "max_length",
-            f"is {max_length}, but page_table has {page_table.shape[1]} columns of {shape.page_size} tokens")
-    require(split_size is None or (split_size > 0 and split_size % config.block_n == 0), name, "split_size",
-            f"is {split_size}, expected a multiple of {config.block_n}")
-    require(num_splits is None or num_splits >= 1, name, "num_splits", f"is {num_splits}, expected at least 1")
+    _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits, config)
     if order is not None:
         require_tensor(name, "order", order, (shape.num_requests,), q.device, (torch.int32,))
     if out is None:
