@@ -16,6 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outrider.commands.plot import plot_spec
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,24 +42,6 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
         axis.spines[side].set_visible(False)
 
 
-def draw_spec(axis: Any, kind: str, rows: list[dict[str, Any]]) -> None:
-    places = range(len(rows))
-    bars = ((-0.2, "plain_tok_s", "#9aa7b8", "without"), (0.2, "spec_tok_s", "#3b6fb6", "with"))
-    for shift, key, color, label in bars:
-        axis.bar([i + shift for i in places], [row[key] for row in rows], width=0.38, color=color, label=label)
-    top = max(row[key] for row in rows for key in ("plain_tok_s", "spec_tok_s"))
-    for i, row in enumerate(rows):
-        axis.text(i, max(row["plain_tok_s"], row["spec_tok_s"]) + top * 0.02, f"{row['ratio']:.2f}x", ha="center",
-                  fontsize=8.5)
-    axis.set_xticks(list(places), [str(row["batch"]) for row in rows])
-    axis.set_title(kind, fontsize=9.5)
-    axis.set_xlabel("batch", fontsize=8.5)
-    axis.set_ylim(0, top * 1.15)
-    axis.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-
-
 def save(figure: Any, name: str) -> None:
     figure.tight_layout()
     for suffix in ("svg", "png"):
@@ -72,14 +56,7 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     spec = json.loads((ROOT / "bench/results/spec_cpu.json").read_text())
-    kinds = list(dict.fromkeys(row["prompts"] for row in spec["results"]))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(7.6, 3.2))
-    for axis, kind in zip(axes, kinds, strict=True):
-        draw_spec(axis, kind, [row for row in spec["results"] if row["prompts"] == kind])
-    axes[0].set_ylabel("output tokens per second", fontsize=8.5)
-    axes[0].legend(fontsize=8, frameon=False)
-    figure.suptitle(f"n-gram drafts on a CPU, {spec['model']}, {spec['date']}", fontsize=10)
-    save(figure, "spec_cpu")
+    plot_spec(spec["results"], ROOT / "docs/spec_cpu", spec["model"])
 
     report = json.loads((ROOT / "bench/results/h200.json").read_text())
     series = report["series"]

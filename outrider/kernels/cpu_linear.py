@@ -6,13 +6,14 @@ what takes the time, are read once either way. Speculation lives on that differe
 Figures behind the choice, in ms: all products of SmolLM2-135M (538 MB of float32), 2 cores with AVX-512, best of 11
 (`bench/cpu_products.py` prints them for any machine). `packed` is oneDNN's reordered copy, `half` is bfloat16.
 
-    token rows       1     2     4     5     8    16    32
-    library       22.7  23.5  41.1  37.7  59.4  48.8  71.5
-    packed        22.3  23.4  27.2  29.2  40.2  38.0  56.4
-    native        16.7  17.5  17.5  18.7  22.6  36.7  62.5
-    native half   10.3  12.3  13.4  16.1  19.0  33.8  59.9
+    token rows       1     2     4     5     8    16    32    64   128
+    library       19.9  20.1  44.2  45.2  60.0  64.4  81.8 113.9 172.0
+    packed        25.1  26.1  32.2  32.7  41.6  47.4  70.0 121.5 205.0
+    native        19.0  19.2  22.6  23.2  29.8  37.7  62.4 117.3 262.1
+    native half   11.9  12.0  14.3  14.5  19.5  39.7  57.8 106.1 215.2
+    Q4_1           6.5   7.1  10.1  11.4  16.8  27.6  46.6  94.3 198.3
 
-From 64 token rows on the library is ahead of native by a fifth and more, and packed is no better than the library.
+At 64 token rows the library is level with native, and from there on ahead.
 """
 
 from __future__ import annotations

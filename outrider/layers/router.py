@@ -69,17 +69,6 @@ class Router:
         return routed
 
 
-class ExpertCounter:
-    """An observer that keeps each layer's number of distinct experts in the last step, padded token rows included."""
-
-    def __init__(self, num_layers: int, num_experts: int, *, device: torch.device) -> None:
-        self.num_experts = num_experts
-        self.distinct = torch.zeros(num_layers, dtype=torch.int64, device=device)  # 0 where a layer has no experts
-
-    def __call__(self, index: int, ids: torch.Tensor) -> None:
-        self.distinct[index].copy_(distinct_experts(ids, self.num_experts))
-
-
 class ExpertTally:
     """An observer that adds up each layer's number of distinct experts, over steps of at most `most_tokens` token rows:
     those that decode. Steps are counted on the host; what was added up is read at the end."""

@@ -16,7 +16,7 @@ from outrider.kernels.moe import RouteRule, experts, experts_reference, route
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.router import ExpertCounter, Router, find_routers
+from outrider.layers.router import ExpertTally, Router, find_routers
 from outrider.models import ConfigError, build_model, load_weights, read_config, safetensors_tensors
 from tests.models.oracle import MOE_FAMILIES, all_logits, greedy, hf_config, hf_model, load, make_folder, tokens_of
 from tests.unit.test_sample_host_reads import no_host_reads
@@ -309,7 +309,8 @@ def test_a_wrong_shape_or_activation_is_named() -> None:
 def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPatch, guard: Callable[[], Any]) -> None:
     inputs, x = draw(5), torch.randn(5, 12, dtype=torch.float64)
     rule = RouteRule(8, 2, "sigmoid", num_groups=4, top_groups=2, group_score="top2")
-    router, counter = Router(0, 12, rule, has_bias=True, **F64), ExpertCounter(1, 8, device=DEVICE)
+    router = Router(0, 12, rule, has_bias=True, **F64)
+    counter = ExpertTally([router], 99, device=DEVICE)
     for slot in router.weights("r").values():
         slot.target.normal_()
     router.observer = counter
@@ -328,7 +329,7 @@ def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPa
             experts(**inputs)
         monkeypatch.setattr(moe, "plan_on_host", exempt)
         experts(**inputs)
-    assert len(calls) == 1 and counter.distinct.item() > 0
+    assert len(calls) == 1 and (counter.mean() or 0) > 0
 
 
 # What benchmarks hook into
@@ -338,7 +339,7 @@ def test_distinct_experts_are_counted_per_layer(tmp_path: Path) -> None:
     model = load(make_folder("qwen3_moe_mixed", tmp_path))
     routers, seen = find_routers(model), {}
     assert [router.index for router in routers] == [0, 2, 3], "layer 1 is dense"
-    counter = ExpertCounter(4, 8, device=DEVICE)
+    counter = ExpertTally(routers, 99, device=DEVICE)
 
     def observe(index: int, ids: torch.Tensor) -> None:
         counter(index, ids)
@@ -347,7 +348,9 @@ def test_distinct_experts_are_counted_per_layer(tmp_path: Path) -> None:
     for router in routers:
         router.observer = observe
     all_logits(model, tokens_of(seed=1, count=3))
-    assert counter.distinct.tolist() == [seen[0], 0, seen[2], seen[3]] and min(seen.values()) >= 3
+    counted = {index: total.item() / counter._steps[index] for index, total in counter._totals.items()}
+    assert counted == seen and set(seen) == {0, 2, 3} and min(seen.values()) >= 3
+    assert counter.mean() == sum(seen.values()) / 3
 
 
 def test_ids_can_be_overridden_while_the_router_still_runs(folder_of: Folders) -> None:

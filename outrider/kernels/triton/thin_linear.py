@@ -177,15 +177,8 @@ class ThinConfig:
     num_stages: int
 
 
-# (one row?, outputs, inputs) -> config, where a measurement beat the rule in `thin_config`.
-CONFIGS: dict[tuple[bool, int, int], ThinConfig] = {}
-
-
 def thin_config(num_rows: int, n: int, k: int, sms: int) -> ThinConfig:
-    """The measured choice for a shape, or the widest tile that gives every multiprocessor about two programs."""
-    measured = CONFIGS.get((num_rows == 1, n, k))
-    if measured is not None:
-        return measured
+    """The widest tile that gives every multiprocessor about two programs."""
     if num_rows == 1:
         # 8 columns for each thread: inputs then need no exchange between threads. Two weight rows a program won at
         # every shape measured: many programs keep more reads on their way than wide ones.
