@@ -13,10 +13,10 @@ import torch
 
 from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
-from outrider.kernels import reference
 from outrider.kernels.native import LayerWeights
 from outrider.kernels.triton import (
     QueryTiles,
+    cache_write,
     decode_attention,
     device_query_tiles,
     prefill_attention,
@@ -78,8 +78,7 @@ class TritonBackend:
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
             check_writes(layer)
-            reference.write_slots(cache.k, k, plan.slots)
-            reference.write_slots(cache.v, v, plan.slots)
+            cache_write(k, v, plan.slots, cache.k, cache.v)
         return self._attend(layer, cache, q, plan)
 
     def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,

@@ -70,8 +70,7 @@ class CudaRunner:
     def warm_up(self, *, takes_checkpoints: bool = False) -> int:
         """Compiles what steps run and captures the usual ones. Returns how many were captured."""
         with compiling(self.device_step):
-            run_kinds(self.device_step, self._limits)
-            self.device_step.recurrent.warm_up(takes_checkpoints=takes_checkpoints)
+            run_kinds(self.device_step, self._limits, takes_checkpoints=takes_checkpoints)
             if self.graphs is not None:
                 self.graphs.run_sizes(takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()  # captures cannot use what other steps have left

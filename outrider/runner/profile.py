@@ -25,7 +25,7 @@ from outrider.sample.extras import StepExtras, StepNeeds
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # that a server usually meets
 LONG_QUERY = 40  # a prompt, in tiles
-FEW_REQUESTS, SEVERAL_REQUESTS = 1, 3
+FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
 SHORT_CONTEXT = 96  # keys that no kernel splits
 _LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
 ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
@@ -43,10 +43,12 @@ def dead_batch(lens: list[int], drafts: int, bound: int) -> ScheduledBatch:
 
 @torch.inference_mode()
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int = 0, bound: int,
-             needs: StepNeeds | None = None) -> None:
+             needs: StepNeeds | None = None, saves: bool = False) -> None:
+    """saves: as if it could write checkpoints."""
     shape, ints = pack_host(dead_batch(lens, drafts, bound))
     needs = needs or StepNeeds()
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose)
+    targets = step.recurrent.no_targets(len(lens)) if saves else None
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, targets)
     step.body(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -105,9 +107,11 @@ def compiling(step: DeviceStep) -> Iterator[None]:
         yield
 
 
-def run_kinds(step: DeviceStep, limits: Limits) -> int:
+def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> int:
     """Every kind of step that captures do not cover, so that no kernel is compiled while requests wait. Returns how
     many steps it took."""
+    if step.recurrent.layers:
+        _run_recurrent(step, limits, takes_checkpoints)
     count = 0
     for lens, bound in _kinds(step, limits):
         for propose in _proposals(limits):
@@ -118,6 +122,16 @@ def run_kinds(step: DeviceStep, limits: Limits) -> int:
     for propose in range(limits.max_drafts + 1):
         run_dead(step, [1], propose=propose, bound=bound, needs=sampled)
     return count + limits.max_drafts + 1
+
+
+def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) -> None:
+    """Few requests and many, runs that are scanned and such that are not, with checkpoints and without."""
+    count, bound = min(MANY_REQUESTS, limits.max_requests), min(SHORT_CONTEXT, limits.max_len)
+    for lens in ([1], [1] * count, [min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)]):
+        for saves in {False, takes_checkpoints}:
+            run_dead(step, lens[: limits.max_batched_tokens], bound=bound, saves=saves)
+    if takes_checkpoints:
+        step.recurrent.warm_up()
 
 
 def _proposals(limits: Limits) -> tuple[int, ...]:

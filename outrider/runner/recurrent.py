@@ -6,7 +6,6 @@ but the window grows with the number of drafts, and nothing is a page. A model w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
@@ -51,22 +50,17 @@ class RecurrentRows:
         tensors = [t for rows in self.layers.values() for t in (rows.state, rows.tail, rows.conv_in, *rows.gates)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def warm_up(self, *, takes_checkpoints: bool) -> None:
-        """Compiles the kernels' variants, on dead tokens of the null row: few requests and several, runs that are
-        scanned and such that are not, with checkpoints and without."""
-        if not self.layers or not self.backend.use_kernels:
-            return
-        for requests, known, saves in itertools.product((1, 32), (1, 2 * SHORT_RUN), {False, takes_checkpoints}):
-            tokens = torch.zeros(requests * known, dtype=torch.int64, device=self.device)
-            none, starts = tokens[:requests], tokens.new_zeros(requests + 1)
-            targets = self._listed_targets(none, none - 1) if saves else None
-            step = self.backend.on(StepCounts(none, starts, tokens, none, none, none, none, (known,) * requests,
-                                              (known,) * requests, 0, 0, targets))
-            for layer, own in self.layers.items():
-                empty = tuple(window.new_zeros(len(tokens), window.shape[2]) for window in (own.conv_in, *own.gates))
-                step(layer, empty[0], empty[1:])
-            if saves:
-                self.backend.fold_ended(none, none, none, self._listed_targets(none, none - 1))
+    def no_targets(self, count: int) -> Targets | None:
+        """Checkpoints of the null row that no step reaches, one for each of its requests."""
+        none = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self._listed_targets(none, none - 1) if self.layers else None
+
+    def warm_up(self) -> None:
+        """Compiles the kernels that fold rows which ended; the others are those of steps."""
+        targets = self.no_targets(1)
+        if targets is not None and self.backend.use_kernels:
+            none = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.backend.fold_ended(none, none, none, targets)
 
     @property
     def needs_no_counts(self) -> bool:

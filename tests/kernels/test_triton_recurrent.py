@@ -268,7 +268,7 @@ def test_more_random_lives(device: torch.device, seed: int) -> None:
 @pytest.mark.long
 def test_warming_up_changes_nothing(device: torch.device) -> None:
     twins = Twins(torch.float32, device)
-    twins.both[1].warm_up(takes_checkpoints=True)
+    twins.both[1].warm_up()
     twins.check([])
 
 

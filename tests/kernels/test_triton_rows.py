@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton import (  # noqa: E402
     add_rms_norm,
+    cache_write,
     clear_pages,
     copy_pages,
     gelu_tanh_mul,
@@ -110,6 +111,24 @@ def test_rope_and_cache_write(
     assert int(written.sum()) == 3 * 2 * kv_heads * dim
     assert torch.equal(written, ~pool.isnan()), "only the tokens' slots are written"
     assert_close(pool[written], wide[written])
+
+
+@pytest.mark.parametrize(("kv_heads", "dim", "page"), [(3, 16, 16), (1, 80, 64)])
+def test_cache_write(device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int, page: int) -> None:
+    """Keys and values as parts of a wider projection, into pages that hold more than this layer's."""
+    width = kv_heads * dim
+    projected = rows(device, dtype, 4, 24 + 2 * width)
+    k, v = (part.unflatten(1, (kv_heads, dim)) for part in projected.split((24, width, width), dim=1)[1:])
+    slots = torch.tensor([2 * page + 1, -1, 0, 4 * page + page - 1], device=device)
+    pool = torch.full((6, 3, page, kv_heads, dim), NAN, device=device, dtype=dtype)
+    wanted = pool.clone()
+    reference.write_slots(wanted[:, 0], k, slots)
+    reference.write_slots(wanted[:, 1], v, slots)
+    cache_write(k, v, slots, pool[:, 0], pool[:, 1])
+    assert int((~pool.isnan()).sum()) == 3 * 2 * kv_heads * dim
+    assert torch.equal(pool.nan_to_num(7), wanted.nan_to_num(7))
+    cache_write(k, v, torch.full_like(slots, -1), pool[:, 0], pool[:, 1])
+    assert torch.equal(pool.nan_to_num(7), wanted.nan_to_num(7)), "no token has a slot"
 
 
 def test_pages_are_cleared_and_copied(device: torch.device) -> None:

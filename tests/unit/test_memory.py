@@ -16,7 +16,8 @@ from outrider.runner.cuda import CudaRunner
 from outrider.runner.memory import StepMemory, enough_memory, plan_memory
 from outrider.runner.profile import graph_bytes, largest_step, run_dead, run_kinds
 from outrider.sample.extras import StepNeeds
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.recurrent_rig import HYBRIDS
 
 MIB, GIB = 1 << 20, 1 << 30
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -34,17 +35,20 @@ def test_the_largest_step_is_as_large_as_limits_allow(requests: int, tokens: int
     assert checked <= drafts and min(lens) >= 1 + checked
 
 
-def test_dead_steps_change_nothing() -> None:
-    with Rig(tiny_model("gemma3", torch.float32), speculative_config=NGRAM, poison=False) as rig:
+@pytest.mark.parametrize("family", ["gemma3", "mamba2"])
+def test_dead_steps_change_nothing(family: str) -> None:
+    model = random_model(HYBRIDS[family], torch.float32, 3) if family in HYBRIDS else tiny_model(family, torch.float32)
+    with Rig(model, speculative_config=NGRAM, poison=False) as rig:
         state, limits = rig.step.state, rig.engine.limits
         asks = [Ask(prompt_of(1, 20), greedy(8))]
         before = tokens_of(rig.run(asks))
-        kept = [t.clone() for t in (*state.page_tables, state.known, state.tokens, rig.step.pool.data)]
+        rows = [t[1:] for own in rig.step.recurrent.layers.values() for t in (own.state, own.tail, own.conv_in)]
+        kept = [t.clone() for t in (*state.page_tables, state.known, state.tokens, rig.step.pool.data, *rows)]
         lens, drafts = largest_step(limits)
         needs = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
         run_dead(rig.step, lens, drafts=drafts, propose=3, bound=limits.max_len, needs=needs)
-        assert run_kinds(rig.step, limits) > 10
-        after = (*state.page_tables, state.known, state.tokens, rig.step.pool.data)
+        assert run_kinds(rig.step, limits, takes_checkpoints=True) > 10
+        after = (*state.page_tables, state.known, state.tokens, rig.step.pool.data, *rows)
         assert all(torch.equal(one, two) for one, two in zip(kept, after, strict=True))
         assert tokens_of(rig.run(asks)) == before
 

@@ -6,6 +6,7 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.ahead import compiling_ahead
 from outrider.kernels.triton.attention import decode_attention, longest_first
+from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm
@@ -25,6 +26,7 @@ __all__ = [
     "Scheduled",
     "Verified",
     "add_rms_norm",
+    "cache_write",
     "can_split",
     "choose_scaled",
     "clear_pages",

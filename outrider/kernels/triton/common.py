@@ -91,20 +91,39 @@ def require_tensor(
     dtypes: tuple[torch.dtype, ...],
     inner_contiguous: int = 1,
 ) -> None:
-    """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed."""
+    """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed. Runs before
+    every launch: what is wrong is put into words only where something is."""
+    got = tensor.shape
+    is_right = (
+        len(got) == len(shape)
+        and tensor.dtype in dtypes
+        and tensor.device == device
+        and all(want is None or want == have for want, have in zip(shape, got, strict=True))
+        and _is_packed(tensor, inner_contiguous)
+    )
+    if not is_right:
+        _explain(kernel, argument, tensor, shape, device, dtypes, inner_contiguous)
+
+
+def _explain(kernel: str, argument: str, tensor: torch.Tensor, shape: tuple[int | None, ...], device: torch.device,
+             dtypes: tuple[torch.dtype, ...], inner_contiguous: int) -> None:
     got = tuple(tensor.shape)
     ok = len(got) == len(shape) and all(want is None or want == have for want, have in zip(shape, got, strict=False))
     require(ok, kernel, argument, f"has shape {list(got)}, expected {['*' if s is None else s for s in shape]}")
     require(tensor.device == device, kernel, argument, f"is on {tensor.device}, expected {device}")
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     require(tensor.dtype in dtypes, kernel, argument, f"has dtype {tensor.dtype}, expected {names}")
-    if tensor.numel() == 0:
-        return  # strides of what is not there say nothing
-    packed = 1
-    for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner_contiguous, -1):
-        ok = tensor.shape[axis] <= 1 or tensor.stride(axis) == packed
-        require(ok, kernel, argument, f"has strides {tensor.stride()}, expected {inner_contiguous} packed inner axes")
-        packed *= tensor.shape[axis]
+    require(_is_packed(tensor, inner_contiguous), kernel, argument,
+            f"has strides {tensor.stride()}, expected {inner_contiguous} packed inner axes")
+
+
+def _is_packed(tensor: torch.Tensor, inner_axes: int) -> bool:
+    packed, shape, strides = 1, tensor.shape, tensor.stride()
+    for axis in range(len(shape) - 1, len(shape) - 1 - inner_axes, -1):
+        if shape[axis] > 1 and strides[axis] != packed:
+            return tensor.numel() == 0  # strides of what is not there say nothing
+        packed *= shape[axis]
+    return True
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

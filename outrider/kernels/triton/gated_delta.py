@@ -286,11 +286,10 @@ def _delta_kernel(
 
 def delta_config(requests: int, heads: int, value_dim: int, device: torch.device, chunked: bool) -> StepConfig:
     """Few value rows a program while heads and requests do not fill the card, more where a head's inputs would be read
-    too often. A warp has whole rows, so that the bits of a walk do not depend on the number of requests."""
-    if chunked:
-        return StepConfig(min(32, next_power_of_two(value_dim)), 4)
-    tile = min(16 if requests * heads >= num_sms(device) else 8, next_power_of_two(value_dim))
-    return StepConfig(tile, num_warps=max(1, tile // 4))
+    too often. A warp has whole rows, and warps, which share a key to norm it, are always as many: so the bits of a walk
+    do not depend on the number of requests."""
+    most = 32 if chunked else 16 if requests * heads >= num_sms(device) else 8
+    return StepConfig(min(most, next_power_of_two(value_dim)), num_warps=4)
 
 
 def delta_steps(
