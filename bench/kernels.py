@@ -38,6 +38,7 @@ from kernel_harness import (  # noqa: E402
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.kernels.triton.attention import DecodeConfig, decode_attention, decode_config  # noqa: E402
+from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402
 
@@ -65,7 +66,7 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
     weights = [randn(n, k) * 0.02 for _ in range(count)]
     x = randn(num_rows, k)
     wanted = x.float() @ weights[0].float().T
-    default = thin_config(num_rows, n, k, 132)
+    linear, default = (matvec, matvec_config(k)) if num_rows == 1 else (thin_linear, thin_config(n, 132))
     configs = [default] + [c for c in (VECTOR_CONFIGS if num_rows == 1 else TILE_CONFIGS) if c != default]
     results: dict[ThinConfig, float] = {}
     error = 0.0
@@ -73,24 +74,24 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
         if results and not bench.has_time:
             break
         try:
-            error = max(error, relative_error(thin_linear(x, weights[0], config=config), wanted))
-            results[config] = graph_us(lambda i, c=config: thin_linear(x, weights[i], config=c), count)
+            error = max(error, relative_error(linear(x, weights[0], config=config), wanted))
+            results[config] = graph_us(lambda i, c=config: linear(x, weights[i], config=c), count)
         except Exception as problem:  # noqa: BLE001
             print(f"# {model} {name} {config}: {type(problem).__name__}: {str(problem)[:160]}", flush=True)
     library = graph_us(lambda i: F.linear(x, weights[i]), count)
     best = min(results, key=lambda c: results[c])
-    must_be_close(f"thin_linear {model} {name}", error)
+    must_be_close(f"{linear.__name__} {model} {name}", error)
     num_bytes = 2 * (n * k + num_rows * (n + k))
-    bench.report("thin_linear", f"{model} {name} {n}x{k} rows={num_rows}", results[best], num_bytes, error,
+    bench.report(linear.__name__, f"{model} {name} {n}x{k} rows={num_rows}", results[best], num_bytes, error,
                  best=[best.block_n, best.block_k, best.num_warps, best.num_stages],
                  default_us=round(results.get(default, math.nan), 2), torch_us=round(library, 2))
 
 
 def linear_compiles(n: int, k: int) -> list[Callable[[], Any]]:
     x, weight = randn(4, k), randn(n, k)
-    wanted = [(1, c) for c in {thin_config(1, n, k, 132), *VECTOR_CONFIGS}]
-    wanted += [(4, c) for c in {thin_config(4, n, k, 132), *TILE_CONFIGS}]
-    return [lambda r=num_rows, c=config: thin_linear(x[:r], weight, config=c) for num_rows, config in wanted]
+    calls = [lambda c=config: matvec(x[:1], weight, config=c) for config in {matvec_config(k), *VECTOR_CONFIGS}]
+    calls += [lambda c=config: thin_linear(x, weight, config=c) for config in {thin_config(n, 132), *TILE_CONFIGS}]
+    return calls
 
 
 def bench_linears(bench: Bench) -> None:

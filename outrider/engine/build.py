@@ -73,11 +73,11 @@ def assemble(config: EngineConfig, model: Model, device: torch.device, *, tokeni
     if prepare is not None:
         prepare(model, parts.drafter)
     clock.lap("drafter and weights' last touches")
-    limits, num_pages = _plan_cache(config, parts)
+    limits, num_pages, is_compiled = _plan_cache(config, parts)
     clock.lap("kernels and the largest step")
     with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
         step = parts.make_step(limits, num_pages)
-    runner = _make_runner(config, parts, step, limits)
+    runner = _make_runner(config, parts, step, limits, is_compiled)
     clock.lap("captured steps")
     counts = _draft_counts(config.speculative, step, limits, runner)
     clock.lap("step costs")
@@ -138,26 +138,32 @@ def _gather(config: EngineConfig, model: Model, device: torch.device, drafter: D
                  "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes)
 
 
-def _plan_cache(config: EngineConfig, parts: Parts) -> tuple[Limits, int]:
-    """(the limits, perhaps with a shorter length; the number of pages)"""
+def _plan_cache(config: EngineConfig, parts: Parts) -> tuple[Limits, int, bool]:
+    """(the limits, perhaps with a shorter length; the number of pages; whether kernels were compiled on the way)"""
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
         step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                          use_graphs=not config.enforce_eager, page_extra_bytes=extra)
+                                          use_graphs=not config.enforce_eager, page_extra_bytes=extra,
+                                          takes_checkpoints=_takes_checkpoints(config, parts))
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())
-    return fit_max_len(config, parts.layout, limits, plan), plan.num_pages
+    fitting = fit_max_len(config, parts.layout, limits, plan)
+    return fitting, plan.num_pages, step_memory is not None and fitting == limits
 
 
-def _make_runner(config: EngineConfig, parts: Parts, step: DeviceStep, limits: Limits) -> Runner:
+def _takes_checkpoints(config: EngineConfig, parts: Parts) -> bool:
+    return config.enable_prefix_caching and bool(parts.layout.recurrent.layers)
+
+
+def _make_runner(config: EngineConfig, parts: Parts, step: DeviceStep, limits: Limits, is_compiled: bool) -> Runner:
     padding = Padding(config.pad_requests, config.pad_tokens)
     if step.state.device.type != "cuda":
         return LocalRunner(step, padding)
     runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
     with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
-        runner.warm_up(takes_checkpoints=config.enable_prefix_caching and bool(parts.layout.recurrent.layers))
+        runner.warm_up(takes_checkpoints=_takes_checkpoints(config, parts), is_compiled=is_compiled)
     return runner
 
 

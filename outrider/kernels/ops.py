@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from outrider.kernels import native, reference
 
+TINY_WEIGHT = 7 << 20  # bytes
+
 
 @lru_cache(maxsize=1)
 def triton_kernels() -> ModuleType | None:
@@ -86,15 +88,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def is_single(x: torch.Tensor) -> bool:
-    """One token row on a GPU: products are a matter of reading the weights once, and small kernels of their number."""
-    return x.is_cuda and x.shape[0] == 1 and x.dtype == torch.bfloat16 and triton_kernels() is not None
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] transposed."""
-    if is_single(x):
-        result: torch.Tensor = _triton().thin_linear(x, weight, bias)
+    if is_single(x) or is_tiny(x, weight):
+        result: torch.Tensor = _triton().matvec(x, weight, bias)
         return result
     if bias is None and is_thin(x):
         if _triton().can_split(weight):
@@ -108,14 +105,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same on a GPU with results in float32."""
-    if is_single(x):
-        result: torch.Tensor = _triton().thin_linear(x, weight, out_dtype=torch.float32)
+    if is_single(x) or is_tiny(x, weight):
+        result: torch.Tensor = _triton().matvec(x, weight, out_dtype=torch.float32)
         return result
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-# Products with what follows them. A norm before a product is better done once, by its own kernel: every program of the
-# product would read and scale the whole input again.
+# Which kernel is best for few token rows, by what was measured.
+
+
+def is_single(x: torch.Tensor) -> bool:
+    """One token row on a GPU: products are a matter of reading the weights once, and small kernels of their number."""
+    return x.is_cuda and x.shape[0] == 1 and x.dtype == torch.bfloat16 and triton_kernels() is not None
 
 
 def is_thin(x: torch.Tensor) -> bool:
@@ -123,21 +124,39 @@ def is_thin(x: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] <= 16 and x.dtype == torch.bfloat16 and triton_kernels() is not None
 
 
+def is_tiny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Two to four token rows and a weight that is read before the tensor cores have begun."""
+    return is_thin(x) and x.shape[0] <= 4 and weight.numel() * weight.element_size() <= TINY_WEIGHT
+
+
 def gates_thin(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `gated_linear` beats a product and then its activation."""
     return is_single(x) or (is_thin(x) and bool(_triton().is_small(weight)))
 
 
+# Products with what follows them. A norm before a product is better done once, by its own kernel: every program of the
+# product would read and scale the whole input again.
+
+
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up with weight [gate | up, in]."""
     kind = "silu_mul" if activation == "silu" else "gelu_tanh_mul"
+    if is_single(x):
+        single: torch.Tensor = _triton().matvec(x, weight, activation=kind)
+        return single
     result: torch.Tensor = _triton().gated_linear(x, weight, kind)
     return result
 
 
+def relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The square of relu of a product, for one token row on a GPU."""
+    result: torch.Tensor = _triton().matvec(x, weight, activation="relu2")
+    return result
+
+
 def linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """residual += x @ weight' + bias, in place."""
-    _triton().thin_linear(x, weight, bias, residual=residual, out=residual)
+    """residual += x @ weight' + bias, in place, for one token row on a GPU."""
+    _triton().matvec(x, weight, bias, residual=residual, out=residual)
 
 
 # Around draft heads

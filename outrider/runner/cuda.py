@@ -1,7 +1,7 @@
 """CudaRunner: steps on a CUDA stream. The host queues a step and goes on; the result is read when it is asked for.
 
-Steps replay graphs where one serves; one that is met for the first time runs, and is captured after. Host data goes
-through pinned memory, so that queueing never waits for the device.
+Steps replay graphs where one serves; one that is met for the first time is captured before. Host data goes through
+pinned memory, so that queueing never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.kernels.buffers import to_device
 from outrider.runner.graphs import StepGraphs
 from outrider.runner.inputs import PaddedSize, pack_host
 from outrider.runner.memory import StepOutOfMemory
-from outrider.runner.profile import compiling, run_kinds
+from outrider.runner.profile import compile_steps
 from outrider.runner.results import read_result
 from outrider.runner.runner import Padding
 from outrider.runner.step import DeviceResult, DeviceStep
@@ -67,12 +67,10 @@ class CudaRunner:
         self.num_padded_steps = 0
 
     @torch.inference_mode()
-    def warm_up(self, *, takes_checkpoints: bool = False) -> int:
-        """Compiles what steps run and captures the usual ones. Returns how many were captured."""
-        with compiling(self.device_step):
-            run_kinds(self.device_step, self._limits, takes_checkpoints=takes_checkpoints)
-            if self.graphs is not None:
-                self.graphs.run_sizes(takes_checkpoints=takes_checkpoints)
+    def warm_up(self, *, takes_checkpoints: bool = False, is_compiled: bool = False) -> int:
+        """Compiles what steps run, unless that is done, and captures the usual ones. Returns how many were captured."""
+        if not is_compiled:
+            compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
         return 0 if self.graphs is None else self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
 
@@ -95,16 +93,13 @@ class CudaRunner:
             size = self._padding.size_for(batch)
             self._count_padding(batch, size)
             return PendingStep(batch, self.device_step.run(batch, size))
-        captured = self.graphs.find(key)
+        captured = self.graphs.serve(key)
         size = self.graphs.keys.padded_size(key if captured is None else captured.key)
         self._count_padding(batch, size)
         ints = to_device(pack_host(batch, size)[1], torch.int64, self.device_step.state.device)
         if captured is None:
             self.num_eager += 1
-            pending = PendingStep(batch, self.graphs.run(key, ints))
-            if self.graphs.can_capture(key):
-                self.graphs.try_capture(key)
-            return pending
+            return PendingStep(batch, self.graphs.run(key, ints))
         self.num_replays += 1
         captured.ints.copy_(ints)
         captured.graph.replay()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -38,6 +38,11 @@ def request_ladder(max_requests: int) -> list[int]:
     return sorted({size for size in sizes if size < max_requests} | {max_requests})
 
 
+def start_ladder(max_requests: int) -> list[int]:
+    """Of the request ladder what is captured at start-up: the others wait until they are met often."""
+    return sorted({*(1 << i for i in range(max_requests.bit_length()) if 1 << i < max_requests), max_requests})
+
+
 def prompt_ladders(limits: Limits) -> tuple[list[int], list[int]]:
     """(requests, tokens) of steps with prompts. Tokens cost time, so what is padded there is an eighth at most; few
     tokens cost what the weights cost."""
@@ -57,6 +62,7 @@ class GraphKeys:
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
         self._is_costly = drafter is not None and bool(drafter.attention_layers)
         self._ladder = request_ladder(limits.max_requests)
+        self._at_start = start_ladder(limits.max_requests)
         self._prompt_requests, self._prompt_tokens = prompt_ladders(limits)
 
     def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
@@ -88,16 +94,18 @@ class GraphKeys:
         )  # fmt: skip
 
     def wider(self, key: GraphKey) -> GraphKey | None:
-        """One that serves whatever `key` serves and is captured at start-up, if there is such."""
-        drafts = self.limits.max_drafts
-        if not key.has_drafts or key.has_prompts:
+        """One that serves whatever `key` serves, and is captured at start-up if there is such."""
+        if key.has_prompts:
             return None
-        return replace(key, tokens=key.requests * (1 + drafts), propose=drafts)
+        requests, drafts, propose = _next(self._at_start, key.requests), key.tokens // key.requests - 1, key.propose
+        if key.has_drafts and (requests > FEW or key.requests == requests):
+            drafts = propose = self.limits.max_drafts
+        return GraphKey(requests, requests * (1 + drafts), propose, key.has_drafts, key.has_targets)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What a server meets, largest first so that their memory is shared."""
         most = self.limits.max_drafts
-        for requests in reversed(self._ladder):
+        for requests in reversed(self._at_start):
             for has_targets in (False, True) if takes_checkpoints else (False,):
                 yield GraphKey(requests, requests, 0, False, has_targets)
                 if most and not self._is_costly:

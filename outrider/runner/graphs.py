@@ -1,7 +1,7 @@
 """Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key.
 
 The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Sizes for
-decoding are captured at start-up; others, steps with prompts in them above all, when they are met, after they have run.
+decoding are captured at start-up; others, steps with prompts in them above all, when they are met.
 """
 
 from __future__ import annotations
@@ -47,21 +47,25 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def find(self, key: GraphKey) -> CapturedStep | None:
-        """The captured step, or a wider one while a key is new; None if it is to be run, and captured after."""
-        if key not in self._captured:
-            self._missed[key] += 1
-            wider = self.keys.wider(key)
-            if wider is None or self._missed[key] > PATIENCE:
-                return None
-            return self._captured.get(wider)
-        return self._captured[key]
+    def serve(self, key: GraphKey) -> CapturedStep | None:
+        """The captured step, or a wider one while a key is new. One that is met for the first time is captured now;
+        None if there is no memory for it, or have been too many."""
+        if key in self._captured:
+            return self._captured[key]
+        self._missed[key] += 1
+        wider = self.keys.wider(key)
+        if wider in self._captured and self._missed[key] <= PATIENCE:
+            return self._captured[wider]
+        if key in self._refused or len(self._captured) - self._num_at_start >= MOST_LATER:
+            return None
+        return self._try(key)
 
     def run(self, key: GraphKey, ints: torch.Tensor) -> DeviceResult:
-        """The step as it will be captured, once, uncaptured: compiles and loads what the capture must find loaded."""
+        """The step as it is captured, uncaptured."""
         return self._step.body(self.keys.shape(key), ints, empty_plan(key))[2]
 
     def run_empty(self, key: GraphKey) -> None:
+        """Compiles and loads what a capture must find loaded."""
         with one_layer_each(self._step.model):
             self.run(key, empty_batch(self.keys.shape(key), self._step.state.device))
 
@@ -88,29 +92,25 @@ class StepGraphs:
         self._num_at_start = len(self._captured)
         return self._num_at_start
 
-    def can_capture(self, key: GraphKey) -> bool:
-        return key not in self._refused and len(self._captured) - self._num_at_start < MOST_LATER
-
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
         """What `capture_ladder` will capture, and steps with prompts, of which only the capture is then left for when
         they are met."""
         for key in (*self.keys.decoding(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
             self.run_empty(key)
 
-    def try_capture(self, key: GraphKey) -> None:
-        """After a step that was met for the first time. If memory does not suffice, such steps stay uncaptured."""
-        try:
-            self.capture(key)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # a capture cannot do that itself
+    def _try(self, key: GraphKey) -> CapturedStep | None:
+        """If memory does not suffice, such steps stay uncaptured."""
+        for _ in range(2):
             try:
-                self.capture(key)
+                return self.get(key)
             except torch.OutOfMemoryError:
-                log.warning("no memory to capture steps of %s: they run uncaptured", key)
-                self._refused.add(key)
+                torch.cuda.empty_cache()  # a capture cannot do that itself
+        log.warning("no memory to capture steps of %s: they run uncaptured", key)
+        self._refused.add(key)
+        return None
 
     def capture(self, key: GraphKey) -> None:
-        """After `run` of the same key. Builds everything anew."""
+        """After `run_empty` of the same key. Builds everything anew."""
         ints = empty_batch(self.keys.shape(key), self._step.state.device)
         graph = torch.cuda.CUDAGraph()
         result = self._record(graph, lambda: self.run(key, ints))

@@ -16,7 +16,7 @@ from outrider.kernels.buffers import to_device
 from outrider.layers.router import find_routers
 from outrider.params import SamplingParams
 from outrider.runner.graph_keys import request_ladder
-from outrider.runner.graphs import one_layer_each
+from outrider.runner.graphs import StepGraphs, one_layer_each
 from outrider.runner.inputs import pack_host, step_kernels
 from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.step import DeviceStep, StepPlan
@@ -53,18 +53,19 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int
 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *, use_graphs: bool,
-                        page_extra_bytes: int = 0) -> StepMemory:
-    """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped again."""
+                        takes_checkpoints: bool = False, page_extra_bytes: int = 0) -> StepMemory:
+    """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped. Kernels stay compiled."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
         step = make_step()
         state = torch.cuda.memory_reserved(device) - before
-        with compiling(step):
-            run_kinds(step, limits)
+        compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None,
+                      takes_checkpoints=takes_checkpoints)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        lens, drafts = largest_step(limits)
-        run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=_LARGEST)
+        with one_layer_each(step.model):  # layers take memory one after the other
+            run_largest(step, limits)
         torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_reserved(device) - before - state
     kept = step.pool.num_bytes + step.recurrent.num_bytes  # counted elsewhere
@@ -72,6 +73,20 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     del step
     torch.cuda.empty_cache()
     return StepMemory(activations, max(0, state - kept), graphs, page_extra_bytes)
+
+
+def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> None:
+    """All that steps of any kind launch, at once."""
+    with compiling(step):
+        run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
+        run_largest(step, limits)
+        if graphs is not None:
+            graphs.run_sizes(takes_checkpoints=takes_checkpoints)
+
+
+def run_largest(step: DeviceStep, limits: Limits) -> None:
+    lens, drafts = largest_step(limits)
+    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=_LARGEST)
 
 
 def largest_step(limits: Limits) -> tuple[list[int], int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult
-from outrider.sched.request import Request
+from outrider.sched.request import Request, State
 
 DECAY = 0.9  # of one request's counts, per observation
 SHARED_DECAY = 0.999  # of the counts over all requests
@@ -99,7 +99,7 @@ class FixedDrafts:
 
 def is_running(request: Request) -> bool:
     """Whether its prompt is computed, or will be by the steps in flight."""
-    return request.known <= request.bound.at_most
+    return request.state is State.RUNNING and request.known <= request.bound.at_most
 
 
 def cap(request: Request, k: int, exact: bool) -> int:

@@ -139,7 +139,7 @@ class Scheduler:
         propose = 0
         if self._drafts is not None:
             is_exact = not self._in_flight and self._host_drafter is None
-            propose = self._drafts.choose(self._running, is_exact)
+            propose = self._drafts.choose(self._running or self._next_in_line(), is_exact)
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills: list[Request] = []
@@ -225,6 +225,10 @@ class Scheduler:
             assert request.settled.at_least <= request.bound.at_most, "settled beyond the bound"
 
     # Inside: making a batch
+
+    def _next_in_line(self) -> list[Request]:
+        """Who is likely to be admitted now. A drafter that guesses from the prompt must see it from its first token."""
+        return [entry[2] for entry in heapq.nsmallest(len(self._free_rows), self._waiting)]
 
     def _host_draft(self, drafter: HostDrafter, request: Request, most: int) -> int:
         """Ask for drafts that follow the settled tokens, with room for what steps in flight may accept of them."""

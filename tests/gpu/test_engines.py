@@ -95,7 +95,7 @@ def test_tokens_equal_the_reference(family: str, drafter: str) -> None:
         if drafter == "itself":
             assert rig.engine.stats.acceptance_rate > 0.9, "of its own twin"
         if HAS_CARD:
-            assert rig.runner.num_replays > 0 and rig.runner.num_eager > 0 and rig.runner.num_padded_steps > 0
+            assert rig.runner.num_replays > 0 and rig.runner.num_padded_steps > 0
 
 
 @pytest.mark.gpu

@@ -170,6 +170,17 @@ def test_any_number_of_splits_agrees(device: torch.device, dtype: torch.dtype) -
     assert_close(decode(batch, split_size=64, max_length=100, config=None), wanted)
 
 
+@pytest.mark.parametrize("window", [None, 90])
+def test_short_splits_grow_where_there_are_many(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    """Splits of one tile, of several, and one; values fetched with their keys."""
+    batch = make_batch(device, dtype, [(10, 1, 1), (75, 2, 2), (300, 2, 1), (460, 2, 2)], heads=2, kv_heads=1,
+                       window=window)  # fmt: skip
+    config = replace(SMALL, min_split=16, early_values=True)
+    wanted = expected(batch, window)
+    assert_close(decode(batch, config=config, window=window), wanted)
+    assert_close(decode(batch, config=config, window=window, num_splits=3), wanted)
+
+
 @pytest.mark.parametrize("run", [decode, prefill])
 def test_sinks_only_take_weight_away(
     device: torch.device, dtype: torch.dtype, run: Callable[..., torch.Tensor],

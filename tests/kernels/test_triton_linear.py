@@ -1,6 +1,9 @@
-"""Thin linear layers in Triton: every prologue and epilogue, odd sizes, and rows that do not see each other."""
+"""Linear layers of few token rows in Triton: all they can add, odd sizes, and rows that do not see each other."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,25 +11,18 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.kernels import reference  # noqa: E402
+from outrider.kernels.triton.matvec import matvec  # noqa: E402
 from outrider.kernels.triton.split_linear import split_linear  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear  # noqa: E402
 
 SMALL = ThinConfig(16, 64, 4, 2)
+FEW_COLUMNS = ThinConfig(2, 64, 2, 1)
 
 
 def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) / 4).to(device, dtype)[..., : shape[-1]]
-
-
-def prepared(x: torch.Tensor, prologue: str | None, norm_weight: torch.Tensor, plus_one: bool) -> torch.Tensor:
-    x = x.double()
-    if prologue == "rms_norm":
-        return F.rms_norm(x, x.shape[-1:], norm_weight.double() + plus_one, 1e-6)
-    if prologue is None:
-        return x
-    gate, up = x.chunk(2, dim=-1)
-    return (F.silu(gate) if prologue == "silu_mul" else F.gelu(gate, approximate="tanh")) * up
 
 
 def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -35,56 +31,80 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
-@pytest.mark.parametrize("prologue", [None, "rms_norm", "silu_mul", "gelu_tanh_mul"])
-def test_thin_linear(device: torch.device, dtype: torch.dtype, num_rows: int, prologue: str | None) -> None:
-    k, n, plus_one = 200, 50, num_rows == 3
-    x = draw(device, dtype, num_rows, 2 * k if prologue in ("silu_mul", "gelu_tanh_mul") else k)
-    weight, norm_weight = draw(device, dtype, n, k, seed=1), draw(device, dtype, 1, k, seed=2)[0]
+def test_thin_linear(device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
+    check_linear(device, dtype, num_rows, partial(thin_linear, config=SMALL))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_matvec(device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
+    check_linear(device, dtype, num_rows, partial(matvec, config=FEW_COLUMNS))
+
+
+def check_linear(device: torch.device, dtype: torch.dtype, num_rows: int, linear: Callable[..., torch.Tensor]) -> None:
+    k, n = 200, 50
+    x, weight = draw(device, dtype, num_rows, k), draw(device, dtype, n, k, seed=1)
     bias, residual = draw(device, dtype, 1, n, seed=3)[0], draw(device, dtype, num_rows, n, seed=4)
-    options = {"norm_weight": norm_weight, "plus_one": plus_one} if prologue == "rms_norm" else {}
-    product = prepared(x, prologue, norm_weight, plus_one) @ weight.double().T
-    actual = thin_linear(x, weight, prologue=prologue, config=SMALL, **options)
-    assert_close(actual, product)
-    actual = thin_linear(x, weight, bias, prologue=prologue, residual=residual, out_dtype=torch.float32, **options)
+    product = x.double() @ weight.double().T
+    assert_close(linear(x, weight), product)
+    actual = linear(x, weight, bias, residual=residual, out_dtype=torch.float32)
     assert actual.dtype == torch.float32
     assert_close(actual.to(dtype), product + bias.double() + residual.double())
-    thin_linear(x, weight, bias, prologue=prologue, residual=residual, out=residual, **options)
+    linear(x, weight, bias, residual=residual, out=residual)
     assert torch.equal(residual, actual.to(dtype)), "the residual may be updated in place"
 
 
-def test_a_row_does_not_depend_on_the_others(device: torch.device, dtype: torch.dtype) -> None:
-    x, weight = draw(device, dtype, 5, 128), draw(device, dtype, 40, 128, seed=1)
-    whole = thin_linear(x, weight, config=SMALL)
+@pytest.mark.parametrize("linear", [partial(thin_linear, config=SMALL), matvec], ids=["thin", "matvec"])
+def test_a_row_does_not_depend_on_the_others(device: torch.device, dtype: torch.dtype,
+                                             linear: Callable[..., torch.Tensor]) -> None:
+    """Nor on how many there are: a token has the same bits alone and among its drafts."""
+    x, weight = draw(device, dtype, 4, 2600), draw(device, dtype, 40, 2600, seed=1)
+    whole = linear(x, weight)
     poisoned = x.clone()
     poisoned[1] = float("nan")
-    assert torch.equal(thin_linear(poisoned, weight, config=SMALL)[2:], whole[2:])
-    assert torch.equal(thin_linear(x[2:], weight, config=SMALL), whole[2:])
-    assert torch.equal(thin_linear(x[4:], weight, config=SMALL, exact_rows=True), whole[4:])
+    assert torch.equal(linear(poisoned, weight)[2:], whole[2:])
+    for first in (1, 2, 3):
+        assert torch.equal(linear(x[first:], weight), whole[first:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul", "relu2"])
+def test_matvec_with_its_activation(num_rows: int, activation: str, device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = draw(device, dtype, num_rows, 72), draw(device, dtype, 2 * 19, 72, seed=1)
+    product = (x.float() @ weight.float().t()).to(dtype)
+    wanted = {"silu_mul": reference.silu_mul, "gelu_tanh_mul": reference.gelu_tanh_mul, "relu2": reference.relu2}
+    actual = matvec(x, weight, activation=activation, config=FEW_COLUMNS)
+    torch.testing.assert_close(actual, wanted[activation](product), atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+                               rtol=5e-2 if dtype == torch.bfloat16 else 1e-4)  # fmt: skip
 
 
 def test_configs_cover_the_outputs() -> None:
-    for num_rows in (1, 4):
-        for n in (1, 1024, 4096, 6144, 28672, 151936):
-            config = thin_config(num_rows, n, 4096, 132)
-            assert config.block_n >= 1 and config.block_k <= 4096
-            assert n <= 1024 or -(-n // config.block_n) >= 120, "every multiprocessor has work"
+    for n in (1, 1024, 4096, 6144, 28672, 151936):
+        config = thin_config(n, 132)
+        assert config.block_n >= 1 and config.block_k <= 4096
+        assert n <= 1024 or -(-n // config.block_n) >= 120, "every multiprocessor has work"
 
 
 def test_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     x, weight = draw(device, dtype, 2, 32), draw(device, dtype, 8, 32)
     for argument, call in (
-        ("x", lambda: thin_linear(x[:, :16], weight)),
+        ("weight", lambda: thin_linear(x[:, :16], weight)),
         ("x", lambda: thin_linear(x.repeat(9, 1), weight)),
-        ("x", lambda: thin_linear(x, weight, prologue="silu_mul")),
         ("weight", lambda: thin_linear(x, weight.double())),
         ("weight", lambda: thin_linear(x, weight.t().contiguous().t())),
         ("bias", lambda: thin_linear(x, weight, x[0])),
-        ("prologue", lambda: thin_linear(x, weight, prologue="norm")),
-        ("norm_weight", lambda: thin_linear(x, weight, prologue="rms_norm")),
         ("residual", lambda: thin_linear(x, weight, residual=x)),
         ("out", lambda: thin_linear(x, weight, out=x)),
     ):
         with pytest.raises(ValueError, match=f"thin_linear: {argument} "):
+            call()
+    for argument, call in (
+        ("x", lambda: matvec(x[:, :16], weight)),
+        ("x", lambda: matvec(x.repeat(3, 1), weight)),
+        ("activation", lambda: matvec(x, weight, activation="gelu")),
+        ("bias", lambda: matvec(x, weight, x[0, :4], activation="silu_mul")),
+        ("out", lambda: matvec(x, weight, out=x)),
+    ):
+        with pytest.raises(ValueError, match=f"matvec: {argument} "):
             call()
 
 

@@ -22,7 +22,7 @@ from outrider.sched.drafts import (
     ReadCost,
     StepCosts,
 )
-from outrider.sched.request import Request
+from outrider.sched.request import Request, State
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free
 STEEP = StepCosts((1, 64), (1.0, 64.0))  # every token costs as much as the first
@@ -32,6 +32,7 @@ def running(request_id: int, proposed: int = 8, **params: object) -> Request:
     """A request that yields tokens, with drafts waiting on the device."""
     request = Request(request_id, [5, 6, 7], SamplingParams(**params), end_len=64, seed=0)  # type: ignore[arg-type]
     request.known, request.bound.at_most, request.num_proposed = 3, 3, proposed
+    request.state = State.RUNNING
     return request
 
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.params import SamplingParams
-from outrider.sched.drafts import FixedDrafts
+from outrider.sched.drafts import AutoDrafts, DraftCost, FixedDrafts, StepCosts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
@@ -83,6 +83,16 @@ def test_one_token_for_everyone_goes_before_drafts() -> None:
     scheduled(sched)
     batch = scheduled(sched)
     assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1, 2: 1}, [3, 0, 0])
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: bool) -> None:
+    costs = StepCosts((1, 64), (1.0, 1.01), (DraftCost(1, 0.01, 0.01),), is_padded=is_padded)
+    sched = scheduler(drafts=2)
+    sched._drafts = AutoDrafts(2, costs, always_propose=False)
+    sched.add(request(0, 5))
+    batch = scheduled(sched)
+    assert batch.admissions and batch.propose == 2 and max(batch.num_drafts) == 0
 
 
 def test_a_prompt_goes_on_beside_drafts() -> None:
@@ -281,7 +291,7 @@ def few(count: int = 30, **fields: object) -> Totals:
 
 
 def test_pages_stay_until_no_step_in_flight_can_read_them() -> None:
-    totals = few(groups=((2, 3), (4, 0)), depth=2, max_drafts=3, has_lookahead=True, budget=20)
+    totals = few(120, groups=((2, 3), (4, 0)), depth=2, max_drafts=3, has_lookahead=True, budget=20)
     totals.needs_acceptance(3)
     totals.needs("overlapped steps", "evictions")
 

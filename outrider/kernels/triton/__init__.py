@@ -11,6 +11,7 @@ from outrider.kernels.triton.draft import store_drafts
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm
 from outrider.kernels.triton.join import join_embedding, take_rows
+from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.pages import clear_pages, copy_pages
 from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
@@ -43,6 +44,7 @@ __all__ = [
     "gelu_tanh_mul",
     "is_small",
     "longest_first",
+    "matvec",
     "norm_add_norm",
     "join_embedding",
     "prefill_attention",

@@ -32,20 +32,22 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 
-MIN_SPLIT = 256  # keys; smaller splits cost more in the merge than they save
+COARSE_SPLIT = 256  # keys of a split where there are many
+_MANY = tl.constexpr(16)
 _COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "order"]
-_VARYING = ["num_tokens", "num_requests", "split_size", "num_splits", "window", "num_tiles"]
+_VARYING = ["num_tokens", "num_requests", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
 
 @triton.jit
-def _split_geometry(length, live, window, first_key, split_size, num_splits, BLOCK_N: tl.constexpr,
+def _split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
                     HAS_WINDOW: tl.constexpr):
-    """(first position of split 0, keys per split, splits with work). The last split takes whatever is left."""
+    """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
+    from `split_size` to `coarse_size` when there are many of them, which all have to be merged."""
     lowest = first_key
     if HAS_WINDOW:
         lowest = tl.maximum(length - live - window + 1, first_key)
-    needed = tl.cdiv(length - lowest, num_splits)
+    needed = tl.maximum(tl.cdiv(length - lowest, num_splits), tl.minimum(tl.cdiv(length - lowest, _MANY), coarse_size))
     size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
     base = lowest // size * size
     return base, size, tl.minimum(tl.cdiv(length - base, size), num_splits)
@@ -54,14 +56,14 @@ def _split_geometry(length, live, window, first_key, split_size, num_splits, BLO
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, order, sinks, out, part_out, part_lse,
-    counters, scale, softcap, window, num_tokens, num_requests, split_size, num_splits, num_tiles,
+    counters, scale, softcap, window, num_tokens, num_requests, split_size, coarse_size, num_splits, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_ORDER: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -80,7 +82,7 @@ def _decode_kernel(
     if HAS_STARTS:
         first_key = tl.load(key_starts + request)
     base, size, num_active = _split_geometry(
-        length, num_live, window, first_key, split_size, num_splits, BLOCK_N, HAS_WINDOW
+        length, num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW
     )
     if SPLIT:
         if split >= tl.maximum(num_active, 1):  # the first one also writes what dead tokens get
@@ -117,7 +119,7 @@ def _decode_kernel(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
         page_table + request.to(tl.int64) * table_stride,
         k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
-        D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+        D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
     )
 
     is_last = True
@@ -161,23 +163,36 @@ def _arrive(counter, num_active):
 
 
 @triton.jit
+def _part(part_out, part_lse, at, exists, dim, D_PAD: tl.constexpr):
+    """(logarithm of the sum of weights, values) of a split. Parts come from other multiprocessors: they are read where
+    all of them write."""
+    lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    value = tl.load(part_out + at[:, None] * D_PAD + dim[None, :], mask=exists[:, None], other=0.0,
+                    cache_modifier=".cg")
+    return lse, value
+
+
+@triton.jit
+def _add_part(acc, peak, total, lse, value):
+    new_peak = tl.maximum(peak, lse)
+    # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight, shrink = tl.exp2(lse - base), tl.exp2(peak - base)
+    return acc * shrink[:, None] + weight[:, None] * value, new_peak, total * shrink + weight
+
+
+@triton.jit
 def _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
-    """(weighted values, peak, total) over a tile's splits, in their order. Parts come from other multiprocessors: they
-    are read where all of them write."""
+    """(weighted values, peak, total) over a tile's splits, in their order. Two are on their way at a time."""
     acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for split in range(num_active):
-        lse = tl.load(part_lse + part + split, mask=is_query, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(part_out + (part + split)[:, None] * D_PAD + dim[None, :], mask=is_query[:, None], other=0.0,
-                        cache_modifier=".cg")
-        new_peak = tl.maximum(peak, lse)
-        # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight, shrink = tl.exp2(lse - base), tl.exp2(peak - base)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + weight[:, None] * value
-        peak = new_peak
+    for split in range(0, num_active, 2):
+        lse, value = _part(part_out, part_lse, part + split, is_query, dim, D_PAD)
+        next_lse, next_value = _part(part_out, part_lse, part + split + 1, is_query & (split + 1 < num_active), dim,
+                                     D_PAD)  # fmt: skip
+        acc, peak, total = _add_part(acc, peak, total, lse, value)
+        acc, peak, total = _add_part(acc, peak, total, next_lse, next_value)
     return acc, peak, total
 
 
@@ -223,38 +238,40 @@ class DecodeConfig:
     max_rows: int  # rows of the largest tile, where one query's heads fit
     num_warps: int = 4
     num_stages: int = 5
+    min_split: int = COARSE_SPLIT  # keys
+    early_values: bool = False  # values are fetched together with their keys
 
 
 def decode_config(padded_dim: int, num_requests: int | None = None, itemsize: int = 2) -> DecodeConfig:
-    """Measured on an H200, for 16 bits. With few requests latency is all, and wide key tiles have the fewest turns."""
+    """Measured on an H200, for 16 bits. With few requests latency is all: short splits, everything fetched at once."""
     if itemsize > 2 and padded_dim >= 256:  # what fits into a multiprocessor's shared memory
         return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
-    # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
     if num_requests is None:  # one choice for all
         num_requests = 1 << 30
     if padded_dim <= 128:
-        if num_requests <= 2:
-            return DecodeConfig(block_n=128, max_rows=64, num_warps=8, num_stages=4)
-        if num_requests <= 16:
-            return DecodeConfig(block_n=128, max_rows=64, num_warps=4, num_stages=3)
+        if num_requests <= 32:
+            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True)
+        # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
         if num_requests <= 16:
-            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=2)
+            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=1, min_split=64, early_values=True)
         return DecodeConfig(block_n=32, max_rows=32)
+    if num_requests <= 8:
+        return DecodeConfig(block_n=64, max_rows=16, num_warps=8, num_stages=1, min_split=64, early_values=True)
     if num_requests <= 64:
         return DecodeConfig(block_n=64, max_rows=32, num_warps=8, num_stages=2)
     return DecodeConfig(block_n=32, max_rows=16, num_warps=4, num_stages=2)
 
 
-def decode_splits(programs: int, max_keys: int, sms: int) -> int:
+def decode_splits(programs: int, max_keys: int, sms: int, min_split: int = COARSE_SPLIT) -> int:
     """Splits of one call without a fixed split size: two programs per multiprocessor, one split for a full card."""
-    return max(1, min(triton.cdiv(max_keys, MIN_SPLIT), 2 * sms // max(1, programs), 64))
+    return max(1, min(triton.cdiv(max_keys, min_split), 2 * sms // max(1, programs), 64))
 
 
 def _plan_splits(
     programs: int, sms: int, max_query: int, max_length: int, window: int | None,
-    split_size: int | None, num_splits: int | None,
+    split_size: int | None, num_splits: int | None, min_split: int,
 ) -> tuple[int, int]:
     """(number of splits, least keys per split). A window needs no more splits than it has keys."""
     if split_size is not None:  # the window may begin anywhere in its first split
@@ -262,8 +279,8 @@ def _plan_splits(
         return max(1, triton.cdiv(keys, split_size)), split_size
     if num_splits is None:
         keys = max_length if window is None else min(max_length, window + max_query - 1)
-        num_splits = decode_splits(programs, keys, sms)
-    return num_splits, MIN_SPLIT
+        num_splits = decode_splits(programs, keys, sms, min_split)
+    return num_splits, min_split
 
 
 def _check_bounds(
@@ -313,8 +330,9 @@ def decode_attention(
     q_tile = block_m // group
     num_tiles = triton.cdiv(max_query, q_tile)
     programs = shape.num_requests * shape.num_kv_heads * num_tiles
+    coarse_size = COARSE_SPLIT if split_size is None else 0
     num_splits, split_size = _plan_splits(
-        programs, num_sms(q.device), max_query, max_length, window, split_size, num_splits
+        programs, num_sms(q.device), max_query, max_length, window, split_size, num_splits, config.min_split
     )
     is_split = num_splits > 1
     parts = shape.num_requests * num_tiles * q_tile * shape.num_heads * num_splits if is_split else 1
@@ -328,13 +346,12 @@ def decode_attention(
     _decode_kernel[(shape.num_kv_heads, shape.num_requests, num_splits * num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, lengths if order is None else order,
         sinks, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
-        shape.num_requests, split_size, num_splits, num_tiles,
+        shape.num_requests, split_size, coarse_size, num_splits, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
         D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=block_m, BLOCK_N=config.block_n,
-        SPLIT=is_split,
-        FILL_PADDING=fill_padding, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **flags,
-        **pdl_options(pdl),
+        SPLIT=is_split, FILL_PADDING=fill_padding, EARLY_VALUES=config.early_values, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **flags, **pdl_options(pdl),
     )
     return out

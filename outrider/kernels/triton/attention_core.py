@@ -23,7 +23,7 @@ def attend_keys(
     q, acc, peak, total, q_position, begin, end, lowest, highest, keys, values, table,
     k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
 ):
     """Folds keys [begin, end) into (acc, peak, total): the weighted values, the running maximum in base 2, and the
     sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches that all of
@@ -45,6 +45,8 @@ def attend_keys(
             k = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
         else:
             k = tl.load(k_at)
+        if EARLY_VALUES:
+            v = tl.load(v_at, mask=loadable, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * tanh(score / softcap)
@@ -60,7 +62,9 @@ def attend_keys(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, axis=1)
-        if MASKED:
+        if EARLY_VALUES:
+            pass
+        elif MASKED:
             v = tl.load(v_at, mask=loadable, other=0.0)
         elif D != D_PAD:
             v = tl.load(v_at, mask=(dim < D)[None, :], other=0.0)

@@ -1,0 +1,150 @@
+"""Linear layers for 1 to 4 token rows on the vector units: what a request takes that decodes, with its drafts or not.
+
+The time is that of reading the weights once, and every row's sums go in the same order whatever their number: a token
+gives the same bits alone and among its drafts. There is no split over the inner dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.common import (
+    FLOATS,
+    gated,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.thin_linear import ThinConfig, is_small, load_weight, prefetch_rows
+
+MAX_ROWS = 4
+_SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
+ACTIVATIONS = {None: 0, "silu_mul": 1, "gelu_tanh_mul": 2, "relu2": 3}
+
+
+@triton.jit
+def _load_row(x, inside):
+    return tl.load(x, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _finish(acc, up, row, in_rows, bias, residual, out, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+            HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    """One token row's outputs, from its sums."""
+    result = tl.sum(acc, axis=1)
+    dtype = out.dtype.element_ty
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
+    if (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH):
+        # Rounded as the two products would be, had they been stored.
+        result = gated(result.to(dtype).to(tl.float32), tl.sum(up, axis=1).to(dtype).to(tl.float32),
+                       ACTIVATION == _GELU_TANH)
+    elif ACTIVATION == _RELU2:
+        result = result.to(dtype).to(tl.float32)
+        result = tl.where(result < 0, 0.0, result * result)  # not a maximum, which would turn NaN into a number
+    if HAS_RESIDUAL:
+        result += tl.load(residual + row, mask=in_rows, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(dtype), mask=in_rows)
+
+
+@triton.jit
+def _matvec_kernel(
+    x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, N,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    release_dependents(PDL)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < N
+    if PDL:
+        prefetch_rows(weight, row, weight_stride, N, K)
+    wait_for_inputs(PDL)
+    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
+    none = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    a0, a1, a2, a3 = none, none, none, none
+    b0, b1, b2, b3 = none, none, none, none
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        inside = column < K
+        w = load_weight(weight_row + column[None, :], in_rows, inside, K % BLOCK_K == 0).to(tl.float32)
+        v0 = _load_row(x + column, inside)
+        a0 += w * v0
+        if ROWS > 1:
+            v1 = _load_row(x + x_stride + column, inside)
+            a1 += w * v1
+        if ROWS > 2:
+            v2 = _load_row(x + 2 * x_stride + column, inside)
+            a2 += w * v2
+        if ROWS > 3:
+            v3 = _load_row(x + 3 * x_stride + column, inside)
+            a3 += w * v3
+        if GATED:
+            up_row = weight_row + N * weight_stride
+            w = load_weight(up_row + column[None, :], in_rows, inside, K % BLOCK_K == 0).to(tl.float32)
+            b0 += w * v0
+            if ROWS > 1:
+                b1 += w * v1
+            if ROWS > 2:
+                b2 += w * v2
+            if ROWS > 3:
+                b3 += w * v3
+    _finish(a0, b0, row, in_rows, bias, residual, out, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    if ROWS > 1:
+        _finish(a1, b1, row, in_rows, bias, residual + residual_stride, out + out_stride, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL)
+    if ROWS > 2:
+        _finish(a2, b2, row, in_rows, bias, residual + 2 * residual_stride, out + 2 * out_stride, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL)
+    if ROWS > 3:
+        _finish(a3, b3, row, in_rows, bias, residual + 3 * residual_stride, out + 3 * out_stride, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL)
+
+
+def matvec_config(k: int) -> ThinConfig:
+    """8 columns for each thread: inputs then need no exchange between threads. Two weight rows a program won at every
+    shape measured: many programs keep more reads on their way than wide ones."""
+    return ThinConfig(2, 2048, 8, 1) if k >= 2048 else ThinConfig(2, 1024, 4, 1)
+
+
+def matvec(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
+    residual: torch.Tensor | None = None, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    config: ThinConfig | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """activation(x [rows, k] times weight [n, k] transposed, plus bias [n]) plus residual [rows, n]; 1 to 4 rows.
+
+    activation: None, "relu2", or "silu_mul" and "gelu_tanh_mul" of a weight [2 * n, k] that holds gate rows, then up
+    rows. `out` may be `residual` itself: each element is read and written by one program.
+    """
+    name, device, num_rows = "matvec", x.device, x.shape[0]
+    require(activation in ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+    require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
+    is_gated = activation in ("silu_mul", "gelu_tanh_mul")
+    n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+    require_tensor(name, "x", x, (None, k), device, FLOATS)
+    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    if bias is not None:
+        require_tensor(name, "bias", bias, (n,), device, FLOATS)
+        require(not is_gated, name, "bias", "goes with no gated activation")
+    if residual is not None:
+        require_tensor(name, "residual", residual, (num_rows, n), device, FLOATS)
+    if out is None:
+        out = torch.empty(num_rows, n, dtype=out_dtype or x.dtype, device=device)
+    require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
+    # A product of many waves that starts early only takes the place of the kernel before it.
+    pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
+    config = config or matvec_config(k)
+    added = x if residual is None else residual
+    _matvec_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, x if bias is None else bias, added, out, x.stride(0), weight.stride(0), added.stride(0),
+        out.stride(0), n, K=k, ROWS=num_rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )
+    return out
