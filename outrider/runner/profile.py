@@ -26,7 +26,7 @@ GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # that a server usually meets
 LONG_QUERY = 40  # a prompt, in tiles
 FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
-SHORT_CONTEXT = 96  # keys that no kernel splits
+SHORT_CONTEXT = 48  # keys that no kernel splits
 _LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
 ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
 
@@ -75,6 +75,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     return StepMemory(activations, max(0, state - kept), graphs, page_extra_bytes)
 
 
+@torch.inference_mode()
 def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> None:
     """All that steps of any kind launch, at once."""
     with compiling(step):

@@ -1,0 +1,288 @@
+"""Kernels are compiled ahead in other processes, and whatever becomes of those, all are compiled in the end.
+
+No card is needed: Triton compiles for one that is not there. What runs with the real compiler, and not the interpreter
+of this folder's other tests, runs in a process of its own: this file as a script.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from outrider.kernels.forks import in_forks  # noqa: E402
+
+NUM_FORKS = 2
+PATIENT = 30.0
+NUMBERS = range(3)  # each of the two kernels is compiled for these
+
+# ---- forks, of anything ----
+
+
+def write(path: Path) -> Callable[[], object]:
+    return lambda: path.write_text(str(os.getpid()))
+
+
+def writes_of(folder: Path, count: int) -> list[Path]:
+    return [folder / str(index) for index in range(count)]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def raises() -> None:
+    raise ValueError
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = writes_of(tmp_path, 20)
+    works = [*map(write, paths), raises, lambda: print("loud"), lambda: os.write(2, b"loud")]
+    assert sorted(in_forks(works, NUM_FORKS, PATIENT)) == list(range(23)), "each once, also one that raises"
+    processes = {int(path.read_text()) for path in paths}
+    assert os.getpid() not in processes and 1 <= len(processes) <= NUM_FORKS
+    assert not any(map(is_alive, processes))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_fork_that_dies_takes_one_work_along(tmp_path: Path) -> None:
+    paths = writes_of(tmp_path, 20)
+    done = list(in_forks([dies, *map(write, paths)], NUM_FORKS, PATIENT))
+    assert sorted(done) == list(range(1, 21)) and all(path.exists() for path in paths)
+    start = time.monotonic()
+    assert list(in_forks([dies] * NUM_FORKS + [write(paths[0])], NUM_FORKS, PATIENT)) == [], "none is left"
+    assert time.monotonic() - start < PATIENT, "nobody waits for the dead"
+
+
+def test_a_fork_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    def hangs() -> None:
+        sleeper = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "hangs").write_text(f"{os.getpid()} {sleeper.pid}")
+        sleeper.wait()
+
+    start = time.monotonic()
+    assert sorted(in_forks([hangs, *map(write, writes_of(tmp_path, 3))], NUM_FORKS, 1.0)) == [1, 2, 3]
+    assert time.monotonic() - start < PATIENT
+    time.sleep(0.1)
+    assert not any(is_alive(int(process)) for process in (tmp_path / "hangs").read_text().split())
+
+
+def test_forks_end_with_their_reader(tmp_path: Path) -> None:
+    def hangs() -> None:
+        (tmp_path / "hangs").write_text(str(os.getpid()))
+        time.sleep(1000)
+
+    forks = in_forks([hangs, lambda: [time.sleep(0.01) for _ in iter((tmp_path / "hangs").exists, True)]], 2, PATIENT)
+    assert next(forks) == 1
+    forks.close()
+    assert not is_alive(int((tmp_path / "hangs").read_text()))
+
+
+# ---- kernels, compiled by the script below ----
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case: [process, kernel, number, whether it was on disk] of each time that a kernel was compiled or loaded."""
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "OUTRIDER_COMPILE_THREADS")}
+    folder = tmp_path_factory.mktemp("cache")
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    script = subprocess.run([sys.executable, __file__, str(folder)], env=environment, capture_output=True, text=True,
+                            timeout=300)
+    assert script.returncode == 0, script.stdout + script.stderr
+    return json.loads(script.stdout.splitlines()[-1])
+
+
+def all_of(case: int) -> list[tuple[str, int]]:
+    return sorted((kernel, 10 * case + number) for kernel in ("_add", "_times") for number in NUMBERS)
+
+
+def made_by(entries: list[Any], is_parent: bool, was_on_disk: bool) -> list[tuple[str, int]]:
+    return sorted((kernel, number) for in_parent, kernel, number, on_disk in entries
+                  if in_parent == is_parent and on_disk == was_on_disk)
+
+
+def test_forks_compile_and_this_process_loads(compiled: dict[str, Any]) -> None:
+    entries = compiled["forked"]
+    assert made_by(entries, is_parent=False, was_on_disk=False) == all_of(1)
+    assert made_by(entries, is_parent=True, was_on_disk=True) == all_of(1)
+    assert len(entries) == 2 * len(all_of(1)), "each of them once"
+
+
+def test_compiled_kernels_are_found_by_launches(compiled: dict[str, Any]) -> None:
+    assert compiled["launched"] == [], "nothing is compiled or loaded again, where a launch reaches the card"
+
+
+def test_what_is_on_disk_is_loaded_without_forks(compiled: dict[str, Any]) -> None:
+    assert made_by(compiled["again"], is_parent=True, was_on_disk=True) == all_of(1)
+    assert len(compiled["again"]) == len(all_of(1))
+
+
+@pytest.mark.parametrize(("name", "case"), [("dies", 2), ("hangs", 3)])
+def test_what_a_fork_leaves_undone_is_done_here(compiled: dict[str, Any], name: str, case: int) -> None:
+    here = made_by(compiled[name], is_parent=True, was_on_disk=False)
+    assert ("_add", 10 * case) in here
+    assert sorted(here + made_by(compiled[name], is_parent=True, was_on_disk=True)) == all_of(case)
+
+
+def test_a_refused_kernel_is_refused_when_it_is_launched(compiled: dict[str, Any]) -> None:
+    rest = [made for made in all_of(4) if made != ("_add", REFUSED)]
+    assert made_by(compiled["refused"], is_parent=True, was_on_disk=True) == rest
+    assert compiled["error"] == "CompileTimeAssertionFailure"
+
+
+@pytest.mark.parametrize(("name", "case"), [("one core", 5), ("one worker", 6), ("always compile", 7)])
+def test_it_compiles_here_if_it_must(compiled: dict[str, Any], name: str, case: int) -> None:
+    here = made_by(compiled[name], is_parent=True, was_on_disk=False)
+    assert sorted(set(here)) == all_of(case) and len(here) == len(compiled[name])
+
+
+# ---- the script ----
+
+REFUSED, DEADLY, HANGING = 40, 20, 30
+
+
+@triton.jit
+def _add(x, out, size, NUMBER: tl.constexpr):
+    tl.static_assert(NUMBER != 40)
+    tl.store(out + size, tl.load(x) + NUMBER)
+
+
+@triton.jit
+def _times(x, out, size, NUMBER: tl.constexpr):
+    tl.store(out + size, tl.load(x) * NUMBER)
+
+
+class Launched(Exception):
+    pass
+
+
+class Card:
+    """An H200 that is not there, and that must not be asked for in a fork."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def _answer(self, value: Any) -> Any:
+        assert os.getpid() == self.process, "a fork asked the device"
+        return value
+
+    def get_current_device(self) -> int:
+        return self._answer(3)
+
+    def get_current_stream(self, device: int) -> int:
+        return self._answer(0)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._answer(GPUTarget("cuda", 90, 32))
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        raise Launched
+
+
+class Script:
+    def __init__(self, folder: Path) -> None:
+        self.log, self.process = folder / "log", os.getpid()
+        self.x = torch.zeros(64)
+        driver.set_active(Card())  # type: ignore[arg-type]
+        knobs.compilation.listener = self.note
+        for kernel in (_add, _times):
+            kernel.add_pre_run_hook(self.break_fork)
+
+    def note(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+        number = next(iter(src.constants.values()))
+        with self.log.open("a") as log:
+            log.write(json.dumps([os.getpid() == self.process, src.name, number, cache_hit]) + "\n")
+
+    def break_fork(self, *_: Any, NUMBER: int, **__: Any) -> None:
+        if os.getpid() != self.process:
+            if NUMBER == DEADLY:
+                dies()
+            if NUMBER == HANGING:
+                time.sleep(1000)
+
+    def launch(self, case: int) -> Iterator[Callable[[], Any]]:
+        """Twice each, for sizes that make no difference to the compiler."""
+        for number, kernel, size in product(NUMBERS, (_add, _times), (5, 7)):
+            yield lambda kernel=kernel, number=number, size=size: kernel[(1,)](  # type: ignore[misc]
+                self.x, torch.empty(64), size, NUMBER=10 * case + number)
+
+    def compile(self, case: int, **options: Any) -> list[Any]:
+        from outrider.kernels.triton.ahead import compiling_ahead
+
+        self.log.write_text("")
+        with compiling_ahead(**options):
+            for launch in self.launch(case):
+                launch()
+            assert torch.empty is torch.zeros
+        assert torch.empty is not torch.zeros and isinstance(driver.active, Card)
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def run(self) -> dict[str, Any]:
+        from outrider.kernels.triton import ahead
+
+        made = {"forked": self.compile(1, workers=NUM_FORKS)}
+        made["launched"] = self.find_compiled(1)
+        for kernel in (_add, _times):
+            kernel.device_caches.clear()
+        made["again"] = self.compile(1, workers=NUM_FORKS)
+        made["dies"] = self.compile(2, workers=NUM_FORKS)
+        ahead.PATIENCE = 1.0
+        made["hangs"] = self.compile(3, workers=NUM_FORKS)
+        ahead.PATIENCE = PATIENT
+        made["refused"] = self.compile(4, workers=NUM_FORKS)
+        made["error"] = self.refusal()
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        made["one core"] = self.compile(5)
+        os.sched_setaffinity(0, cores)
+        os.environ["OUTRIDER_COMPILE_THREADS"] = "1"
+        importlib.reload(ahead)
+        made["one worker"] = self.compile(6)
+        knobs.compilation.always_compile = True
+        made["always compile"] = self.compile(7, workers=NUM_FORKS)
+        return made
+
+    def find_compiled(self, case: int) -> list[Any]:
+        """What launches compile or load."""
+        self.log.write_text("")
+        for launch in self.launch(case):
+            with pytest.raises(Launched):
+                launch()
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def refusal(self) -> str:
+        with pytest.raises(Exception) as refused:
+            _add[(1,)](self.x, self.x, 5, NUMBER=REFUSED)
+        return type(refused.value).__name__
+
+
+if __name__ == "__main__":
+    print(json.dumps(Script(Path(sys.argv[1])).run()))
