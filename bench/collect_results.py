@@ -20,6 +20,10 @@ TITLES = {
     "nemotronh-mtp-spread": "nemotronh-15b-a2b + MTP, spread routing",
 }  # fmt: skip
 KEPT = ("mean_run", "distinct_experts")
+START = "from making the engine to its first token, kernels compiled anew; process_s: from the start of the process"
+DRAFTS = "up to 3 drafts, synthetic acceptance of 2.5, number of drafts chosen every step"
+SPREAD = ("expert ids from a hash of layer, token row and step, while the router still runs; the peer's random weights "
+          "send all tokens to six experts")
 
 
 def series_of(name: str, result: dict[str, Any], peer: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -36,7 +40,10 @@ def series_of(name: str, result: dict[str, Any], peer: dict[str, Any]) -> tuple[
         else:
             row |= {"model": name, "case": case["case"], "peer": peer["others"].get(name, {}).get(case["case"])}
             others.append(row)
-    return {"name": TITLES[name], "date": result["date"], "start_s": result["start_s"], "rows": rows}, others
+    notes = [DRAFTS] * bool(result["speculative_config"]) + [SPREAD] * (result["routing"] == "spread")
+    series = {"name": TITLES[name], "date": result["date"], "start_s": result["start_s"],
+              "process_s": result["process_s"]} | ({"note": "; ".join(notes)} if notes else {})  # fmt: skip
+    return series | {"rows": rows}, others
 
 
 def main(folder: Path) -> None:
@@ -49,7 +56,7 @@ def main(folder: Path) -> None:
         if not path.exists():
             continue
         result = json.loads(path.read_text())
-        report |= {"date": result["date"], "card": result["card"], "versions": result["versions"]}
+        report |= {"date": result["date"], "card": result["card"], "versions": result["versions"], "start_s": START}
         series[title], more = series_of(name, result, peer)
         others |= {(entry["model"], entry["case"]): entry for entry in more}
     report["series"] = [series[title] for title in TITLES.values() if title in series]

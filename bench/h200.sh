@@ -17,7 +17,8 @@ drafts() { # method, and more settings
 measure() { # name, config, shapes, more arguments
     local name=$1 config=$2 shapes=$3
     shift 3
-    python3 -m outrider.cli bench throughput "bench/configs/$config" --load-format dummy --max-model-len 4096 \
+    # An empty cache of kernels for each: what it takes to start is part of the result.
+    TRITON_CACHE_DIR=$(mktemp -d) python3 -m outrider.cli bench throughput "bench/configs/$config" --load-format dummy --max-model-len 4096 \
         --max-num-seqs 256 --gpu-memory-utilization 0.85 --shapes "$shapes" --save-result "$out/$name.json" -v "$@" \
         >"$out/$name.log" 2>&1
     echo "== $name: exit $?"

@@ -148,7 +148,8 @@ def test_results_of_a_run_are_collected_beside_the_peer(tmp_path: Path, monkeypa
         (tmp_path / name).write_text((results / name).read_text())
     cases = [{"case": "8x128x256", "out_tok_s": 5.0, "floor_tok_s": 9.0}, {"case": "nano", "out_tok_s": 3.0,
                                                                           "floor_tok_s": 4.0}]  # fmt: skip
-    run = {"results": cases, "date": "2031-01-01", "card": "a card", "versions": {"torch": "9"}, "start_s": 1.5}
+    run = {"results": cases, "date": "2031-01-01", "card": "a card", "versions": {"torch": "9"}, "start_s": 1.5,
+           "process_s": 2.5, "speculative_config": None, "routing": "learned"}  # fmt: skip
     (tmp_path / "out").mkdir()
     (tmp_path / "out/qwen06b.json").write_text(json.dumps(run))
     monkeypatch.setattr(collect_results, "RESULTS", tmp_path)
