@@ -1,7 +1,7 @@
 """`outrider verify`: the same requests run in many ways; tokens must not depend on the way.
 
-The reference runs every request alone, plainly. A difference is looked into: both runs are repeated for the scores of
-that step, which tell a near-tie of arithmetic from a fault. Knows no drafter by name.
+The reference runs every request alone, plainly. Every request that differs is looked into: the scores of the two
+tokens, after what both runs have in common, tell a near-tie of arithmetic from a fault. Knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outrider.commands.compare import Difference, Recorder, describe, explain, first_difference
+from outrider.commands.compare import Difference, describe, differences, explain
 from outrider.commands.drive import Ask, prompt_ids
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import Loaded, bar, load
@@ -101,21 +101,52 @@ class Check:
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
         self.reference: list[list[int]] = []
+        self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # by what comes before
 
     def run_reference(self) -> None:
         self.reference = self._tokens(Way("reference", alone=True))[0]
 
     def run(self, way: Way) -> Row:
         tokens, happened = self._tokens(way)
-        found = first_difference(self.reference, tokens)
-        equal = sum(ours == theirs for ours, theirs in zip(tokens, self.reference, strict=True))
-        row = Row(way.name, way.drafts, sum(map(len, tokens)), equal, len(tokens), happened, way.is_met(happened),
-                  "equal")
-        if found is not None:
-            difference = self._look_into(way, found)
-            row.verdict = "near-tie" if difference.is_near_tie else "fault"
-            row.detail = describe(difference, self._loaded.tokenizer)
+        found = [self._explain(index, position, tokens[index]) for index, position in self._differences(tokens)]
+        faults = [difference for difference in found if not difference.is_near_tie]
+        row = Row(way.name, way.drafts, sum(map(len, tokens)), len(tokens) - len(found), len(tokens), happened,
+                  way.is_met(happened), "fault" if faults else "near-tie" if found else "equal")
+        if found:
+            worst = faults[0] if faults else max(found, key=lambda difference: difference.apart)
+            row.detail = describe(worst, self._loaded.tokenizer)
         return row
+
+    def _differences(self, tokens: list[list[int]]) -> list[tuple[int, int]]:
+        found = differences(self.reference, tokens)
+        self._score([self._before(index, position) for index, position in found])
+        return found
+
+    def _before(self, index: int, position: int) -> tuple[int, ...]:
+        """The tokens that both runs have."""
+        return (*self._asks[index].token_ids, *self.reference[index][:position])
+
+    def _explain(self, index: int, position: int, tokens: list[int]) -> Difference:
+        first, second = (next(iter(run[position:]), None) for run in (self.reference[index], tokens))
+        dtype = str(self._loaded.model.dtype).removeprefix("torch.")
+        return explain(index, position, self._asks[index], (first, second),
+                       self._scores[self._before(index, position)], dtype)
+
+    def _score(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """What follows them, as the reference computes it: every log-probability, of one prompt after the other."""
+        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._scores]
+        if not fresh:
+            return
+        config = replace(self._config_of(Way("reference", alone=True)), logprobs_mode="raw",
+                         max_logprobs=self._loaded.model.vocab_size)
+        engine = self._loaded.engine(config)
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
+        try:
+            for prompt in fresh:
+                (entry,) = run_asks(engine, [Ask(list(prompt), params)]).outputs[0].outputs[0].logprobs or [{}]
+                self._scores[prompt] = {token: named.logprob for token, named in entry.items()}
+        finally:
+            engine.close()
 
     def _config_of(self, way: Way) -> EngineConfig:
         settings = dict(way.settings)
@@ -155,28 +186,6 @@ class Check:
         for _ in range(way.rounds):
             outputs = [output for batch in batches for output in run_asks(engine, batch).outputs]
         return [output.outputs[0].token_ids for output in outputs]
-
-    def _look_into(self, way: Way, found: tuple[int, int]) -> Difference:
-        index, position = found
-        scores = [self._scores(w, index, position) for w in (Way("reference", alone=True), way)]
-        dtype = str(self._loaded.model.dtype).removeprefix("torch.")
-        return explain(index, position, self._asks[index], scores[0], scores[1], dtype)
-
-    def _scores(self, way: Way, index: int, position: int) -> Recorder:
-        """The run again, with every log-probability of that step. Same batches, so the same arithmetic."""
-        config = replace(self._config_of(way), max_logprobs=self._loaded.model.vocab_size)
-        engine = self._loaded.engine(config)
-        ask = self._asks[index]
-        recorder = Recorder(engine.runner, index + len(self._asks) * (way.rounds - 1), len(ask.token_ids) + position)
-        engine.runner = recorder
-        whole = list(self._asks)
-        self._asks[index] = replace(ask, params=replace(ask.params, logprobs=-1))
-        try:
-            self._run(engine, way)
-        finally:
-            self._asks = whole
-            engine.close()
-        return recorder
 
 
 class _Watch:
@@ -253,7 +262,8 @@ def _print(rows: list[Row], as_json: bool, loaded: Loaded) -> None:
         print(f"{name:<30} {f'{row.equal} of {row.requests}':>14} {row.compared:>7}  {row.verdict:<9} {note}")
     for row in rows:
         if row.detail:
-            print(f"\n{row.way}{' + drafts' if row.drafts else ''}, first difference: {row.detail}")
+            kind = "a fault" if row.verdict == "fault" else "the widest difference"
+            print(f"\n{row.way}{' + drafts' if row.drafts else ''}, {kind}: {row.detail}")
     ties = sum(row.verdict == "near-tie" for row in rows)
     untried = sum(not row.is_met for row in rows)
     tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ import torch
 
 from outrider import cli
 from outrider.commands import compare, verify
-from outrider.commands.compare import Recorder, describe, explain, first_difference
+from outrider.commands.compare import describe, differences, explain
 from outrider.commands.drive import Ask
 from outrider.commands.loading import Loaded
 from outrider.config import EngineConfig
-from outrider.core import StepResult
 from outrider.params import SamplingParams
 from outrider.runner import step
-from tests.engine import harness
-from tests.engine.harness import CONFIGS, CPU, VOCAB, Rig, byte_tokenizer, greedy, prompt_of, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, CPU, byte_tokenizer, greedy, save_folder, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 CONFIG = EngineConfig("tiny", page_size=16, speculative_config=NGRAM)
@@ -80,67 +77,75 @@ def test_a_tie_that_batch_mates_decide(size: float, verdict: str, monkeypatch: p
     assert (row.verdict, row.equal) == (verdict, 0) and "reference 10, here 11" in row.detail
 
 
-def recorded(token: int | None, logprobs: dict[int, float]) -> Recorder:
-    recorder = Recorder(None, 0, 0)  # type: ignore[arg-type]
-    recorder.token, recorder.logprobs = token, logprobs
-    return recorder
-
-
-ONE = {3: -1.0, 4: -1.0004, 5: -3.0, 6: -4.0, 7: -5.0}
+SCORES = {3: -1.0, 4: -1.0004, 5: -3.0}
 ASK = Ask([1, 2], greedy(8))
 
 
 def test_what_counts_as_a_near_tie() -> None:
-    flipped = {3: -1.0004, 4: -1.0, 5: -3.0, 6: -4.0, 7: -5.0}
-    found = explain(0, 4, ASK, recorded(3, ONE), recorded(4, flipped), "float32")
-    assert found.is_near_tie and found.largest == pytest.approx(4e-4, rel=0.01)
+    found = explain(0, 4, ASK, (3, 4), SCORES, "float32")
+    assert found.is_near_tie and found.apart == pytest.approx(4e-4, rel=0.01)
     assert "a near-tie" in describe(found, byte_tokenizer()) and "output token 4" in describe(found, None)
-    assert not explain(0, 4, ASK, recorded(3, ONE), recorded(4, flipped), "float64").is_near_tie
-    # The two tokens are as near, but another logit of the step moved.
-    moved = flipped | {6: -4.01}
-    assert not explain(0, 4, ASK, recorded(3, ONE), recorded(4, moved), "float32").is_near_tie
-    assert explain(0, 4, ASK, recorded(3, ONE), recorded(4, moved), "bfloat16").is_near_tie
-    # The runs agree about the step, and one of them took a token that was far behind.
-    assert not explain(0, 4, ASK, recorded(3, ONE), recorded(5, ONE), "float32").is_near_tie
-    # All logits moved alike: no choice depends on that.
-    shifted = {token: value + 0.5 for token, value in flipped.items()}
-    assert explain(0, 4, ASK, recorded(3, ONE), recorded(4, shifted), "float32").is_near_tie
+    assert explain(0, 4, ASK, (4, 3), SCORES, "float32").is_near_tie, "whoever had the greater"
+    assert not explain(0, 4, ASK, (3, 4), SCORES, "float64").is_near_tie
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert not explain(0, 4, ASK, (3, 5), SCORES, dtype).is_near_tie, "a token that was far behind"
 
 
-def test_a_run_that_ended_or_did_not_come_again_is_a_fault() -> None:
-    ended = explain(0, 4, ASK, recorded(3, ONE), recorded(None, {}), "float32")
-    again = explain(0, 4, ASK, recorded(3, ONE), recorded(3, ONE), "float32")
+def test_a_run_that_ended_without_a_token_is_a_fault() -> None:
+    ended = explain(0, 4, ASK, (3, None), SCORES, "float32")
     assert not ended.is_near_tie and "had ended" in describe(ended, None)
-    assert not again.is_near_tie and "did not come again" in describe(again, None)
-    assert first_difference([[1, 2], [3, 4]], [[1, 2], [3]]) == (1, 1)
-    assert first_difference([[1, 2]], [[1, 2]]) is None
+    assert differences([[1, 2], [3, 4], [5, 6]], [[1, 7], [3, 4], [5]]) == [(0, 1), (2, 1)]
 
 
 def test_scores_of_sampled_requests_include_their_noise() -> None:
-    """The recorded step's winner has the greatest score, which the log-probabilities alone would not give."""
+    """The winner has the greatest score, which the log-probabilities alone would not give."""
     model = loaded()
     params = SamplingParams(temperature=2.0, seed=11, max_tokens=10)
-    check = verify.Check(model, CONFIG, [Ask([9, 8, 7], params), Ask([4, 4, 4, 4], params)])
+    ask = Ask([9, 8, 7], params)
+    check = verify.Check(model, CONFIG, [ask, Ask([4, 4, 4, 4], params)])
     check.run_reference()
     surprises = 0
     for position, token in enumerate(check.reference[0]):
-        recorder = check._scores(verify.Way("batched", drafts=True), 0, position)
-        assert recorder.token == token and len(recorder.logprobs) == model.model.vocab_size
-        ask = Ask([9, 8, 7], params)
-        tokens = list(recorder.logprobs)
+        before = check._before(0, position)
+        check._score([before])
+        logprobs = check._scores[before]
+        assert len(logprobs) == model.model.vocab_size
+        tokens = list(logprobs)
         noise = dict(zip(tokens, compare.noise_of(ask, 3 + position, tokens), strict=True))
-        best = max(tokens, key=lambda t: recorder.logprobs[t] / 2.0 + noise[t])
-        assert best == token
-        surprises += max(recorder.logprobs, key=recorder.logprobs.__getitem__) != token
+        assert max(tokens, key=lambda t: logprobs[t] / 2.0 + noise[t]) == token
+        surprises += max(logprobs, key=logprobs.__getitem__) != token
     assert surprises > 2
 
 
-def test_scores_of_preempted_requests_are_found() -> None:
-    check = checked(max_tokens=24)
-    tight = next(way for way in verify.all_ways(True) if way.name == "small pool")
-    for index in (0, 5):
-        recorder = check._scores(tight, index, 20)
-        assert recorder.token == check.reference[index][20]
+def test_one_fault_among_near_ties_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request that differs counts, not only the first."""
+    model = loaded(torch.float32)
+    true_logits = model.model.logits
+    lead = [1e-4, 5.0]  # of token 10 before token 11, by request; batch mates reverse it
+
+    def wavering(hidden: torch.Tensor) -> torch.Tensor:
+        logits = true_logits(hidden)
+        logits[:, 10:12] = logits.amax(dim=1, keepdim=True) + 1
+        is_alone = hidden.shape[0] == 1
+        own = lead[:1] if is_alone and asked["now"] == 0 else lead[1:] if is_alone else lead
+        logits[:, 10 if is_alone else 11] += torch.tensor(own)
+        return logits
+
+    asked = {"now": 0}
+    score = verify.Check._score
+
+    def scored(self: verify.Check, prompts: Any) -> None:
+        for prompt in prompts:
+            asked["now"] = int(prompt[0] != 5)
+            score(self, [prompt])
+
+    monkeypatch.setattr(model.model, "logits", wavering)
+    monkeypatch.setattr(verify.Check, "_score", scored)
+    asks = [Ask([5, 6, 7], greedy(2)), Ask([8, 6, 7], greedy(2))]
+    check = verify.Check(model, EngineConfig("tiny", page_size=16), asks)
+    check.reference = [[10, 10], [10, 10]]
+    row = check.run(verify.Way("batched"))
+    assert (row.verdict, row.equal) == ("fault", 0) and "request 1" in row.detail
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +164,15 @@ def test_the_command_prints_a_table_and_sets_the_status(folder: Path, capsys: py
     assert cli.main(command) == 0
     text = capsys.readouterr().out
     assert "all of these + drafts" in text and "10 of 10 runs give the reference's tokens" in text
-    monkeypatch.setattr(verify, "first_difference", lambda reference, tokens: (0, 3))
+    # As if the first request had taken the tokens of the second.
+    monkeypatch.setattr(verify, "differences", lambda reference, tokens: [(0, 3)])
+    true_explain = verify.explain
+    monkeypatch.setattr(verify, "explain", lambda i, at, ask, pair, scores, dtype: true_explain(
+        i, at, ask, (pair[0], min(scores, key=scores.__getitem__)), scores, dtype))  # fmt: skip
     monkeypatch.setattr(verify, "all_ways", lambda speculative: [verify.Way("batched")])
     assert cli.main(command) == 1
     out, err = capsys.readouterr()
-    assert "1 FAULTS" in out and "did not come again" in out and err.startswith("outrider: error: ")
+    assert "1 FAULTS" in out and "tolerance 1e-09: a fault" in out and err.startswith("outrider: error: ")
     assert cli.main([*command, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
@@ -172,23 +181,3 @@ def test_synthetic_acceptance_is_refused(folder: Path, capsys: pytest.CaptureFix
     spec = NGRAM | {"rejection_sample_method": "synthetic"}
     assert cli.main(["verify", str(folder), "--speculative-config", json.dumps(spec)]) == 2
     assert "nothing to verify" in capsys.readouterr().err
-
-
-def test_scores_are_recorded_where_a_result_comes_only_when_it_is_asked_for() -> None:
-    """As on CUDA: nothing calls back when a step is done."""
-
-    class Late(Future[StepResult]):
-        def __init__(self, inner: Future[StepResult]) -> None:
-            super().__init__()
-            self._inner = inner
-
-        def result(self, timeout: float | None = None) -> StepResult:
-            return self._inner.result(timeout)
-
-    with Rig(tiny_model("llama"), poison=False) as rig:
-        submit = rig.runner.submit
-        rig.runner.submit = lambda batch: Late(submit(batch))  # type: ignore[method-assign]
-        prompt = prompt_of(1, 9)
-        recorder = rig.engine.runner = Recorder(rig.runner, 0, len(prompt) + 3)
-        (output,) = rig.run([harness.Ask(prompt, greedy(6, logprobs=-1))])
-        assert recorder.token == output.outputs[0].token_ids[3] and len(recorder.logprobs) == VOCAB
