@@ -169,3 +169,28 @@ int64_t decoder_layer(const Layer *l, const Rope *rope, const Attention *attenti
     }
     return bad ? -bad : failed ? 2 : 0;
 }
+
+/* How many tokens up to `at` equal the last ones of the text, at most `most`. */
+static int64_t equal_before(const int64_t *text, int64_t last, int64_t at, int64_t most) {
+    int64_t n = 0;
+    while (n < most && n <= at && text[at - n] == text[last - n]) n++;
+    return n;
+}
+
+/* What followed the last time a row's text ended like this: of the longest suffix, the latest occurrence. */
+void find_ngram(const int64_t *tokens, int64_t stride, const int64_t *known, const int64_t *rows, int64_t requests,
+                int64_t width, int64_t most, int64_t min_n, int64_t max_n, int64_t *drafts, int64_t *counts) {
+    for (int64_t request = 0; request < requests; request++) {
+        const int64_t *text = tokens + rows[request] * stride;
+        int64_t length = known[rows[request]], longest = min_n - 1, found = -1;
+        if (length > width) length = width;
+        for (int64_t at = length - 2; at >= 0 && longest < max_n; at--) {
+            int64_t n = equal_before(text, length - 1, at, max_n);
+            if (n > longest) longest = n, found = at;
+        }
+        int64_t count = found < 0 ? 0 : length - found - 1;
+        if (count > most) count = most;
+        for (int64_t i = 0; i < most; i++) drafts[request * most + i] = i < count ? text[found + 1 + i] : 0;
+        counts[request] = count;
+    }
+}

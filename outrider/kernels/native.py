@@ -380,3 +380,19 @@ def decoder_layer(
     if error:
         raise IndexError(_bad_rows(-error) if error < 0 else f"paged_attention: {_ATTENTION_ERRORS[error]}")
     return result
+
+
+# Text
+
+
+def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
+               max_n: int) -> tuple[Tensor, Tensor]:
+    lib = _load()[0]
+    is_plain = all(t.is_cpu and t.dtype is torch.int64 and t.stride(-1) == 1 for t in (tokens, known, rows))
+    if lib is None or not is_plain:
+        return reference.find_ngram(tokens, known, rows, width, most, min_n, max_n)
+    requests, width = rows.shape[0], min(width, tokens.shape[1])
+    drafts, counts = torch.empty(requests, most, dtype=torch.int64), torch.empty(requests, dtype=torch.int64)
+    lib.find_ngram(tokens.data_ptr(), tokens.stride(0), known.data_ptr(), rows.data_ptr(), requests, width, most, min_n,
+                   max_n, drafts.data_ptr(), counts.data_ptr())
+    return drafts, counts

@@ -193,6 +193,17 @@ def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) ->
     return one, other
 
 
+# Text
+
+
+def find_ngram(tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, most: int, min_n: int,
+               max_n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What followed the last time a row's text ended like this."""
+    module = (triton_kernels() or reference) if tokens.is_cuda else native
+    drafts, counts = module.find_ngram(tokens, known, rows, width, most, min_n, max_n)
+    return drafts, counts
+
+
 # Sampling
 
 

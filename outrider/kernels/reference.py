@@ -213,3 +213,31 @@ def _attend(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]."""
     return F.linear(x, weight, bias)
+
+
+# Text
+
+
+def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
+               max_n: int) -> tuple[Tensor, Tensor]:
+    """What followed the last time a row's text ended like this: ([requests, most] tokens, [requests] how many of them).
+
+    tokens [ROWS, length], of which known [ROWS] are the text, or `width` where that is less. The longest suffix of
+    max_n down to min_n tokens that occurred before wins, the latest occurrence of it if there are several.
+    """
+    history = tokens[rows, :width]
+    length = known[rows].clamp_max(width)
+    position = torch.arange(history.shape[1], device=history.device)
+    last = (length - 1)[:, None]
+    matched = torch.zeros_like(history)  # tokens up to here that equal the last ones of the row, at most max_n
+    still = position < last  # an occurrence must end before the end
+    for back in range(max_n):
+        wanted = history.gather(1, (last - back).clamp_min(0))
+        shifted = history.roll(back, dims=1) if back else history
+        still = still & (shifted == wanted) & (position >= back) & (last >= back)
+        matched = matched + still
+    score = torch.where(matched >= min_n, matched * history.shape[1] + position, -1)
+    best, at = score.max(dim=1)
+    follow = at[:, None] + 1 + torch.arange(most, device=history.device)
+    found = history.gather(1, follow.clamp_max(history.shape[1] - 1))
+    return found, torch.where(best >= 0, (length - at - 1).clamp(0, most), 0)

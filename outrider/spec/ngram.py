@@ -6,8 +6,7 @@ several. No model, no cache.
 
 from __future__ import annotations
 
-import torch
-
+from outrider.kernels import ops
 from outrider.spec.base import Drafter, Drafts, Step
 
 
@@ -21,28 +20,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, step: Step) -> Drafts:
         view = step.batch.padded
-        # The batch's own bound, and the token each row has just got.
+        # The batch's own bound, and the token each row has just got. A row in the middle of its prompt knows more than
+        # that, and does not guess.
         width = min(view.max_length.tokens + 1, step.tokens.shape[1])
-        history = step.tokens[view.rows, :width]
-        # A row in the middle of its prompt knows more than the bound, and does not guess.
-        known = step.known[view.rows].clamp_max(width)
-        return lookup(history, known, step.most, self.min_n, self.max_n)
-
-
-def lookup(history: torch.Tensor, known: torch.Tensor, most: int, min_n: int, max_n: int) -> Drafts:
-    """history [requests, width], of which row r's first known[r] are meant."""
-    position = torch.arange(history.shape[1], device=history.device)
-    last = (known - 1)[:, None]
-    matched = torch.zeros_like(history)  # tokens up to here that equal the last ones of the row, at most max_n
-    still = position < last  # an occurrence must end before the end
-    for back in range(max_n):
-        wanted = history.gather(1, (last - back).clamp_min(0))
-        shifted = history.roll(back, dims=1) if back else history
-        still = still & (shifted == wanted) & (position >= back) & (last >= back)
-        matched = matched + still
-    score = torch.where(matched >= min_n, matched * history.shape[1] + position, -1)
-    best, at = score.max(dim=1)
-    follow = at[:, None] + 1 + torch.arange(most, device=history.device)
-    tokens = history.gather(1, follow.clamp_max(history.shape[1] - 1))
-    counts = torch.where(best >= 0, (known - at - 1).clamp(0, most), 0)
-    return Drafts(tokens, counts)
+        return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.most, self.min_n, self.max_n))

@@ -12,6 +12,7 @@ from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm
 from outrider.kernels.triton.join import join_embedding, take_rows
 from outrider.kernels.triton.matvec import matvec
+from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.pages import clear_pages, copy_pages
 from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
@@ -38,6 +39,7 @@ __all__ = [
     "delta_config",
     "delta_steps",
     "draw_tokens",
+    "find_ngram",
     "gated_linear",
     "gated_norm",
     "device_query_tiles",
