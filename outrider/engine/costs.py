@@ -27,8 +27,9 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
     k = limits.max_drafts
     most = min(limits.max_requests * (1 + k), limits.max_batched_tokens)
     if sizes is None:
-        few = (1, 2, 4) if runner is not None else (1, 2, 3, 5)  # captured sizes, where there are graphs
-        sizes = sorted({*few, *(size for size in (8, 16, 32, 64, 128, 256, 512) if size < most), most})
+        # Captured sizes, where there are graphs; else also both sides of the steps that products make on a CPU.
+        few = (1, 2, 4) if runner is not None else (1, 2, 3, 4, 5, 6, 9, 17, 65)
+        sizes = sorted({size for size in (*few, 8, 16, 32, 64, 128, 256, 512) if size < most} | {most})
     seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
