@@ -2,8 +2,8 @@
 bench/results/spec_cpu.json, the last line of `outrider bench spec`, as docs/spec_cpu.svg and .png.
 
 A series has rows of "batch" and "tok_s"; with "peer" in every row bars are relative to the peer, and a "floor" (tokens
-per second at the bandwidth of memory, as `outrider bench throughput` prints it) is a mark above them. A series without
-a peer, as those with spread routing, is drawn relative to its floor.
+per second at the bandwidth of memory, as `outrider bench throughput` prints it) is a mark above them where it is near
+enough. A series without a peer, as those with spread routing, is drawn relative to its floor.
 
     python bench/plot_results.py
 
@@ -13,12 +13,17 @@ Needs the plot extra. The figures come from `outrider bench throughput`; see doc
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from outrider.commands.plot import plot_spec
 
 ROOT = Path(__file__).parent.parent
+
+
+def short(speed: float) -> str:
+    return f"{speed:,.0f}" if speed < 10000 else f"{speed / 1000:.1f}k"
 
 
 def draw(axis: Any, entry: dict[str, Any]) -> None:
@@ -29,9 +34,9 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
     top = max(2.0, *ratios) + 0.15 if has_peer else 1.15
     axis.bar([str(row["batch"]) for row in rows], ratios, color="#3b6fb6" if has_peer else "#6b8f3b", width=0.62)
     for i, (row, base) in enumerate(zip(rows, bases, strict=True)):
-        axis.text(i, ratios[i] + 0.02, f"{row['tok_s']:,.0f}", ha="center", fontsize=7.5)
-        if has_peer and "floor" in row:
-            axis.plot([i - 0.31, i + 0.31], [min(row["floor"] / base, top)] * 2, color="#b6523b", linewidth=1.2)
+        axis.text(i, ratios[i] + 0.02, short(row["tok_s"]), ha="center", fontsize=7.5)
+        if has_peer and row.get("floor", math.inf) / base < top:
+            axis.plot([i - 0.31, i + 0.31], [row["floor"] / base] * 2, color="#b6523b", linewidth=1.2)
     axis.axhline(1, color="#444", linewidth=0.9, linestyle="--")
     title = entry["name"].replace(", ", "\n").replace(" + ", "\n+ ")
     axis.set_title(title + ("" if has_peer else ", of its floor"), fontsize=9.5)
