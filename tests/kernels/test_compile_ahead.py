@@ -109,7 +109,8 @@ def test_forks_end_with_their_reader(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case: [process, kernel, number, whether it was on disk] of each time that a kernel was compiled or loaded."""
+    """By case: [process, kernel, number, whether it was on disk] of each time that a kernel was compiled or loaded; and
+    under "launchers" the same, without the last, of each time that what launches it was."""
     environment = {name: value for name, value in os.environ.items()
                    if name not in ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "OUTRIDER_COMPILE_THREADS")}
     folder = tmp_path_factory.mktemp("cache")
@@ -134,6 +135,12 @@ def test_forks_compile_and_this_process_loads(compiled: dict[str, Any]) -> None:
     assert made_by(entries, is_parent=False, was_on_disk=False) == all_of(1)
     assert made_by(entries, is_parent=True, was_on_disk=True) == all_of(1)
     assert len(entries) == 2 * len(all_of(1)), "each of them once"
+
+
+def test_forks_prepare_launches_too(compiled: dict[str, Any]) -> None:
+    """Triton 3.6 compiles a launcher for every kernel: it would do so one by one, when they are launched."""
+    made = sorted((kernel, number) for in_parent, kernel, number in compiled["launchers"] if not in_parent)
+    assert made == all_of(1)
 
 
 def test_compiled_kernels_are_found_by_launches(compiled: dict[str, Any]) -> None:
@@ -187,8 +194,8 @@ class Launched(Exception):
 class Card:
     """An H200 that is not there, and that must not be asked for in a fork."""
 
-    def __init__(self) -> None:
-        self.process = os.getpid()
+    def __init__(self, launchers: Path) -> None:
+        self.process, self.launchers = os.getpid(), launchers
 
     def _answer(self, value: Any) -> Any:
         assert os.getpid() == self.process, "a fork asked the device"
@@ -204,6 +211,9 @@ class Card:
         return self._answer(GPUTarget("cuda", 90, 32))
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
+        with self.launchers.open("a") as log:
+            made = [os.getpid() == self.process, source.name, next(iter(source.constants.values()))]
+            log.write(json.dumps(made) + "\n")
         raise Launched
 
 
@@ -211,7 +221,8 @@ class Script:
     def __init__(self, folder: Path) -> None:
         self.log, self.process = folder / "log", os.getpid()
         self.x = torch.zeros(64)
-        driver.set_active(Card())  # type: ignore[arg-type]
+        self.launchers = folder / "launchers"
+        driver.set_active(Card(self.launchers))  # type: ignore[arg-type]
         knobs.compilation.listener = self.note
         for kernel in (_add, _times):
             kernel.add_pre_run_hook(self.break_fork)
@@ -249,6 +260,7 @@ class Script:
         from outrider.kernels.triton import ahead
 
         made = {"forked": self.compile(1, workers=NUM_FORKS)}
+        made["launchers"] = [json.loads(line) for line in self.launchers.read_text().splitlines()]
         made["launched"] = self.find_compiled(1)
         for kernel in (_add, _times):
             kernel.device_caches.clear()

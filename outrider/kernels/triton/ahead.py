@@ -65,8 +65,10 @@ class _Task:
     options: dict[str, Any]
 
     def compile(self) -> None:
-        """Or loads it, if it is on disk."""
-        self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        """Or loads it, if it is on disk; and so what launches it, which some versions of Triton compile too."""
+        kernel = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        with suppress(Exception):  # a launch would tell
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @dataclass(frozen=True)
