@@ -108,7 +108,8 @@ class RandomDrafts:
 
     def choose(self, requests: list[Request], exact: bool) -> int:
         for request in requests:
-            request.drafts_wanted = self._rng.randint(0, self._most)
+            if request.state is State.RUNNING:  # those who are about to start come here too
+                request.drafts_wanted = self._rng.randint(0, self._most)
         return self._most if self._rng.random() < 0.8 else 0
 
     def observe(self, request: Request, result: RequestResult) -> None:

@@ -291,7 +291,7 @@ def few(count: int = 30, **fields: object) -> Totals:
 
 
 def test_pages_stay_until_no_step_in_flight_can_read_them() -> None:
-    totals = few(120, groups=((2, 3), (4, 0)), depth=2, max_drafts=3, has_lookahead=True, budget=20)
+    totals = few(groups=((2, 3), (4, 0)), depth=2, max_drafts=3, has_lookahead=True, budget=20)
     totals.needs_acceptance(3)
     totals.needs("overlapped steps", "evictions")
 
