@@ -69,6 +69,7 @@ def _fork(run: Work) -> int:
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads whose locks nobody would release
             fork = os.fork()
         if fork == 0:
+            os.setpgid(0, 0)  # on both sides: whoever comes first, nothing is started outside of the group
             run()
     finally:
         if os.getpid() != parent:

@@ -89,8 +89,10 @@ def test_a_fork_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     start = time.monotonic()
     assert sorted(in_forks([hangs, *map(write, writes_of(tmp_path, 3))], NUM_FORKS, 1.0)) == [1, 2, 3]
     assert time.monotonic() - start < PATIENT
-    time.sleep(0.1)
-    assert not any(is_alive(int(process)) for process in (tmp_path / "hangs").read_text().split())
+    processes = [int(process) for process in (tmp_path / "hangs").read_text().split()]
+    while any(map(is_alive, processes)) and time.monotonic() - start < PATIENT:
+        time.sleep(0.05)
+    assert not any(map(is_alive, processes))
 
 
 def test_forks_end_with_their_reader(tmp_path: Path) -> None:
