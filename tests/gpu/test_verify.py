@@ -8,7 +8,7 @@ import pytest
 
 from outrider.cli import main
 from tests.gpu.conftest import HAS_CARD
-from tests.gpu.test_engines import folder_of
+from tests.gpu.test_engines import ASSETS, folder_of
 
 DEVICE = "cuda" if HAS_CARD else "cpu"
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
@@ -22,6 +22,17 @@ def test_verify_tries_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and report["passed"], [row["detail"] for row in report["rows"] if row["detail"]]
     untried = [row["way"] for row in report["rows"] if not row["is_met"] and not row["drafts"]]
     assert not untried, "also those with padding"
+
+
+@pytest.mark.together("verify")
+def test_verify_finds_only_near_ties_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trained model and its head: it favours some tokens, so that a fault could not pass for a near-tie."""
+    drafts = json.dumps({"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 3})
+    flags = ["--quick", "--max-tokens", "24", "--json", "--device", DEVICE, "--dtype", "bfloat16"]
+    status = main(["verify", str(ASSETS / "target"), *flags, "--speculative-config", drafts])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0 and report["passed"], [row["detail"] for row in report["rows"] if row["verdict"] == "fault"]
+    assert any(row["happened"]["accepted"] for row in report["rows"])
 
 
 @pytest.mark.together("bench")
