@@ -10,7 +10,7 @@ from kernel_harness import (
     Bench,
     Cache,
     Model,
-    compiled_in_threads,
+    compile_all,
     make_cache,
     randn,
     replay_us,
@@ -88,6 +88,6 @@ def bench_chains(bench: Bench) -> None:
         for num_rows in (1, 4):
             chain = make_chain(MODELS[name], layers, num_rows)
             cases.append((name, chain, randn(num_rows, chain.model.hidden)))
-    compiled_in_threads([lambda c=chain, x=x, v=v: c.run(x, v) for _, chain, x in cases for v in VARIANTS])
+    compile_all([lambda c=chain, x=x, v=v: c.run(x, v) for _, chain, x in cases for v in VARIANTS])
     for name, chain, x in cases:
         bench_chain(bench, name, chain, x)

@@ -9,12 +9,13 @@ import json
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from outrider.kernels.triton import compiling_ahead
 
 BANDWIDTH = 4.4e12  # bytes per second, a plain read of device memory
 COLD_BYTES = 256 << 20  # rotate over at least so many bytes: the cache holds about 60 MB
@@ -128,18 +129,11 @@ def must_be_close(what: str, error: float, limit: float = 1e-2) -> float:
     return float(f"{error:.3g}")
 
 
-def compiled_in_threads(calls: list[Callable[[], Any]]) -> None:
+def compile_all(calls: list[Callable[[], Any]]) -> None:
     """Compiles many variants at once; a variant the compiler refuses shows again, and loudly, when it is timed."""
-
-    def attempt(call: Callable[[], Any]) -> None:
-        try:
+    with compiling_ahead():
+        for call in calls:
             call()
-        except Exception as error:  # noqa: BLE001
-            print(f"# compile: {type(error).__name__}: {str(error)[:200]}", flush=True)
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(attempt, calls))
-    torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

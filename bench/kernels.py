@@ -26,7 +26,7 @@ from kernel_harness import (  # noqa: E402
     MODELS,
     Bench,
     Model,
-    compiled_in_threads,
+    compile_all,
     graph_us,
     make_cache,
     must_be_close,
@@ -97,7 +97,7 @@ def linear_compiles(n: int, k: int) -> list[Callable[[], Any]]:
 def bench_linears(bench: Bench) -> None:
     for model, shape in MODELS.items():
         if bench.has_time:
-            compiled_in_threads([call for n, k in shape.linears().values() for call in linear_compiles(n, k)])
+            compile_all([call for n, k in shape.linears().values() for call in linear_compiles(n, k)])
         for name, (n, k) in shape.linears().items():
             for num_rows in (1, 4, 16):
                 bench_linear(bench, model, name, n, k, num_rows)

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_harness import DTYPE, Bench, compiled_in_threads, graph_us, randn, sets  # noqa: E402
+from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets  # noqa: E402
 
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps  # noqa: E402
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps  # noqa: E402
@@ -148,7 +148,7 @@ def time_steps(bench: Bench, shape: Shape, params: Params, requests: int, drafts
     configs = [StepConfig(*c) for c in itertools.product((8, 16, 32, 64), (1, 2, 4, 8)) if 4 <= c[0] * 4 // c[1] <= 64]
     if not sweep or not bench.has_time:
         return
-    compiled_in_threads([partial(layers[0].states, params, config=config) for config in configs])
+    compile_all([partial(layers[0].states, params, config=config) for config in configs])
     for config in configs:
         us = graph_us(partial(_with_config, layers, params, config), len(layers))
         bench.report(f"{shape.kind} states", case, us, num_bytes, tile=config.tile, warps=config.num_warps)

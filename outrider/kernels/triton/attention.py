@@ -264,7 +264,7 @@ def decode_config(padded_dim: int, num_requests: int | None = None, itemsize: in
     return DecodeConfig(block_n=32, max_rows=16, num_warps=4, num_stages=2)
 
 
-def decode_splits(programs: int, max_keys: int, sms: int, min_split: int = COARSE_SPLIT) -> int:
+def decode_splits(programs: int, max_keys: int, sms: int, min_split: int) -> int:
     """Splits of one call without a fixed split size: two programs per multiprocessor, one split for a full card."""
     return max(1, min(triton.cdiv(max_keys, min_split), 2 * sms // max(1, programs), 64))
 

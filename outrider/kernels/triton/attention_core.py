@@ -19,6 +19,17 @@ MAX_HEAD_DIM = 1024
 
 
 @triton.jit
+def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [keys, D_PAD]; columns past D are 0, and so is what is not inside, where that is asked."""
+    if MASKED:
+        return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+    elif D != D_PAD:
+        return tl.load(at, mask=(dim < D)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def attend_keys(
     q, acc, peak, total, q_position, begin, end, lowest, highest, keys, values, table,
     k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
@@ -27,7 +38,7 @@ def attend_keys(
 ):
     """Folds keys [begin, end) into (acc, peak, total): the weighted values, the running maximum in base 2, and the
     sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches that all of
-    [begin, end) is visible to every query."""
+    [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its keys."""
     dim = tl.arange(0, D_PAD)
     for start in range(begin, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
@@ -38,15 +49,9 @@ def attend_keys(
             page = tl.load(table + position // PAGE).to(tl.int64)
         k_at = keys + (page * k_page_stride + (position % PAGE) * k_token_stride)[:, None] + dim[None, :]
         v_at = values + (page * v_page_stride + (position % PAGE) * v_token_stride)[:, None] + dim[None, :]
-        if MASKED:
-            loadable = inside[:, None] & (dim < D)[None, :]
-            k = tl.load(k_at, mask=loadable, other=0.0)
-        elif D != D_PAD:
-            k = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
-        else:
-            k = tl.load(k_at)
+        k = _load_tile(k_at, inside, dim, D, D_PAD, MASKED)
         if EARLY_VALUES:
-            v = tl.load(v_at, mask=loadable, other=0.0)
+            v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * tanh(score / softcap)
@@ -62,14 +67,8 @@ def attend_keys(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, axis=1)
-        if EARLY_VALUES:
-            pass
-        elif MASKED:
-            v = tl.load(v_at, mask=loadable, other=0.0)
-        elif D != D_PAD:
-            v = tl.load(v_at, mask=(dim < D)[None, :], other=0.0)
-        else:
-            v = tl.load(v_at)
+        if not EARLY_VALUES:
+            v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total

@@ -1,7 +1,7 @@
-"""Linear layers for 1 to 4 token rows on the vector units: what a request takes that decodes, with its drafts or not.
+"""Linear layers for 1 to 4 token rows on the vector units: any weight for one row, small ones for a few.
 
-The time is that of reading the weights once, and every row's sums go in the same order whatever their number: a token
-gives the same bits alone and among its drafts. There is no split over the inner dimension.
+With more rows arithmetic takes longer than reading large weights does. Every row's sums go in the same order, whatever
+their number: a row has the same bits alone and among others. There is no split over the inner dimension.
 """
 
 from __future__ import annotations
