@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import Admission, Limits  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
-from outrider.kernels.triton import Keys, choose_scaled, draft, draw_tokens, sample_logits  # noqa: E402
+from outrider.kernels.triton import Keys, choose_scaled, draft, draw_tokens, sample_logits, sampling  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample  # noqa: E402
 from outrider.sample.filters import scale  # noqa: E402
@@ -72,6 +72,26 @@ def test_a_row_depends_on_its_logits_and_key_alone(device: torch.device) -> None
     same_key = torch.zeros(4, dtype=torch.int64, device=device)
     drawn = sample_logits(torch.zeros(4, 1500, device=device), temperature, seed, same_key, same_key)
     assert len(set(drawn.tolist())) == 4, "seeds give different noise"
+
+
+@pytest.mark.parametrize("span", [2, 3, 16])
+def test_a_program_may_take_many_tiles(device: torch.device, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many logit rows: the same tokens, ties included, as with a program for every tile."""
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)).round(decimals=1).to(device)
+    logits[1, 4999] = float("nan")
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1e-3, 5.0, 0.0], device=device)
+    seed, sample_index, position = keys(device, 6)
+    row, by = torch.arange(5, -1, -1, device=device), Keys(temperature, seed, sample_index)
+
+    def tokens() -> list[torch.Tensor]:
+        return [sample_logits(logits, temperature, seed, sample_index, position),
+                *draw_tokens(logits, row, position, by, any_sampled=True),
+                *draw_tokens(logits, row, position, by, any_sampled=False),
+                choose_scaled(logits, row, position, by)]  # fmt: skip
+
+    wanted = tokens()
+    monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: span)
+    assert all(map(torch.equal, tokens(), wanted))
 
 
 def test_wrapper_names_what_is_wrong(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     next_power_of_two,
+    num_sms,
     pdl_options,
     release_dependents,
     require,
@@ -24,6 +25,7 @@ from outrider.kernels.triton.common import (
 )
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
+_LONGEST_SPAN = 8  # tiles
 _NO_ID = tl.constexpr(2147483647)
 # What is done to a logit before its noise is added, if any is.
 _GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -78,20 +80,21 @@ def _word_of(ids, token, valid, key, word1, word2, zero):
 
 @triton.jit
 def _scan(
-    logits, ids, quad, vocab, heat, shift, key, word1, word2,
-    RANDOM: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+    logits, ids, first, last, vocab, heat, shift, key, word1, word2,
+    SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """The best (score, token) among the four token ids of each quad."""
+    """The best (score, token) of tiles [first, last), each of them four token ids of each quad, with their noise."""
     zero = tl.zeros([QUADS], dtype=tl.uint32)
-    if RANDOM and not MAPPED:
-        bits = tl.philox(key, quad.to(tl.uint32), zero + word1, zero + word2, zero)
     best_score = tl.full([QUADS], float("-inf"), dtype=tl.float32)
     best_token = tl.full([QUADS], _NO_ID, dtype=tl.int32)
-    for lane in tl.static_range(4):
-        token = quad * 4 + lane
-        valid = token < vocab
-        score = _load_logits(logits, token, valid)
-        if RANDOM:
+    for tile in range(first, last):
+        quad = tile * QUADS + tl.arange(0, QUADS)
+        if not MAPPED:
+            bits = tl.philox(key, quad.to(tl.uint32), zero + word1, zero + word2, zero)
+        for lane in tl.static_range(4):
+            token = quad * 4 + lane
+            valid = token < vocab
+            score = _load_logits(logits, token, valid)
             if SCALE == _SHIFT:
                 score = tl.div_rn(score - shift, heat)
             elif SCALE == _DIVIDE:
@@ -100,6 +103,18 @@ def _scan(
                 score += _gumbel(_word_of(ids, token, valid, key, word1, word2, zero))
             else:
                 score += _gumbel(bits[lane])
+            best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
+    return _best(best_score, best_token)
+
+
+@triton.jit
+def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
+    best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
+    best_token = tl.full([SIZE], _NO_ID, dtype=tl.int32)
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        valid = token < vocab
+        score = _load_logits(logits, token, valid)
         best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
     return _best(best_score, best_token)
 
@@ -108,75 +123,78 @@ def _scan(
 _SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_SLICES)
+@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _greatest_kernel(
-    logits, row, temperature, tile_greatest, logit_stride, vocab, num_tiles, SIZE: tl.constexpr, PDL: tl.constexpr
+    logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    """The greatest logit of each tile, in logit rows that are not greedy."""
+    """The greatest logit of each span, in logit rows that are not greedy."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
+    first = tl.program_id(0) * span
     if tl.load(temperature + tl.load(row + at)) > 0:
-        token = tile * SIZE + tl.arange(0, SIZE)
-        logit = _load_logits(logits + at * logit_stride, token, token < vocab)
-        tl.store(tile_greatest + at * num_tiles + tile, tl.max(logit, axis=0))
+        greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
+        for tile in range(first, tl.minimum(first + span, num_tiles)):
+            token = tile * SIZE + tl.arange(0, SIZE)
+            greatest = tl.maximum(greatest, _load_logits(logits + at * logit_stride, token, token < vocab))
+        tl.store(span_greatest + at * tl.num_programs(0) + tl.program_id(0), tl.max(greatest, axis=0))
 
 
 @triton.jit
-def _shift_of(tile_greatest, num_tiles, SCALE: tl.constexpr, TILES: tl.constexpr):
+def _shift_of(span_greatest, num_spans, SCALE: tl.constexpr, SPANS: tl.constexpr):
     """What is taken from every logit of a row: the greatest, if it is finite."""
     if SCALE == _SHIFT:
-        tile = tl.arange(0, TILES)
-        greatest = tl.max(tl.load(tile_greatest + tile, mask=tile < num_tiles, other=float("-inf")), axis=0)
+        of = tl.arange(0, SPANS)
+        greatest = tl.max(tl.load(span_greatest + of, mask=of < num_spans, other=float("-inf")), axis=0)
         return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
     else:
         return 0.0
 
 
-@triton.jit(do_not_specialize_on_alignment=_SLICES)
+@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _score_kernel(
-    logits, row, temperature, seed, sample_index, position, ids, tile_greatest, tile_scores, tile_tokens, logit_stride,
-    vocab, num_tiles, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
+    vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+    SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    quad = tile * QUADS + tl.arange(0, QUADS)
+    num_spans = tl.num_programs(0)
+    first = tl.program_id(0) * span
+    last = tl.minimum(first + span, num_tiles)
     own = logits + at * logit_stride
     if SCALE == _GREEDY:
-        top, chosen = _scan(own, ids, quad, vocab, 0.0, 0.0, 0, 0, 0, False, SCALE, MAPPED, QUADS)
+        top, chosen = _scan_greedy(own, first, last, vocab, 4 * QUADS)
     else:
         of = at
         if HAS_ROWS:
             of = tl.load(row + at)
         heat = tl.load(temperature + of)
-        key = tl.load(seed + of)
-        word1 = tl.load(position + at).to(tl.uint32)
-        word2 = tl.load(sample_index + of).to(tl.uint32)
         if heat > 0:
-            shift = _shift_of(tile_greatest + at * num_tiles, num_tiles, SCALE, TILES)
-            top, chosen = _scan(own, ids, quad, vocab, heat, shift, key, word1, word2, True, SCALE, MAPPED, QUADS)
+            key = tl.load(seed + of)
+            word1 = tl.load(position + at).to(tl.uint32)
+            word2 = tl.load(sample_index + of).to(tl.uint32)
+            shift = _shift_of(span_greatest + at * num_spans, num_spans, SCALE, SPANS)
+            top, chosen = _scan(own, ids, first, last, vocab, heat, shift, key, word1, word2, SCALE, MAPPED, QUADS)
         else:
-            top, chosen = _scan(own, ids, quad, vocab, heat, 0.0, key, word1, word2, False, SCALE, MAPPED, QUADS)
-    tl.store(tile_scores + at * num_tiles + tile, top)
-    tl.store(tile_tokens + at * num_tiles + tile, chosen)
+            top, chosen = _scan_greedy(own, first, last, vocab, 4 * QUADS)
+    tl.store(span_scores + at * num_spans + tl.program_id(0), top)
+    tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids", "tokens"])
 def _pick_kernel(
-    tile_scores, tile_tokens, logits, ids, tokens, bad, logit_stride, num_tiles,
-    CHECKED: tl.constexpr, MAPPED: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans,
+    CHECKED: tl.constexpr, MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    valid = tile < num_tiles
-    score = tl.load(tile_scores + at * num_tiles + tile, mask=valid, other=float("-inf"))
-    token = tl.load(tile_tokens + at * num_tiles + tile, mask=valid, other=_NO_ID)
+    span = tl.arange(0, SPANS)
+    valid = span < num_spans
+    score = tl.load(span_scores + at * num_spans + span, mask=valid, other=float("-inf"))
+    token = tl.load(span_tokens + at * num_spans + span, mask=valid, other=_NO_ID)
     _, chosen = _best(score, token)
     if CHECKED:
         logit = tl.load(logits + at * logit_stride + chosen).to(tl.float32)
@@ -208,32 +226,39 @@ def _launch(
     logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None, ids: torch.Tensor | None,
     scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
 ) -> None:
-    """Tiles of each logit row are scored by programs of their own; then the best tile's token is taken."""
+    """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     num_tiles, stride = triton.cdiv(vocab, 4 * _QUADS), logits.stride(0)
-    size = (num_logit_rows, num_tiles)
-    scores = torch.empty(size, dtype=torch.float32, device=logits.device)
-    best = torch.empty(size, dtype=torch.int32, device=logits.device)
-    greatest, tiles = scores, next_power_of_two(num_tiles)
+    span = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
+    grid = (triton.cdiv(num_tiles, span), num_logit_rows)
+    scores = torch.empty(grid[::-1], dtype=torch.float32, device=logits.device)
+    best = torch.empty(grid[::-1], dtype=torch.int32, device=logits.device)
+    greatest, most_spans = scores, next_power_of_two(num_tiles)  # one kernel for all lengths of a span
     options = {"PDL": pdl, **pdl_options(pdl)}
     if scale.value == _SHIFT.value:
         assert row is not None
         greatest = torch.empty_like(scores)
-        _greatest_kernel[(num_tiles, num_logit_rows)](
-            logits, row, keys.temperature, greatest, stride, vocab, num_tiles, SIZE=4 * _QUADS, num_warps=4, **options
+        _greatest_kernel[grid](
+            logits, row, keys.temperature, greatest, stride, vocab, num_tiles, span, SIZE=4 * _QUADS, num_warps=4,
+            **options,
         )
-    _score_kernel[(num_tiles, num_logit_rows)](
+    _score_kernel[grid](
         logits, position if row is None else row, *keys, position, position if ids is None else ids, greatest, scores,
-        best, stride, vocab, num_tiles, HAS_ROWS=row is not None, SCALE=scale.value, MAPPED=ids is not None,
-        QUADS=_QUADS, TILES=tiles, num_warps=4, **options,
+        best, stride, vocab, num_tiles, span, HAS_ROWS=row is not None, SCALE=scale.value, MAPPED=ids is not None,
+        QUADS=_QUADS, SPANS=most_spans, num_warps=4, **options,
     )
     _pick_kernel[(num_logit_rows,)](
-        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride, num_tiles,
-        CHECKED=bad is not None, MAPPED=ids is not None, TILES=tiles, num_warps=1, **options,
+        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride, grid[0],
+        CHECKED=bad is not None, MAPPED=ids is not None, SPANS=most_spans, num_warps=1, **options,
     )
+
+
+def _tiles_per_span(num_tiles: int, sms: int) -> int:
+    """Few tiles are spread over the card; of many a program takes several, as its start costs as much as a tile."""
+    return min(max(1, num_tiles // (8 * sms)), _LONGEST_SPAN)
 
 
 def sample_logits(
