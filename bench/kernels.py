@@ -37,7 +37,8 @@ from kernel_harness import (  # noqa: E402
 
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.kernels.triton.attention import DecodeConfig, decode_attention, decode_config  # noqa: E402
+from outrider.kernels.triton.attention import decode_attention  # noqa: E402
+from outrider.kernels.triton.attention_cut import DecodeConfig, decode_config  # noqa: E402
 from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402

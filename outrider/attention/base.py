@@ -63,7 +63,6 @@ class BatchView:
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
     key_starts: torch.Tensor | None = None  # [requests] first key that may be seen; None: the first of all
     int32_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (field, copy); read through int32()
-    order: torch.Tensor | None = None  # [requests] the longest first, for kernels that start programs in order
     longest_short: int | None = None  # a captured batch with prompts in it: requests with more tokens are such
 
     @property

@@ -21,8 +21,6 @@ from outrider.kernels import ops
 from outrider.runner.state import RowState
 from outrider.sample.batch import LogitRows
 
-ORDERED = 32  # requests from which on attention begins with the longest
-
 
 @dataclass(frozen=True)
 class PaddedSize:
@@ -163,8 +161,7 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
                                       offset, logit_request, logit_draft)
         made = kernels.prepare_step(scheduled, state, most_drafts=shape.most_drafts, max_len=max_len,
                                     page_tokens=tuple(group.page_tokens for group in groups))
-        order = kernels.longest_first(made.narrow[0]) if requests >= ORDERED else None
-        return _from_kernels(shape, scheduled, made, logit_token_rows, boundaries, order)
+        return _from_kernels(shape, scheduled, made, logit_token_rows, boundaries)
 
     known, computed = state.known[rows], state.computed[rows]
     alive = state.alive[rows] & (rows != NULL_ROW)
@@ -201,7 +198,7 @@ def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups:
 
 
 def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows: torch.Tensor,
-                  boundaries: torch.Tensor | None, order: torch.Tensor | None) -> Inputs:
+                  boundaries: torch.Tensor | None) -> Inputs:
     """Of what the kernels were given and what they made (`kernels.triton.step`)."""
     view = BatchView(
         num_requests=shape.requests, num_tokens=shape.tokens, query_lens=shape.query_lens, max_length=shape.max_length,
@@ -209,7 +206,7 @@ def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows
         token_ids=made.token_ids, positions=made.positions, request_of=scheduled.request_of,
         page_tables=made.page_tables, token_slots=made.slots,
         int32_copies=tuple(zip((made.lengths, made.live, scheduled.query_starts), made.narrow, strict=True)),
-        order=order, longest_short=shape.longest_short,
+        longest_short=shape.longest_short,
     )  # fmt: skip
     batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
     logit_rows = LogitRows(scheduled.logit_request, made.logit_row, scheduled.logit_draft, made.logit_position,

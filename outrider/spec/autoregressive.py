@@ -222,7 +222,7 @@ class AutoregressiveDrafter(Drafter):
         batch, own = step.batch.padded, self._filled
         hidden = None if self._tails is None else self._tails[tail_page]
         single = self._one_each.of(replace(
-            batch, num_requests=rows.shape[0], rows=rows, order=None,
+            batch, num_requests=rows.shape[0], rows=rows,
             page_tables=tuple(table[requests] for table in batch.page_tables),
         ))  # fmt: skip
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)

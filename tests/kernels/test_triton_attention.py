@@ -12,7 +12,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.attention import DecodeConfig, decode_attention, longest_first  # noqa: E402
+from outrider.kernels.triton import attention_cut  # noqa: E402
+from outrider.kernels.triton.attention import decode_attention  # noqa: E402
+from outrider.kernels.triton.attention_cut import MOST_SPLITS, DecodeConfig, cut_decode, list_work  # noqa: E402
 from outrider.kernels.triton.prefill import (  # noqa: E402
     PrefillConfig,
     device_query_tiles,
@@ -132,18 +134,86 @@ def test_requests_with_one_split_beside_some_with_several(device: torch.device, 
     assert_close(decode(batch, num_splits=4), expected(batch))
 
 
-def test_decode_in_another_order(device: torch.device, dtype: torch.dtype) -> None:
-    batch = make_batch(device, dtype, DECODING)
-    order = longest_first(batch.lengths)
-    assert order.tolist() == [2, 3, 0, 1]
-    for options in ({"num_splits": 1}, {"split_size": 32}):
-        assert torch.equal(decode(batch, order=order, **options), decode(batch, **options))
+def listed(batch: Batch, **options: Any) -> torch.Tensor:
+    """Decoding by a list of the splits that there are."""
+    num_heads, head_dim = batch.q.shape[1:]
+    given = {"max_query": int(batch.query_starts.diff().max()), "config": SMALL,
+             "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options  # fmt: skip
+    by = {name: given[name] for name in ("max_query", "max_length", "window", "key_starts", "config") if name in given}
+    work = list_work(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
+                     **by)  # fmt: skip
+    return decode(batch, work=work, **given)
 
 
-def test_longest_first_breaks_ties_by_index(device: torch.device) -> None:
-    lengths = torch.tensor([5, 0, 7, 5, 0, 7, 1] * 9, dtype=torch.int32, device=device)
-    wanted = sorted(range(63), key=lambda r: (-int(lengths[r]), r))
-    assert longest_first(lengths).tolist() == wanted
+LISTED = [(37, 1, 1), (0, 0, 0), (130, 3, 2), (40, 2, 0), (66, 1, 1), (130, 1, 1)]
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_cut, "listed_split", lambda programs, sms: 32)
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("window", [None, 50])
+def test_decode_by_a_list(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    batch = make_batch(device, dtype, LISTED, window=window)
+    assert_close(listed(batch, window=window), expected(batch, window))
+    starts = torch.tensor([20, 0, 64, 0, 66, 3], dtype=torch.int32, device=device)
+    options = {"window": window, "key_starts": starts}
+    num_splits = 8 if window is None else 2  # as the list has: no more than a window's keys need
+    assert torch.equal(listed(batch, **options), decode(batch, num_splits=num_splits, config=ALIKE, **options))
+
+
+ALIKE = replace(SMALL, min_split=32)  # cuts as a list with short splits does
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_a_list_has_each_split_once_and_the_longest_requests_first(device: torch.device, dtype: torch.dtype) -> None:
+    batch = make_batch(device, dtype, LISTED)
+    work = list_work(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
+    wanted = [(2, s) for s in range(5)] + [(5, s) for s in range(5)] + [(4, 0), (4, 1), (4, 2), (3, 0), (3, 1), (0, 0),
+                                                                        (0, 1), (1, 0)]  # fmt: skip
+    items = work.items[: int(work.count)].tolist()
+    assert [divmod(item, MOST_SPLITS.value) for item in items] == wanted
+    assert torch.equal(listed(batch), decode(batch, num_splits=5, config=ALIKE)), "who serves a split changes no bit"
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, dtype: torch.dtype) -> None:
+    batch = make_batch(device, dtype, LISTED)
+    plain = listed(batch)
+    tail = batch.query_starts[-1:].expand(70)
+    padded = replace(
+        batch, q=torch.cat((batch.q, batch.q * NAN)), query_starts=torch.cat((batch.query_starts, tail)),
+        lengths=torch.nn.functional.pad(batch.lengths, (0, 70)), live=torch.nn.functional.pad(batch.live, (0, 70)),
+        page_table=torch.cat((batch.page_table, torch.full_like(batch.page_table, -5)[:1].expand(70, -1))),
+    )  # fmt: skip
+    result = listed(padded)
+    assert torch.equal(result[: len(plain)], plain) and bool((result[len(plain) :] == 0).all())
+    alone = replace(batch, q=batch.q[:1], page_table=batch.page_table[:1], query_starts=batch.query_starts[:2],
+                    lengths=batch.lengths[:1], live=batch.live[:1])
+    assert torch.equal(listed(alone), plain[:1])
+
+
+def test_how_a_list_is_cut() -> None:
+    """By what was measured: many short splits of few requests; of many requests few long ones, which skew needs."""
+    def cut(requests: int, window: int | None = None) -> tuple[int, int]:
+        made = cut_decode(requests, 16, 8, 128, 2, 132, max_query=1, max_length=4096, window=window, is_listed=True)
+        return made.num_splits, made.split_size
+
+    assert [cut(n) for n in (9, 16, 32, 64, 128, 256)] == [
+        (32, 128), (32, 128), (16, 256), (8, 512), (2, 2048), (2, 2048)]  # fmt: skip
+    assert cut(256, window=512) == (1, 2048) and cut(64, window=512) == (1, 512)
+
+
+def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:
+    batch = make_batch(device, dtype, LISTED)
+    work = list_work(batch.lengths, batch.live, 4, 2, 16, batch.q.element_size(), max_query=3, max_length=160)
+    for change in ({"max_query": 2}, {"max_length": 150}, {"window": 8}):
+        with pytest.raises(ValueError, match="work was listed for another batch"):
+            decode(batch, **{"max_query": 3, "max_length": 160, "work": work} | change)
+    with pytest.raises(ValueError, match="list_work: live"):
+        list_work(batch.lengths, batch.live[1:], 4, 2, 16, 4, max_query=3, max_length=160)
 
 
 def test_the_device_finds_the_tiles(device: torch.device, dtype: torch.dtype) -> None:

@@ -5,7 +5,8 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.ahead import compiling_ahead
-from outrider.kernels.triton.attention import decode_attention, longest_first
+from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.attention_cut import Work, list_work
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
@@ -27,6 +28,7 @@ __all__ = [
     "QueryTiles",
     "Scheduled",
     "Verified",
+    "Work",
     "add_rms_norm",
     "cache_write",
     "can_split",
@@ -45,7 +47,7 @@ __all__ = [
     "device_query_tiles",
     "gelu_tanh_mul",
     "is_small",
-    "longest_first",
+    "list_work",
     "matvec",
     "norm_add_norm",
     "join_embedding",

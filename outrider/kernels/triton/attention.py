@@ -1,15 +1,12 @@
 """Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
 
-One program serves one request, one key/value head and one split. Of several splits the program that ends last merges
-them all, in split order, so that the result does not depend on who that was. Long requests come first where an order is
-given: the last programs are then short ones. Lengths and live counts are read on the device: host bounds only size the
-grid. Without a fixed `split_size` the split grows with the request's own length, so the result of a request depends on
-the number of splits but not on batch mates.
+One program serves one request, one key/value head and one split, or several of them from a list. Of several splits the
+program that ends last merges them all, in split order, so that the result does not depend on who that was. Lengths and
+live counts are read on the device: host bounds only size the grid. Without a fixed `split_size` the split grows with
+the request's own length, so the result of a request depends on the number of splits but not on batch mates.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
@@ -21,58 +18,54 @@ from outrider.kernels.triton.attention_core import (
     check_attention,
     zero_padding,
 )
+from outrider.kernels.triton.attention_cut import (
+    MOST_SPLITS,
+    DecodeConfig,
+    Work,
+    cut_decode,
+    split_geometry,
+)
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
     pdl_options,
     release_dependents,
     require,
-    require_tensor,
     uses_pdl,
     wait_for_inputs,
 )
 
-COARSE_SPLIT = 256  # keys of a split where there are many
-_MANY = tl.constexpr(16)
 _COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "order"]
-_VARYING = ["num_tokens", "num_requests", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
-
-
-@triton.jit
-def _split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
-                    HAS_WINDOW: tl.constexpr):
-    """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
-    from `split_size` to `coarse_size` when there are many of them, which all have to be merged."""
-    lowest = first_key
-    if HAS_WINDOW:
-        lowest = tl.maximum(length - live - window + 1, first_key)
-    needed = tl.maximum(tl.cdiv(length - lowest, num_splits), tl.minimum(tl.cdiv(length - lowest, _MANY), coarse_size))
-    size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
-    base = lowest // size * size
-    return base, size, tl.minimum(tl.cdiv(length - base, size), num_splits)
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
+_VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, order, sinks, out, part_out, part_lse,
-    counters, scale, softcap, window, num_tokens, num_requests, split_size, coarse_size, num_splits, num_tiles,
-    q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, sinks, out, part_out,
+    part_lse, counters, scale, softcap, window, num_tokens, num_requests, max_query, split_size, coarse_size,
+    num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_ORDER: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HAS_STARTS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
     EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
-    if HAS_ORDER:
-        request = tl.load(order + request)
     split = tl.program_id(2) // num_tiles
     tile = tl.program_id(2) % num_tiles
+    if LISTED:
+        item = tl.load(items + request)
+        if request >= tl.load(count):
+            return
+        request = item // MOST_SPLITS
+        split = item % MOST_SPLITS
+    if FILL_PADDING:
+        num_scheduled = tl.load(query_starts + num_requests)  # early: at the end it would be waited for
     first_token = tl.load(query_starts + request)
     scheduled = tl.load(query_starts + request + 1) - first_token
     length = tl.load(lengths + request)
@@ -81,10 +74,10 @@ def _decode_kernel(
     first_key = 0
     if HAS_STARTS:
         first_key = tl.load(key_starts + request)
-    base, size, num_active = _split_geometry(
+    base, size, num_active = split_geometry(
         length, num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW
     )
-    if SPLIT:
+    if SPLIT and not LISTED:
         if split >= tl.maximum(num_active, 1):  # the first one also writes what dead tokens get
             return
 
@@ -127,9 +120,9 @@ def _decode_kernel(
         is_last = num_active <= 1
         if num_active > 1:
             divisor = tl.where(total > 0, total, 1.0)
-            part = (((request * num_tiles * Q_TILE + query) * HEADS + head) * num_splits).to(tl.int64)
-            at = part_out + (part + split)[:, None] * D_PAD + dim[None, :]
-            tl.store(at, acc / divisor[:, None], mask=is_query[:, None])
+            part = (((request * max_query + query) * HEADS + head) * num_splits).to(tl.int64)
+            own_part = part_out + (part + split)[:, None] * D_PAD + dim[None, :]
+            tl.store(own_part, acc / divisor[:, None], mask=is_query[:, None])
             lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
             tl.store(part_lse + part + split, lse, mask=is_query)
             is_last = _arrive(counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile, num_active)
@@ -147,8 +140,9 @@ def _decode_kernel(
             result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
         )
     if FILL_PADDING:
-        first = tl.load(query_starts + num_requests) + request + (tile + split) * num_tokens  # one of them does it
-        zero_padding(out, first, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
+        # One split of one tile does it.
+        padding = num_scheduled + request + (tile + split) * num_tokens
+        zero_padding(out, padding, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
                      D, D_PAD, GROUP, GROUP_PAD)
 
 
@@ -208,90 +202,14 @@ def _counters(device: torch.device, size: int) -> torch.Tensor:
     return _counters_of[device, size]
 
 
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["lengths"])
-def _order_kernel(lengths, order, num_requests, PAD: tl.constexpr, ROWS: tl.constexpr):
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    other = tl.arange(0, PAD)
-    own = tl.load(lengths + request, mask=request < num_requests, other=-1)[:, None]
-    theirs = tl.load(lengths + other, mask=other < num_requests, other=-1)[None, :]
-    is_before = (theirs > own) | ((theirs == own) & (other[None, :] < request[:, None]))
-    rank = tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(order + rank, request, mask=request < num_requests)
-
-
-def longest_first(lengths: torch.Tensor) -> torch.Tensor:
-    """[requests] int32: requests by falling length, for `decode_attention`'s order."""
-    require_tensor("longest_first", "lengths", lengths, (None,), lengths.device, (torch.int32,))
-    num_requests = lengths.shape[0]
-    order = torch.empty_like(lengths)
-    _order_kernel[(triton.cdiv(num_requests, 16),)](
-        lengths, order, num_requests, PAD=next_power_of_two(num_requests), ROWS=16, num_warps=4
-    )
-    return order
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """How one launch is cut: rows and keys per tile, and what the compiler is told."""
-
-    block_n: int
-    max_rows: int  # rows of the largest tile, where one query's heads fit
-    num_warps: int = 4
-    num_stages: int = 5
-    min_split: int = COARSE_SPLIT  # keys
-    early_values: bool = False  # values are fetched together with their keys
-
-
-def decode_config(padded_dim: int, num_requests: int | None = None, itemsize: int = 2) -> DecodeConfig:
-    """Measured on an H200, for 16 bits. With few requests latency is all: short splits, everything fetched at once."""
-    if itemsize > 2 and padded_dim >= 256:  # what fits into a multiprocessor's shared memory
-        return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
-    if num_requests is None:  # one choice for all
-        num_requests = 1 << 30
-    if padded_dim <= 128:
-        if num_requests <= 32:
-            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True)
-        # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
-        return DecodeConfig(block_n=32, max_rows=64)
-    if padded_dim <= 256:
-        if num_requests <= 16:
-            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=1, min_split=64, early_values=True)
-        return DecodeConfig(block_n=32, max_rows=32)
-    if num_requests <= 8:
-        return DecodeConfig(block_n=64, max_rows=16, num_warps=8, num_stages=1, min_split=64, early_values=True)
-    if num_requests <= 64:
-        return DecodeConfig(block_n=64, max_rows=32, num_warps=8, num_stages=2)
-    return DecodeConfig(block_n=32, max_rows=16, num_warps=4, num_stages=2)
-
-
-def decode_splits(programs: int, max_keys: int, sms: int, min_split: int) -> int:
-    """Splits of one call without a fixed split size: two programs per multiprocessor, one split for a full card."""
-    return max(1, min(triton.cdiv(max_keys, min_split), 2 * sms // max(1, programs), 64))
-
-
-def _plan_splits(
-    programs: int, sms: int, max_query: int, max_length: int, window: int | None,
-    split_size: int | None, num_splits: int | None, min_split: int,
-) -> tuple[int, int]:
-    """(number of splits, least keys per split). A window needs no more splits than it has keys."""
-    if split_size is not None:  # the window may begin anywhere in its first split
-        keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
-        return max(1, triton.cdiv(keys, split_size)), split_size
-    if num_splits is None:
-        keys = max_length if window is None else min(max_length, window + max_query - 1)
-        num_splits = decode_splits(programs, keys, sms, min_split)
-    return num_splits, min_split
-
-
 def _check_bounds(
     name: str, max_query: int, max_length: int, columns: int, page_size: int, split_size: int | None,
-    num_splits: int | None, config: DecodeConfig,
+    num_splits: int | None,
 ) -> None:
     require(max_query >= 1, name, "max_query", f"is {max_query}, expected at least 1")
     require(max_length <= columns * page_size, name, "max_length",
             f"is {max_length}, but page_table has {columns} columns of {page_size} tokens")
-    require(split_size is None or (split_size > 0 and split_size % config.block_n == 0), name, "split_size",
-            f"is {split_size}, expected a multiple of {config.block_n}")
+    require(split_size is None or split_size > 0, name, "split_size", f"is {split_size}, expected at least 1")
     require(num_splits is None or num_splits >= 1, name, "num_splits", f"is {num_splits}, expected at least 1")
 
 
@@ -299,14 +217,14 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None, order: torch.Tensor | None = None, max_query: int, max_length: int,
+    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, work: Work | None = None,
     split_size: int | None = None, num_splits: int | None = None, out: torch.Tensor | None = None,
     fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
     Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    key_starts [requests] is the first key each request may see; order [requests] the one in which they are served. A
+    key_starts [requests] is the first key each request may see; `work` is what `list_work` made of the same batch. A
     batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
     results that do not depend on the grid; `num_splits` only overrides the number chosen from the bounds.
     """
@@ -314,44 +232,39 @@ def decode_attention(
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
                             window, softcap, key_starts)
-    # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
-    num_requests = shape.num_requests if split_size is None else None
-    config = config or decode_config(shape.padded_dim, num_requests, q.element_size())
-    _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits, config)
-    if order is not None:
-        require_tensor(name, "order", order, (shape.num_requests,), q.device, (torch.int32,))
+    _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
+    heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, q.element_size())
+    cut = cut_decode(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
+                     split_size=split_size, num_splits=num_splits, config=config) if work is None else work.cut
+    require(split_size is None or split_size % cut.config.block_n == 0, name, "split_size",
+            f"is {split_size}, expected a multiple of {cut.config.block_n}")
+    if work is not None:
+        require(work.made_for == (*heads, max_query, max_length, window), name, "work", "was listed for another batch")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return out
-    group = shape.heads_per_kv
-    # As many queries as the tile's rows hold: a kernel then serves every number of queries of its tile.
-    block_m = max(16, next_power_of_two(min(max_query, max(1, config.max_rows // group)) * group))
-    q_tile = block_m // group
-    num_tiles = triton.cdiv(max_query, q_tile)
-    programs = shape.num_requests * shape.num_kv_heads * num_tiles
-    coarse_size = COARSE_SPLIT if split_size is None else 0
-    num_splits, split_size = _plan_splits(
-        programs, num_sms(q.device), max_query, max_length, window, split_size, num_splits, config.min_split
-    )
-    is_split = num_splits > 1
-    parts = shape.num_requests * num_tiles * q_tile * shape.num_heads * num_splits if is_split else 1
+    is_split = cut.num_splits > 1
+    parts = shape.num_requests * max_query * shape.num_heads * cut.num_splits if is_split else 1
     part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device) if is_split else out
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device) if is_split else out
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_STARTS": key_starts is not None,
-             "HAS_SOFTCAP": softcap is not None, "HAS_ORDER": order is not None}
-    sinks = q if sinks is None else sinks
-    key_starts = lengths if key_starts is None else key_starts
-    counters = _counters(q.device, max(_COUNTERS, next_power_of_two(programs)))
-    _decode_kernel[(shape.num_kv_heads, shape.num_requests, num_splits * num_tiles)](
-        q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, lengths if order is None else order,
-        sinks, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
-        shape.num_requests, split_size, coarse_size, num_splits, num_tiles,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+             "HAS_SOFTCAP": softcap is not None, "LISTED": work is not None}
+    counters = _counters(q.device, max(_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
+                                                                     * cut.num_tiles)))  # fmt: skip
+    items, count = (lengths, lengths) if work is None else (work.items, work.count)
+    grid = (shape.num_kv_heads, shape.num_requests, cut.num_splits * cut.num_tiles)
+    if work is not None:
+        grid = (shape.num_kv_heads, len(work.items), cut.num_tiles)
+    _decode_kernel[grid](
+        q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
+        items, count, q if sinks is None else sinks, out, part_out, part_lse, counters, scale, softcap or 1.0,
+        window or 0, shape.num_tokens, shape.num_requests, max_query, cut.split_size, cut.coarse_size, cut.num_splits,
+        cut.num_tiles, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
-        HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
-        D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=block_m, BLOCK_N=config.block_n,
-        SPLIT=is_split, FILL_PADDING=fill_padding, EARLY_VALUES=config.early_values, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, **flags, **pdl_options(pdl),
+        HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
+        D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=cut.q_tile, BLOCK_M=cut.block_m,
+        BLOCK_N=cut.config.block_n, SPLIT=is_split, FILL_PADDING=fill_padding, EARLY_VALUES=cut.config.early_values,
+        PDL=pdl, num_warps=cut.config.num_warps, num_stages=cut.config.num_stages, **flags, **pdl_options(pdl),
     )
     return out
