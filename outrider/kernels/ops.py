@@ -93,11 +93,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if is_single(x) or is_tiny(x, weight):
         result: torch.Tensor = _triton().matvec(x, weight, bias)
         return result
-    if bias is None and is_thin(x):
-        if _triton().can_split(weight):
+    if bias is None and is_one_tile(x):
+        if is_thin(x) and _triton().can_split(weight):
             split: torch.Tensor = _triton().split_linear(x, weight)
             return split
-        if _triton().is_small(weight):
+        if _triton().beats_library(x, weight):
             thin: torch.Tensor = _triton().thin_linear(x, weight)
             return thin
     return F.linear(x, weight, bias)
@@ -119,9 +119,14 @@ def is_single(x: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] == 1 and x.dtype == torch.bfloat16 and triton_kernels() is not None
 
 
+def is_one_tile(x: torch.Tensor) -> bool:
+    """Token rows on a GPU that share one tile of a product."""
+    return x.is_cuda and x.shape[0] <= 64 and x.dtype == torch.bfloat16 and triton_kernels() is not None
+
+
 def is_thin(x: torch.Tensor) -> bool:
-    """Few token rows on a GPU: they share one tile."""
-    return x.is_cuda and x.shape[0] <= 16 and x.dtype == torch.bfloat16 and triton_kernels() is not None
+    """Few token rows on a GPU: the smallest tile holds them."""
+    return x.shape[0] <= 16 and is_one_tile(x)
 
 
 def is_tiny(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -131,7 +136,7 @@ def is_tiny(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def gates_thin(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `gated_linear` beats a product and then its activation."""
-    return is_single(x) or (is_thin(x) and bool(_triton().is_small(weight)))
+    return is_single(x) or (is_one_tile(x) and bool(_triton().beats_library(x, weight)))
 
 
 # Products with what follows them. A norm before a product is better done once, by its own kernel: every program of the

@@ -21,7 +21,7 @@ from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import Keys, choose_scaled, draw_tokens, sample_logits
 from outrider.kernels.triton.split_linear import can_split, split_linear
 from outrider.kernels.triton.step import Scheduled, Verified, commit_step, prepare_step
-from outrider.kernels.triton.thin_linear import gated_linear, is_small, thin_linear
+from outrider.kernels.triton.thin_linear import beats_library, gated_linear, thin_linear
 
 __all__ = [
     "Keys",
@@ -30,6 +30,7 @@ __all__ = [
     "Verified",
     "Work",
     "add_rms_norm",
+    "beats_library",
     "cache_write",
     "can_split",
     "choose_scaled",
@@ -46,7 +47,6 @@ __all__ = [
     "gated_norm",
     "device_query_tiles",
     "gelu_tanh_mul",
-    "is_small",
     "list_work",
     "matvec",
     "norm_add_norm",
