@@ -21,13 +21,13 @@ from outrider.kernels.triton import (
     decode_attention,
     device_query_tiles,
     list_work,
+    pays_listing,
     prefill_attention,
     query_tiles,
     rope_cache_write,
 )
 
-LISTED = 9  # requests from which on a step lists the splits there are
-ENOUGH_LAYERS = 4  # of a group, that a list pays for
+ENOUGH_LAYERS = 4  # of a group, that a list of splits pays for
 
 
 @dataclass
@@ -42,19 +42,21 @@ class Plan:
     short_live: torch.Tensor | None  # live tokens of the requests for the decode kernel; None: all of them
     short_query: int  # most tokens of such a request; 0 where there is none
     long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
-    is_listed: bool  # whether the decode kernel goes by a list of splits
+    may_list: bool  # whether there are layers enough for a list of splits
     tiles: QueryTiles | None = None
     works: dict[tuple[int, ...], Work] = field(default_factory=dict)
 
     def work_for(self, layer: AttentionLayer, live: torch.Tensor, itemsize: int) -> Work | None:
         """The splits for the decode kernel: one list for all layers with the same heads."""
+        if not self.may_list or not pays_listing(self.view.num_requests, layer.window):
+            return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        if self.is_listed and (*heads, layer.window or 0) not in self.works:
+        if (*heads, layer.window or 0) not in self.works:
             self.works[*heads, layer.window or 0] = list_work(
                 self.lengths, live, *heads, itemsize, max_query=self.short_query,
                 max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
             )  # fmt: skip
-        return self.works.get((*heads, layer.window or 0))
+        return self.works[*heads, layer.window or 0]
 
     def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
         """Tiles for the prefill kernel, None where no request is for it. Layers of a group have the same heads."""
@@ -90,7 +92,7 @@ class TritonBackend:
         key_starts = None if view.key_starts is None else view.int32(view.key_starts)
         return Plan(view, view.page_table(group), view.slots(group), starts, view.int32(view.lengths), live, key_starts,
                     short_live, max(short, default=0), long_lens,
-                    is_listed=view.num_requests >= LISTED and len(group.layers) >= ENOUGH_LAYERS)
+                    may_list=len(group.layers) >= ENOUGH_LAYERS)
 
     def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:

@@ -5,7 +5,7 @@ integers, through Triton kernels alone. On the CPU, under the interpreter: a gra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +15,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.attention import triton_backend  # noqa: E402
 from outrider.attention.triton_backend import TritonBackend  # noqa: E402
 from outrider.core import ScheduledBatch, StepResult  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
+from outrider.kernels.triton import attention_cut  # noqa: E402
 from outrider.kernels.triton import draft as draft_kernels  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
@@ -84,10 +86,26 @@ def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
         yield captured
 
 
-def both_ways(model: Model, **settings: Any) -> tuple[AsCaptured, Rig]:
+@contextmanager
+def by_lists() -> Iterator[None]:
+    """Attention by lists of splits, as with many requests and long contexts."""
+    patches: list[tuple[Any, str, Any]] = [
+        (triton_backend, "pays_listing", lambda num_requests, window: True), (triton_backend, "ENOUGH_LAYERS", 1),
+        (attention_cut, "listed_split", lambda programs, sms, padded_dim: 16),
+        (attention_cut, "decode_config", lambda *shape: attention_cut.DecodeConfig(block_n=16, max_rows=16)),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.enter_context(mock.patch.object(module, name, value))
+        made = stack.enter_context(mock.patch.object(triton_backend, "list_work", wraps=attention_cut.list_work))
+        yield
+    assert made.call_count > 0
+
+
+def both_ways(model: Model, way: AbstractContextManager[None] | None = None, **settings: Any) -> tuple[AsCaptured, Rig]:
     with Rig(model, **SETTINGS | settings) as rig:
         wanted = tokens_of(rig.run(ASKS))
-    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig) as captured:
+    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig) as captured, way or nullcontext():
         assert tokens_of(rig.run(ASKS)) == wanted
     assert any(key.has_prompts for key in captured.met) and any(not key.has_prompts for key in captured.met)
     assert any(len(set(batch.num_known)) > 1 for batch in rig.batches), "prompts beside decoding"
@@ -104,13 +122,15 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
     assert len(captured.met) == len(rig.batches), "no step of these needs the host"
 
 
-@pytest.mark.parametrize(("kind", "family"), [("ngram", "llama"), long("eagle3", "llama"), ("eagle3", "gemma3")])
-def test_with_drafts(device: torch.device, kind: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "family", "listed"), [
+    ("ngram", "llama", False), long("eagle3", "llama", False), long("ngram", "llama", True), ("eagle3", "gemma3", True)])
+def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, tmp_path: Path) -> None:
     if kind == "ngram":
         config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
     else:
         config = make_drafter(kind, family, tmp_path).speculative(K) | {"auto": False}
-    captured, rig = both_ways(tiny_model(family, torch.float32), speculative_config=config)
+    way = by_lists() if listed else None
+    captured, rig = both_ways(tiny_model(family, torch.float32), way, speculative_config=config)
     assert any(key.has_prompts and key.has_drafts for key in captured.met), "prompts beside drafts"
     assert any(part.num_drafted for result in rig.results for part in result.requests)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton import attention_cut  # noqa: E402
 from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_cut import MOST_SPLITS, DecodeConfig, cut_decode, list_work  # noqa: E402
+from outrider.kernels.triton.attention_cut import MOST_SPLITS, DecodeConfig, cut_decode, list_work, pays_listing  # noqa: E402
 from outrider.kernels.triton.prefill import (  # noqa: E402
     PrefillConfig,
     device_query_tiles,
@@ -135,25 +136,20 @@ def test_requests_with_one_split_beside_some_with_several(device: torch.device, 
 
 
 def listed(batch: Batch, **options: Any) -> torch.Tensor:
-    """Decoding by a list of the splits that there are."""
+    """Decoding by a list of the splits that there are, short ones."""
     num_heads, head_dim = batch.q.shape[1:]
     given = {"max_query": int(batch.query_starts.diff().max()), "config": SMALL,
              "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options  # fmt: skip
     by = {name: given[name] for name in ("max_query", "max_length", "window", "key_starts", "config") if name in given}
-    work = list_work(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
-                     **by)  # fmt: skip
+    with mock.patch.object(attention_cut, "listed_split", return_value=32):
+        work = list_work(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
+                         **by)  # fmt: skip
     return decode(batch, work=work, **given)
 
 
 LISTED = [(37, 1, 1), (0, 0, 0), (130, 3, 2), (40, 2, 0), (66, 1, 1), (130, 1, 1)]
 
 
-@pytest.fixture
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cut, "listed_split", lambda programs, sms: 32)
-
-
-@pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("window", [None, 50])
 def test_decode_by_a_list(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     batch = make_batch(device, dtype, LISTED, window=window)
@@ -167,10 +163,10 @@ def test_decode_by_a_list(device: torch.device, dtype: torch.dtype, window: int 
 ALIKE = replace(SMALL, min_split=32)  # cuts as a list with short splits does
 
 
-@pytest.mark.usefixtures("short_splits")
 def test_a_list_has_each_split_once_and_the_longest_requests_first(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
-    work = list_work(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
+    with mock.patch.object(attention_cut, "listed_split", return_value=32):
+        work = list_work(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
     wanted = [(2, s) for s in range(5)] + [(5, s) for s in range(5)] + [(4, 0), (4, 1), (4, 2), (3, 0), (3, 1), (0, 0),
                                                                         (0, 1), (1, 0)]  # fmt: skip
     items = work.items[: int(work.count)].tolist()
@@ -178,7 +174,6 @@ def test_a_list_has_each_split_once_and_the_longest_requests_first(device: torch
     assert torch.equal(listed(batch), decode(batch, num_splits=5, config=ALIKE)), "who serves a split changes no bit"
 
 
-@pytest.mark.usefixtures("short_splits")
 def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
     plain = listed(batch)
@@ -197,13 +192,15 @@ def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, d
 
 def test_how_a_list_is_cut() -> None:
     """By what was measured: many short splits of few requests; of many requests few long ones, which skew needs."""
-    def cut(requests: int, window: int | None = None) -> tuple[int, int]:
-        made = cut_decode(requests, 16, 8, 128, 2, 132, max_query=1, max_length=4096, window=window, is_listed=True)
+    def cut(requests: int, window: int | None = None, kv_heads: int = 8, dim: int = 128) -> tuple[int, int]:
+        made = cut_decode(requests, 16, kv_heads, dim, 2, 132, max_query=1, max_length=4096, window=window,
+                          is_listed=True)
         return made.num_splits, made.split_size
 
     assert [cut(n) for n in (9, 16, 32, 64, 128, 256)] == [
         (32, 128), (32, 128), (16, 256), (8, 512), (2, 2048), (2, 2048)]  # fmt: skip
-    assert cut(256, window=512) == (1, 2048) and cut(64, window=512) == (1, 512)
+    assert cut(64, window=2000) == (4, 512) and cut(64, kv_heads=2, dim=512) == (8, 512)
+    assert pays_listing(9, None) and pays_listing(64, 4096) and not pays_listing(64, 512) and not pays_listing(8, None)
 
 
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.ahead import compiling_ahead
 from outrider.kernels.triton.attention import decode_attention
-from outrider.kernels.triton.attention_cut import Work, list_work
+from outrider.kernels.triton.attention_cut import Work, list_work, pays_listing
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
@@ -50,6 +50,7 @@ __all__ = [
     "list_work",
     "matvec",
     "norm_add_norm",
+    "pays_listing",
     "join_embedding",
     "prefill_attention",
     "prepare_step",

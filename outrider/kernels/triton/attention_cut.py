@@ -19,7 +19,8 @@ from outrider.kernels.triton.common import next_power_of_two, num_sms, require_t
 COARSE_SPLIT = 256  # keys of a split where there are many
 MOST_SPLITS = tl.constexpr(64)  # of a request
 _MANY = tl.constexpr(16)
-_LISTED_PROGRAMS = 1 << 12  # of a grid by a list, where four splits of each request do not need more
+_LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
+_LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
 _INTS = ["lengths", "live", "key_starts"]
 
 
@@ -92,23 +93,27 @@ def cut_decode(
         keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
         return Cut(config, block_m, q_tile, num_tiles, max(1, triton.cdiv(keys, split_size)), split_size, 0)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
-    least = listed_split(programs, sms) if is_listed else config.min_split
+    least = listed_split(programs, sms, padded_dim) if is_listed else config.min_split
     if num_splits is None:
         keys = max_length if window is None else min(max_length, window + max_query - 1)
         # Two programs for each multiprocessor; in a list idle ones do no harm.
-        most = max(4, _LISTED_PROGRAMS // programs) if is_listed else 2 * sms // programs
+        most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
         num_splits = max(1, min(triton.cdiv(keys, least), most, MOST_SPLITS.value))
     return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT)
 
 
-def listed_split(programs: int, sms: int) -> int:
+def listed_split(programs: int, sms: int, padded_dim: int) -> int:
     """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
     request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
     Measured on an H200 with equal, mixed and skewed lengths."""
-    for share, least in ((1, 128), (2, 256), (4, 512)):
-        if programs <= share * sms:
-            return least
-    return 2048
+    shares = ((1, 128), (2, 256), (4, 512))
+    least = next((least for share, least in shares if programs <= share * sms), 2048)
+    return min(least * max(1, padded_dim // 128), 2048)
+
+
+def pays_listing(num_requests: int, window: int | None) -> bool:
+    """Few requests have a program for every split anyway, and a short window makes their lengths equal."""
+    return num_requests >= _LISTED_REQUESTS and (window is None or window > _LISTED_WINDOW)
 
 
 @triton.jit
