@@ -123,7 +123,8 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
 
 
 @pytest.mark.parametrize(("kind", "family", "listed"), [
-    ("ngram", "llama", False), long("eagle3", "llama", False), long("ngram", "llama", True), ("eagle3", "gemma3", True)])
+    ("ngram", "llama", False), long("eagle3", "llama", False), long("ngram", "llama", True), ("eagle3", "gemma3", True),
+])  # fmt: skip
 def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, tmp_path: Path) -> None:
     if kind == "ngram":
         config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
