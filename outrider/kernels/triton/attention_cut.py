@@ -106,7 +106,7 @@ def listed_split(programs: int, sms: int, padded_dim: int) -> int:
     """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
     request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
     Measured on an H200 with equal, mixed and skewed lengths."""
-    shares = ((1, 128), (2, 256), (4, 512))
+    shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
     return min(least * max(1, padded_dim // 128), 2048)
 
