@@ -1,9 +1,10 @@
 """Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
 
-One program serves one request, one key/value head and one split, or several of them from a list. Of several splits the
-program that ends last merges them all, in split order, so that the result does not depend on who that was. Lengths and
-live counts are read on the device: host bounds only size the grid. Without a fixed `split_size` the split grows with
-the request's own length, so the result of a request depends on the number of splits but not on batch mates.
+One program serves one request, one key/value head and one split: those of its place in the grid, or in a list. Of
+several splits the program that ends last merges them all, in split order, so that the result does not depend on who that
+was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size` the
+split grows with the request's own length, so the result of a request depends on the number of splits but not on batch
+mates. How all this is cut says `attention_cut`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _work_kernel(
     own_length, own = splits_of(lengths, live, key_starts, request, num_requests, window, split_size, coarse_size,
                                 num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
     length, splits = splits_of(lengths, live, key_starts, other, num_requests, window, split_size, coarse_size,
-                                 num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+                               num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
     is_before = (length[None, :] > own_length[:, None]) | (
         (length[None, :] == own_length[:, None]) & (other[None, :] < request[:, None])
     )
