@@ -42,7 +42,7 @@ class Plan:
     short_live: torch.Tensor | None  # live tokens of the requests for the decode kernel; None: all of them
     short_query: int  # most tokens of such a request; 0 where there is none
     long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
-    may_list: bool  # whether there are layers enough for a list of splits
+    may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
     tiles: QueryTiles | None = None
     works: dict[tuple[int, ...], Work] = field(default_factory=dict)
 

@@ -10,12 +10,21 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs the triton package")
+triton = pytest.importorskip("triton", reason="needs the triton package")
+
+import triton.language as tl  # noqa: E402
 
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton import attention_cut  # noqa: E402
 from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_cut import MOST_SPLITS, DecodeConfig, cut_decode, list_work, pays_listing  # noqa: E402
+from outrider.kernels.triton.attention_cut import (  # noqa: E402
+    MOST_SPLITS,
+    DecodeConfig,
+    cut_decode,
+    list_work,
+    pays_listing,
+    split_geometry,
+)
 from outrider.kernels.triton.prefill import (  # noqa: E402
     PrefillConfig,
     device_query_tiles,
@@ -144,7 +153,7 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
     with mock.patch.object(attention_cut, "listed_split", return_value=32):
         work = list_work(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
                          **by)  # fmt: skip
-    return decode(batch, work=work, **given)
+    return decode(batch, work=work, **given | {"config": None})
 
 
 LISTED = [(37, 1, 1), (0, 0, 0), (130, 3, 2), (40, 2, 0), (66, 1, 1), (130, 1, 1)]
@@ -203,12 +212,52 @@ def test_how_a_list_is_cut() -> None:
     assert pays_listing(9, None) and pays_listing(64, 4096) and not pays_listing(64, 512) and not pays_listing(8, None)
 
 
+def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
+    """A step with short contexts runs what was compiled for the longest there may be."""
+    for requests in (1, 4, 8, 9, 16, 33, 64, 256):
+        for is_listed in {False, requests > 8}:
+            cuts = [cut_decode(requests, 16, 8, 128, 2, 132, max_query=1, max_length=most, window=None,
+                               is_listed=is_listed) for most in (16, 300, 4096, 131072)]  # fmt: skip
+            assert len({(cut.is_split, cut.config, cut.block_m) for cut in cuts}) == 1
+
+
+@triton.jit
+def _geometry_kernel(lengths, out, window, split_size, num_splits, HAS_WINDOW: tl.constexpr):
+    at = tl.arange(0, 128)
+    length = tl.load(lengths + at)
+    base, size, active = split_geometry(length, 1, window, 0, split_size, 256, num_splits, 16, HAS_WINDOW)
+    tl.store(out + at, base)
+    tl.store(out + 128 + at, size)
+    tl.store(out + 256 + at, active)
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | None) -> None:
+    lengths = torch.arange(128, dtype=torch.int32, device=device) * 7 + 3
+    out = torch.zeros(3, 128, dtype=torch.int32, device=device)
+    _geometry_kernel[(1,)](lengths, out, window or 0, 64, 5, HAS_WINDOW=window is not None)
+    for length, base, size, active in zip(lengths.tolist(), *out.tolist(), strict=True):
+        lowest = 0 if window is None else max(0, length - window)
+        assert base <= lowest < base + 16 and base % 16 == size % 16 == 0
+        assert 1 <= active <= 5 and base + active * size >= length > base + (active - 1) * size
+        assert active == min(5, -(-(length - lowest) // 64)) or base < lowest
+        last = length - base - (active - 1) * size
+        assert size - last < 16 * active, "no split is shorter by more than rounding makes it"
+
+
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
     work = list_work(batch.lengths, batch.live, 4, 2, 16, batch.q.element_size(), max_query=3, max_length=160)
-    for change in ({"max_query": 2}, {"max_length": 150}, {"window": 8}):
+    given = {"max_query": 3, "max_length": 160, "work": work, "config": None}
+    decode(batch, **given)
+    for change in ({"max_query": 2}, {"max_length": 150}, {"window": 8}, {"key_starts": batch.live}):
         with pytest.raises(ValueError, match="work was listed for another batch"):
-            decode(batch, **{"max_query": 3, "max_length": 160, "work": work} | change)
+            decode(batch, **given | change)
+    with pytest.raises(ValueError, match="work was listed for another batch"):
+        decode(replace(batch, lengths=batch.lengths.clone()), **given)
+    for change in ({"num_splits": 2}, {"split_size": 32}, {"config": SMALL}):
+        with pytest.raises(ValueError, match="work says how all is cut"):
+            decode(batch, **given | change)
     with pytest.raises(ValueError, match="list_work: live"):
         list_work(batch.lengths, batch.live[1:], 4, 2, 16, 4, max_query=3, max_length=160)
 

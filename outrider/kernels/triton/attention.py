@@ -1,10 +1,10 @@
 """Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
 
 One program serves one request, one key/value head and one split: those of its place in the grid, or in a list. Of
-several splits the program that ends last merges them all, in split order, so that the result does not depend on who that
-was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size` the
-split grows with the request's own length, so the result of a request depends on the number of splits but not on batch
-mates. How all this is cut says `attention_cut`.
+several splits the program that ends last merges them all, in split order, so that the result does not depend on who
+that was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
+the split grows with the request's own length, so the result of a request depends on the number of splits but not on
+batch mates. How all this is cut says `attention_cut`.
 """
 
 from __future__ import annotations
@@ -235,20 +235,23 @@ def decode_attention(
                             window, softcap, key_starts)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
     heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, q.element_size())
+    if work is not None:
+        require(split_size is None and num_splits is None and config is None, name, "work", "says how all is cut")
+        require(work.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "work",
+                "was listed for another batch")
     cut = cut_decode(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
                      split_size=split_size, num_splits=num_splits, config=config) if work is None else work.cut
     require(split_size is None or split_size % cut.config.block_n == 0, name, "split_size",
             f"is {split_size}, expected a multiple of {cut.config.block_n}")
-    if work is not None:
-        require(work.made_for == (*heads, max_query, max_length, window), name, "work", "was listed for another batch")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return out
-    is_split = cut.num_splits > 1
-    parts = shape.num_requests * max_query * shape.num_heads * cut.num_splits if is_split else 1
-    part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device) if is_split else out
-    part_lse = torch.empty(parts, dtype=torch.float32, device=q.device) if is_split else out
+    part_out = part_lse = out
+    if cut.is_split:
+        parts = shape.num_requests * max_query * shape.num_heads * cut.num_splits
+        part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_STARTS": key_starts is not None,
              "HAS_SOFTCAP": softcap is not None, "LISTED": work is not None}
     counters = _counters(q.device, max(_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
@@ -265,7 +268,7 @@ def decode_attention(
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
         D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=cut.q_tile, BLOCK_M=cut.block_m,
-        BLOCK_N=cut.config.block_n, SPLIT=is_split, FILL_PADDING=fill_padding, EARLY_VALUES=cut.config.early_values,
+        BLOCK_N=cut.config.block_n, SPLIT=cut.is_split, FILL_PADDING=fill_padding, EARLY_VALUES=cut.config.early_values,
         PDL=pdl, num_warps=cut.config.num_warps, num_stages=cut.config.num_stages, **flags, **pdl_options(pdl),
     )
     return out

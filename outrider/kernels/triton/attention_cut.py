@@ -74,6 +74,7 @@ class Cut:
     num_splits: int  # at most
     split_size: int  # at least, keys
     coarse_size: int
+    is_split: bool  # whether there may be several; without a fixed size that goes by the requests, never by a length
 
 
 def cut_decode(
@@ -91,15 +92,17 @@ def cut_decode(
     num_tiles = triton.cdiv(max_query, q_tile)
     if split_size is not None:  # the window may begin anywhere in its first split
         keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
-        return Cut(config, block_m, q_tile, num_tiles, max(1, triton.cdiv(keys, split_size)), split_size, 0)
+        num_splits = max(1, triton.cdiv(keys, split_size))
+        return Cut(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
     least = listed_split(programs, sms, padded_dim) if is_listed else config.min_split
-    if num_splits is None:
-        keys = max_length if window is None else min(max_length, window + max_query - 1)
-        # Two programs for each multiprocessor; in a list idle ones do no harm.
-        most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
-        num_splits = max(1, min(triton.cdiv(keys, least), most, MOST_SPLITS.value))
-    return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT)
+    if num_splits is not None:
+        return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, num_splits > 1)
+    keys = max_length if window is None else min(max_length, window + max_query - 1)
+    # Two programs for each multiprocessor; in a list idle ones do no harm.
+    most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
+    num_splits = max(1, min(triton.cdiv(keys, least), most, MOST_SPLITS.value))
+    return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, most > 1)
 
 
 def listed_split(programs: int, sms: int, padded_dim: int) -> int:
@@ -131,7 +134,8 @@ def split_geometry(length, live, window, first_key, split_size, coarse_size, num
     base = lowest // size * size
     if coarse_size > 0:
         base = lowest // BLOCK_N * BLOCK_N
-        even = tl.cdiv(length - base, tl.maximum(tl.cdiv(length - base, size), 1))
+        count = tl.minimum(tl.cdiv(length - base, size), num_splits)  # one more, where the base lies before the keys
+        even = tl.cdiv(length - base, tl.maximum(count, 1))
         size = tl.maximum(tl.cdiv(even, BLOCK_N), 1) * BLOCK_N
     return base, size, tl.minimum(tl.cdiv(length - base, size), num_splits)
 
@@ -141,9 +145,14 @@ class Work:
     """The splits of one batch, for layers that have the same heads and window."""
 
     cut: Cut
-    made_for: tuple[int | None, ...]  # requests, heads, key/value heads, dim, bytes of an element; bounds, window
+    shape: tuple[int | None, ...]  # requests, heads, key/value heads, dim, bytes of an element; bounds, window
+    made_of: tuple[torch.Tensor | None, ...]  # lengths, live counts, key starts
     items: torch.Tensor  # [most there may be] int32: request * MOST_SPLITS + split
     count: torch.Tensor  # [1] int32
+
+    def is_for(self, shape: tuple[int | None, ...], tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        """Another batch's list would leave splits out, and counters that others rely on."""
+        return shape == self.shape and all(a is b for a, b in zip(tensors, self.made_of, strict=True))
 
 
 @triton.jit(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests"],
@@ -202,9 +211,10 @@ def list_work(
                      is_listed=True)
     items = torch.empty(num_requests * cut.num_splits, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
+    pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
     _work_kernel[(triton.cdiv(num_requests, 16),)](
         lengths, live, lengths if key_starts is None else key_starts, items, count, window or 0, cut.split_size,
         cut.coarse_size, cut.num_splits, num_requests, BLOCK_N=cut.config.block_n, HAS_WINDOW=window is not None,
-        HAS_STARTS=key_starts is not None, PAD=next_power_of_two(num_requests), ROWS=16, num_warps=4,
+        HAS_STARTS=key_starts is not None, PAD=pad, ROWS=16, num_warps=4,
     )
-    return Work(cut, (*heads, max_query, max_length, window), items, count)
+    return Work(cut, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count)

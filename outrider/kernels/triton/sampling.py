@@ -183,7 +183,7 @@ def _score_kernel(
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ids", "tokens"])
+@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
 def _pick_kernel(
     span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans,
     CHECKED: tl.constexpr, MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
