@@ -231,7 +231,7 @@ def _geometry_kernel(lengths, out, window, split_size, num_splits, HAS_WINDOW: t
     tl.store(out + 256 + at, active)
 
 
-@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("window", [None, 320, 500])
 def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | None) -> None:
     lengths = torch.arange(128, dtype=torch.int32, device=device) * 7 + 3
     out = torch.zeros(3, 128, dtype=torch.int32, device=device)
