@@ -44,19 +44,19 @@ class Plan:
     long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
     may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
     tiles: QueryTiles | None = None
-    works: dict[tuple[int, ...], Work] = field(default_factory=dict)
+    works: dict[tuple[int | None, ...], Work] = field(default_factory=dict)
 
     def work_for(self, layer: AttentionLayer, live: torch.Tensor, itemsize: int) -> Work | None:
-        """The splits for the decode kernel: one list for all layers with the same heads."""
+        """The splits for the decode kernel: one list for all layers with the same heads and window."""
         if not self.may_list or not pays_listing(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        if (*heads, layer.window or 0) not in self.works:
-            self.works[*heads, layer.window or 0] = list_work(
-                self.lengths, live, *heads, itemsize, max_query=self.short_query,
-                max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
-            )  # fmt: skip
-        return self.works[*heads, layer.window or 0]
+        key = (*heads, layer.window)
+        if key not in self.works:
+            self.works[key] = list_work(self.lengths, live, *heads, itemsize, max_query=self.short_query,
+                                        max_length=self.view.max_length.tokens, window=layer.window,
+                                        key_starts=self.key_starts)
+        return self.works[key]
 
     def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
         """Tiles for the prefill kernel, None where no request is for it. Layers of a group have the same heads."""

@@ -159,11 +159,12 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
 LISTED = [(37, 1, 1), (0, 0, 0), (130, 3, 2), (40, 2, 0), (66, 1, 1), (130, 1, 1)]
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [None, 50, 31])
 def test_decode_by_a_list(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
-    batch = make_batch(device, dtype, LISTED, window=window)
+    """The last request's three live tokens give it, in the shortest window, a split more than one token would."""
+    batch = make_batch(device, dtype, [*LISTED, (144, 3, 3)], window=window)
     assert_close(listed(batch, window=window), expected(batch, window))
-    starts = torch.tensor([20, 0, 64, 0, 66, 3], dtype=torch.int32, device=device)
+    starts = torch.tensor([20, 0, 64, 0, 66, 3, 0], dtype=torch.int32, device=device)
     options = {"window": window, "key_starts": starts}
     num_splits = 8 if window is None else 2  # as the list has: no more than a window's keys need
     assert torch.equal(listed(batch, **options), decode(batch, num_splits=num_splits, config=ALIKE, **options))

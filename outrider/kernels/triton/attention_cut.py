@@ -163,10 +163,10 @@ def _work_kernel(
 ):
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     other = tl.arange(0, PAD)
-    own_length, own = splits_of(lengths, live, key_starts, request, num_requests, window, split_size, coarse_size,
+    own_length, own = _splits_of(lengths, live, key_starts, request, num_requests, window, split_size, coarse_size,
+                                 num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+    length, splits = _splits_of(lengths, live, key_starts, other, num_requests, window, split_size, coarse_size,
                                 num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
-    length, splits = splits_of(lengths, live, key_starts, other, num_requests, window, split_size, coarse_size,
-                               num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
     is_before = (length[None, :] > own_length[:, None]) | (
         (length[None, :] == own_length[:, None]) & (other[None, :] < request[:, None])
     )
@@ -178,7 +178,7 @@ def _work_kernel(
 
 
 @triton.jit
-def splits_of(
+def _splits_of(
     lengths, live, key_starts, request, num_requests, window, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):

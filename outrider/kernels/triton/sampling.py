@@ -109,6 +109,7 @@ def _scan(
 
 @triton.jit
 def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
+    """The same of the logits as they are, read in order."""
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     best_token = tl.full([SIZE], _NO_ID, dtype=tl.int32)
     for tile in range(first, last):
