@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.cpu_linear import PACKED_FOR_ROWS, make_product
+from outrider.kernels.native.products import PACKED_FOR_ROWS, make_product
 from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedRows
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152

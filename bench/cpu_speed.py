@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.costs import measure_costs
 from outrider.models.sources import resolve
+from outrider.runner.graphs.costs import measure_costs
 
 NEW_TOKENS = 64
 DENSE = "float32 weights"

@@ -21,7 +21,7 @@ from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.manager import CacheManager
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.async_llm import AsyncLLM

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outrider.config import EngineConfig
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.build import build_engine
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 
 Prompt = str | list[int] | dict[str, Any]
 

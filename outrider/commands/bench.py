@@ -29,12 +29,12 @@ from outrider.commands.env import cpu_name
 from outrider.commands.loading import bar, load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
+from outrider.core.params import SamplingParams
 from outrider.engine.build import pick_device
 from outrider.engine.engine import Engine
 from outrider.layers.router import ExpertTally, SpreadRouting, find_routers
 from outrider.models.base import Model
-from outrider.params import SamplingParams
-from outrider.runner.cuda import CudaRunner
+from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.step import DeviceStep
 from outrider.spec.base import Drafter
 

@@ -16,9 +16,9 @@ from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, number_list
 from outrider.commands.prompt_sets import PromptSet, read_sets
+from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
-from outrider.params import SamplingParams
 
 DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from outrider.commands.drive import abort_all, interruptible, raise_failed
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 

@@ -12,8 +12,8 @@ from outrider.commands.drive import Ask, chat_ids
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import Loaded, load
 from outrider.config import EngineConfig
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 
 MODEL = "smollm2"
 PROMPTS = [

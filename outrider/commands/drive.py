@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import FrameType
 
 from outrider.commands.loading import bar
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from outrider.commands.drive import Ask, Ran, chat_ids, raise_failed
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.core.outputs import RequestOutput
 from outrider.engine.text import Tokenizer
-from outrider.outputs import RequestOutput
 
 
 def run(args: argparse.Namespace) -> int:

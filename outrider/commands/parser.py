@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 
 ENGINE_HELP = {
     "dtype": "type of weights and arithmetic",

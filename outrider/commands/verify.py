@@ -25,9 +25,9 @@ from outrider.commands.parser import engine_config
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 
 ROWS = 4  # requests at once
 CHUNK = 16

@@ -15,11 +15,11 @@ from itertools import count
 from typing import Any
 
 from outrider.config import EngineConfig
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 
 Prompt = str | list[int] | dict[str, Any]
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop

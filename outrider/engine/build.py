@@ -9,32 +9,32 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import Backend
-from outrider.attention.cached import CachedLayers
-from outrider.attention.native_backend import NativeBackend
-from outrider.attention.torch_backend import TorchBackend
 from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.manager import CacheManager
-from outrider.cache.pool import DevicePool
 from outrider.cache.spec import RecurrentSpec
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Limits
-from outrider.engine.costs import measure_costs
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.kernels import native, ops
 from outrider.layers.linear import find_linears
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.native_backend import NativeBackend
+from outrider.mixers.paged.torch_backend import TorchBackend
+from outrider.mixers.pool import DevicePool
 from outrider.models.base import Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
-from outrider.runner.cuda import CudaRunner
+from outrider.runner.graphs.costs import measure_costs
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.warm_up import measure_step_memory
+from outrider.runner.local import LocalRunner, Padding, Runner
 from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
-from outrider.runner.profile import measure_step_memory
-from outrider.runner.recurrent import RecurrentRows
-from outrider.runner.runner import LocalRunner, Padding, Runner
-from outrider.runner.state import RowState
+from outrider.runner.recurrent_rows import RecurrentRows
+from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
 from outrider.sched.drafts import AutoDrafts, FixedDrafts
@@ -232,7 +232,7 @@ def pick_backend(config: EngineConfig, model: Model, max_drafts: int = 0) -> Bac
         name = "triton" if can_triton else "cpu" if can_native else "torch"
     match name:
         case "triton" if can_triton:
-            from outrider.attention.triton_backend import TritonBackend
+            from outrider.mixers.paged.triton_backend import TritonBackend
 
             return TritonBackend(longest_short=1 + max_drafts)
         case "cpu" if can_native:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from outrider.core import Finish, Limits, RequestResult, StepResult
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
-from outrider.outputs import RequestOutput
-from outrider.params import MAX_LOGPROBS_ALL, SamplingParams
-from outrider.runner.runner import Runner
+from outrider.runner.local import Runner
 from outrider.sample.rows import check_params
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler, Update

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
+from outrider.core.outputs import CompletionOutput, Logprob
+from outrider.core.params import SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer
-from outrider.outputs import CompletionOutput, Logprob
-from outrider.params import SamplingParams
 
 Decode = Callable[[int], str | None]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native, ops, reference
-from outrider.kernels.cpu_linear import NATIVE_MAX_ROWS
+from outrider.kernels.native.products import NATIVE_MAX_ROWS
 
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
 PLAIN = ("relu2",)  # the square of relu, of one projection

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.cpu_linear import NATIVE_MAX_ROWS
+from outrider.kernels.native.products import NATIVE_MAX_ROWS
 
 BLOCK = 32  # weights that share a scale: GGUF's unit
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}

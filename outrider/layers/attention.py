@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, rotate
+from outrider.mixers.paged.base import Attend, AttentionLayer
 
 
 class SelfAttention:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.base import Attend
-from outrider.attention.recurrent import Gates, MixerParams
 from outrider.cache.spec import RecurrentSpec
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
+from outrider.mixers.paged.base import Attend
+from outrider.mixers.recurrent.base import Gates, MixerParams
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels import native, ops
-from outrider.kernels.cpu_linear import CpuProduct, make_product
+from outrider.kernels.native.products import CpuProduct, make_product
 from outrider.kernels.quantized import QuantizedProduct, QuantizedRows
 
 WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results

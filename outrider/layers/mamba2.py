@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.base import Attend
-from outrider.attention.recurrent import Gates, MixerParams
 from outrider.cache.spec import RecurrentSpec
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
+from outrider.mixers.paged.base import Attend
+from outrider.mixers.recurrent.base import Gates, MixerParams
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from outrider.attention.base import HeadNorms
 from outrider.kernels import ops
 from outrider.layers.linear import WeightSlot
+from outrider.mixers.paged.base import HeadNorms
 
 
 class Unnormed(NamedTuple):

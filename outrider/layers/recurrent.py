@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from outrider.attention.recurrent import Gates, MixerParams, RecurrentState, Scanned, Stepped
 from outrider.cache.spec import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.linear import WeightSlot
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentState, Scanned, Stepped
 
 PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
 

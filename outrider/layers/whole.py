@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import Attend
 from outrider.kernels.native import LayerWeights
 from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
+from outrider.mixers.paged.base import Attend
 
 
 class WholeLayer:

@@ -6,13 +6,13 @@ import re
 
 import torch
 
-from outrider.attention.base import AttentionLayer
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, read_limits
 

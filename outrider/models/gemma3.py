@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
 from outrider.layers.rotary import Angles, RopeParams, Rotary
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,

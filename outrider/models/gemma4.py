@@ -11,7 +11,6 @@ import re
 import torch
 import torch.nn.functional as F
 
-from outrider.attention.base import Attend, HeadNorms
 from outrider.cache.spec import LayerCache
 from outrider.kernels.moe import RouteRule
 from outrider.layers.embedding import Embedding
@@ -21,6 +20,7 @@ from outrider.layers.moe import Experts
 from outrider.layers.norm import Delta, RMSNorm, Unnormed, stream, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
+from outrider.mixers.paged.base import Attend, HeadNorms
 from outrider.models.base import Decoder, Hidden
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.rotary import Rotary
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import WeightError, load_dummy, load_weights
 

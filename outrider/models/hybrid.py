@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from outrider.attention.base import Attend
-from outrider.attention.recurrent import RecurrentMixer
 from outrider.cache.spec import LayerCache
 from outrider.layers.linear import WeightSlot
 from outrider.layers.moe import FeedForward
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams
+from outrider.mixers.paged.base import Attend
+from outrider.mixers.recurrent.base import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.kernels import ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
@@ -15,6 +14,7 @@ from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary
 from outrider.layers.whole import WholeLayer
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.kernels import moe, ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import Linear, WeightSlot
@@ -16,6 +15,7 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.layers.router import Router
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, TokenMixer, read_limits, with_values
 

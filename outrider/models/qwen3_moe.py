@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.kernels.moe import RouteRule
 from outrider.layers.attention import SelfAttention
 from outrider.layers.linear import WeightSlot
@@ -16,6 +15,7 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary
 from outrider.layers.router import Router
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 

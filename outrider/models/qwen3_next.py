@@ -9,7 +9,6 @@ import re
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer
 from outrider.kernels.moe import RouteRule
 from outrider.layers.attention import SelfAttention
 from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape, InterleavedSlot
@@ -19,6 +18,7 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule

@@ -12,8 +12,8 @@ import torch
 from outrider.core import ScheduledBatch
 from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
-from outrider.runner.inputs import Inputs
-from outrider.runner.state import RowState
+from outrider.runner.batch import Inputs
+from outrider.runner.rows import RowState
 from outrider.sample.logprobs import LogprobRows, logprob_rows
 
 CHUNK_ROWS = 256  # logit rows at a time: a long prompt times a large vocabulary would not fit

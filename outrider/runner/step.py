@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.attention.base import Backend, BatchView
-from outrider.attention.cached import CachedLayers
-from outrider.attention.recurrent_backend import RecurrentStep, Targets
-from outrider.cache.pool import DevicePool
 from outrider.core import ScheduledBatch
 from outrider.kernels.buffers import to_device
+from outrider.mixers.batch import BatchView
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import Backend
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.layers import RecurrentStep, Targets
 from outrider.models.base import Hidden, Model
-from outrider.runner.inputs import BatchShape, Inputs, PaddedSize, build_inputs, pack_host, step_kernels
+from outrider.runner.batch import BatchShape, Inputs, PaddedSize, build_inputs, pack_host, step_kernels
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
-from outrider.runner.recurrent import RecurrentRows
-from outrider.runner.state import RowState
+from outrider.runner.recurrent_rows import RecurrentRows
+from outrider.runner.rows import RowState
 from outrider.sample.accept import Accepted, accept
 from outrider.sample.batch import History
 from outrider.sample.extras import StepExtras, StepNeeds

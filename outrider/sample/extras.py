@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.kernels.buffers import to_device
-from outrider.params import MAX_LOGPROBS_ALL, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.core import TokenLogprobs
-from outrider.params import MAX_LOGPROBS_ALL
+from outrider.core.params import MAX_LOGPROBS_ALL
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from outrider.core import Admission, Axis, Limits
+from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
-from outrider.params import SamplingParams
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids")

@@ -7,12 +7,10 @@ has stopped drafting tries again now and then. Knows no drafter by name.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult
+from outrider.core.costs import StepCosts
 from outrider.sched.request import Request, State
 
 DECAY = 0.9  # of one request's counts, per observation
@@ -23,61 +21,6 @@ PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the
 PROBE_ALL_AFTER = 64  # the same for all requests at once, where one alone would cost as much as all
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
-
-
-class DraftCost(NamedTuple):
-    """Seconds of a proposal for so many requests."""
-
-    requests: int
-    first: float  # the pass that consumes the step, with its draft
-    each: float  # every further draft
-
-
-class ReadCost(NamedTuple):
-    """Seconds for each token of context that a step reads; of the last `window` of them only."""
-
-    window: int | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Seconds of a step by its tokens, and of the drafter by its requests: sorted points, linear in between."""
-
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
-    drafting: tuple[DraftCost, ...] = ()  # none: a proposal costs nothing worth counting
-    reading: tuple[ReadCost, ...] = ()  # beside `seconds`
-    row_seconds: float = 0.0  # of reading and writing one request's recurrent states, beside `seconds`
-    is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
-
-    def step(self, tokens: int, requests: int = 1) -> float:
-        if self.is_padded:
-            tokens = -(-tokens // requests) * requests
-        return _between(self.tokens, self.seconds, tokens)
-
-    def draft(self, most: int, requests: int = 1) -> float:
-        if not most or not self.drafting:
-            return 0.0
-        at = [cost.requests for cost in self.drafting]
-        first = _between(at, [cost.first for cost in self.drafting], requests)
-        return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
-
-    def read(self, lengths: list[int]) -> float:
-        return len(lengths) * self.row_seconds + sum(
-            cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
-            for cost in self.reading
-        )
-
-
-def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    at = bisect_right(points, x)
-    if at == 0 or len(points) == 1:
-        return values[0]
-    at = min(at, len(points) - 1)  # beyond the last point the last slope goes on
-    low, high = points[at - 1], points[at]
-    return values[at - 1] + (values[at] - values[at - 1]) / (high - low) * (x - low)
-
 
 class FixedDrafts:
     """k drafts for everyone who allows it."""

@@ -9,7 +9,7 @@ import enum
 
 from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_ROW, Bound, Finish, Settled
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 
 
 class State(enum.Enum):

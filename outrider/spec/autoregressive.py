@@ -20,13 +20,14 @@ from typing import Protocol
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer, BatchView
-from outrider.attention.cached import CachedLayers
 from outrider.cache.groups import Group
 from outrider.cache.spec import LayerCache, SlidingSpec
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
+from outrider.mixers.batch import BatchView
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import Attend, AttentionLayer
 from outrider.sample.philox import gumbel
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.views import (

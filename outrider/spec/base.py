@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, ForwardBatch
-from outrider.attention.cached import CachedLayers
 from outrider.cache.spec import LayerCache
 from outrider.core import Admission, Limits
+from outrider.mixers.batch import ForwardBatch
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.sample.accept import Accepted
 from outrider.sample.rows import SamplingRows

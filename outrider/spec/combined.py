@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.attention.cached import CachedLayers
 from outrider.cache.spec import LayerCache
 from outrider.core import Admission, Limits
+from outrider.mixers.cached import CachedLayers
 from outrider.spec.base import Drafter, Drafts, Step
 
 

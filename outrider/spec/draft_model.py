@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from outrider.attention.base import Attend, HeadNorms, Rope
 from outrider.cache.spec import LayerCache
 from outrider.kernels.native import LayerWeights
+from outrider.mixers.paged.base import Attend, HeadNorms, Rope
 from outrider.models.base import Model
 from outrider.spec.base import Step
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 
-from outrider.attention.base import BatchView
-from outrider.attention.cached import CachedLayers
 from outrider.config import SpeculativeConfig
 from outrider.core import Admission, Limits
+from outrider.mixers.batch import BatchView
+from outrider.mixers.cached import CachedLayers
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
 from outrider.models.head import load_dummy_head, load_head

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.attention.cached import CachedLayers
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
+from outrider.mixers.cached import CachedLayers
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
 from outrider.spec.base import Drafter, Drafts, Step

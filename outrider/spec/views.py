@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import BatchView
 from outrider.cache.groups import Group
 from outrider.core import NULL_PAGE, Axis, Limits
 from outrider.kernels import ops
+from outrider.mixers.batch import BatchView
 from outrider.spec.base import Step
 
 

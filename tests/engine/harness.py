@@ -17,13 +17,13 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.build import assemble
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
 from outrider.models.registry import build_model
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
-from outrider.runner.runner import LocalRunner
+from outrider.runner.local import LocalRunner
 from outrider.runner.step import DeviceStep
 from outrider.sched.scheduler import Update
 from outrider.spec.base import Drafter

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from outrider.attention.recurrent import RecurrentMixer, RecurrentState
-from outrider.attention.recurrent_backend import StepCounts
 from outrider.cache.groups import plan_groups
-from outrider.cache.pool import DevicePool
 from outrider.cache.spec import FullSpec, LayerCache
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
+from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import RecurrentMixer, RecurrentState
+from outrider.mixers.recurrent.layers import StepCounts
 from outrider.models.base import Model
-from outrider.params import SamplingParams
-from outrider.runner.recurrent import RecurrentRows
+from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Update
 from tests.engine.harness import CPU, VOCAB, Rig, random_model

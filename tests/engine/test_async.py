@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import outrider
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.async_llm import AsyncLLM, EngineError, RequestError
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "num_pages": 128}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.models import oracle
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.core import Axis
+from outrider.core.params import SamplingParams
 from outrider.engine.build import assemble
-from outrider.params import SamplingParams
 from outrider.spec.base import Drafter
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CPU, SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outrider.core import ScheduledBatch
-from outrider.params import SamplingParams
-from outrider.runner.graph_keys import GraphKeys
-from outrider.runner.inputs import PaddedSize
-from outrider.runner.runner import Padding
+from outrider.core.params import SamplingParams
+from outrider.runner.batch import PaddedSize
+from outrider.runner.graphs.keys import GraphKeys
+from outrider.runner.local import Padding
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import Ask, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid

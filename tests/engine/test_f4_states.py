@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.attention.checkpoint_pages import CheckpointPages, split
-from outrider.attention.recurrent import RecurrentState
-from outrider.attention.recurrent_backend import Targets
 from outrider.cache.kinds import RecurrentKind
 from outrider.cache.spec import RecurrentSpec
 from outrider.core import Axis, Limits, ScheduledBatch
+from outrider.mixers.recurrent.base import RecurrentState
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, split
+from outrider.mixers.recurrent.layers import Targets
 from tests.engine.recurrent_rig import PAGE, BackendRig, K, Part, mixers
 
 AROUND = range(PAGE - K - 2, PAGE + 2)  # prompts that end near a boundary

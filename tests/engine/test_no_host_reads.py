@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.attention.base import BatchView
-from outrider.attention.torch_backend import Plan, TorchBackend
 from outrider.cache.groups import Group
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
+from outrider.mixers.batch import BatchView
+from outrider.mixers.paged.torch_backend import Plan, TorchBackend
 from outrider.runner.step import DeviceStep
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from outrider.core import ScheduledBatch
+from outrider.core.outputs import Logprob
 from outrider.models.base import Hidden
-from outrider.outputs import Logprob
-from outrider.runner.inputs import Inputs
+from outrider.runner.batch import Inputs
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
 from tests.models.oracle import hf_model, load, make_folder
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.core import ScheduledBatch
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import CONFIGS, SETTINGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.runners import DelayedRunner, PicklingRunner, ProcessRunner
 

@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.attention.base import AttentionLayer, BatchView, LayerCacheView, check_rows
-from outrider.attention.torch_backend import TorchBackend
 from outrider.cache.groups import CacheLayout, Group, plan_groups
-from outrider.cache.pool import DevicePool
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, Limits, PageWrite, ScheduledBatch
-from outrider.params import SamplingParams
-from outrider.runner.inputs import Inputs, PaddedSize, build_inputs, pack_host
-from outrider.runner.state import RowState
+from outrider.core.params import SamplingParams
+from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.paged.base import AttentionLayer, LayerCacheView
+from outrider.mixers.paged.torch_backend import TorchBackend
+from outrider.mixers.pool import DevicePool
+from outrider.runner.batch import Inputs, PaddedSize, build_inputs, pack_host
+from outrider.runner.rows import RowState
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=64, max_drafts=3, vocab_size=100)

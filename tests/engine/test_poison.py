@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.core import NULL_PAGE
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import CONFIGS, Ask, Rig, prompt_of, tiny_model, tokens_of
 
 # Lengths around page boundaries, so that pages are owned with nothing, little and all but one slot in use.

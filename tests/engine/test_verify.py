@@ -15,7 +15,7 @@ from outrider.commands.compare import describe, differences, explain
 from outrider.commands.drive import Ask
 from outrider.commands.loading import Loaded
 from outrider.config import EngineConfig
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.runner import step
 from tests.engine.harness import CONFIGS, CPU, byte_tokenizer, greedy, save_folder, tiny_model
 

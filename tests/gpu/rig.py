@@ -21,12 +21,12 @@ from outrider.commands.compare import noise_of
 from outrider.commands.drive import Ask as DriveAsk
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
 from outrider.engine.build import assemble
 from outrider.engine.engine import Engine
 from outrider.models.base import Model
 from outrider.models.registry import load_model
-from outrider.outputs import RequestOutput
-from outrider.params import SamplingParams
 from outrider.runner.step import DeviceStep
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
 from tests.gpu.conftest import HAS_CARD

@@ -114,8 +114,8 @@ def test_eager_steps_and_the_torch_backend_agree() -> None:
 def test_many_requests_by_lists_of_splits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers with long contexts: attention lists the splits there are."""
     pytest.importorskip("triton", reason="needs the triton package")
-    from outrider.attention import triton_backend
     from outrider.kernels.triton import attention_cut
+    from outrider.mixers.paged import triton_backend
 
     folder = folder_of("llama")
     monkeypatch.setattr(triton_backend, "ENOUGH_LAYERS", 1)

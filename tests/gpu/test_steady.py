@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.core import ScheduledBatch, StepResult
-from outrider.runner import graphs
+from outrider.runner.graphs import captures
 from tests.engine.harness import Ask, greedy, prompt_of
 from tests.gpu.rig import SETTINGS, GpuRig, asks, loaded, sampled
 from tests.gpu.test_engines import ASSETS, assistant_of, folder_of, spec
@@ -60,7 +60,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "is_eager"), CASES)
 def test_queueing_a_step_never_waits(name: str, is_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture waits, once, where a size is first met: whatever waits in every round is none."""
-    monkeypatch.setattr(graphs, "PATIENCE", 0)
+    monkeypatch.setattr(captures, "PATIENCE", 0)
     family, speculative = STEADY[name]()
     folder = folder_of(family)
     with GpuRig(loaded(folder), poison=False, source=folder, speculative_config=speculative, enforce_eager=is_eager,

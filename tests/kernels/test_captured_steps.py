@@ -15,18 +15,18 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.attention import triton_backend  # noqa: E402
-from outrider.attention.triton_backend import TritonBackend  # noqa: E402
 from outrider.core import ScheduledBatch, StepResult  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.kernels.triton import attention_cut  # noqa: E402
 from outrider.kernels.triton import draft as draft_kernels  # noqa: E402
+from outrider.mixers.paged import triton_backend  # noqa: E402
+from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
-from outrider.params import SamplingParams  # noqa: E402
-from outrider.runner import inputs as inputs_module  # noqa: E402
+from outrider.runner import batch as batch_module  # noqa: E402
 from outrider.runner import step as step_module  # noqa: E402
-from outrider.runner.graph_keys import GraphKey, GraphKeys, empty_plan  # noqa: E402
-from outrider.runner.inputs import pack_host  # noqa: E402
+from outrider.runner.batch import pack_host  # noqa: E402
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, empty_plan  # noqa: E402
 from outrider.runner.results import read_result  # noqa: E402
 from outrider.spec import autoregressive, views  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
@@ -76,7 +76,7 @@ def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
         rig.step.drafter._cached.backend = backend
     if rig.step.recurrent.layers:
         rig.step.recurrent.backend.use_kernels = True
-    patches = [(inputs_module, "step_kernels", kernels), (step_module, "step_kernels", kernels),
+    patches = [(batch_module, "step_kernels", kernels), (step_module, "step_kernels", kernels),
                (views, "draft_kernels", draft_kernels)]  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in patches:

@@ -29,7 +29,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from outrider.kernels.forks import in_forks  # noqa: E402
+from outrider.kernels.fork_pool import in_forks  # noqa: E402
 
 NUM_FORKS = 2
 PATIENT = 30.0
@@ -248,7 +248,7 @@ class Script:
                 self.x, torch.empty(64), size, NUMBER=10 * case + number)
 
     def compile(self, case: int, **options: Any) -> list[Any]:
-        from outrider.kernels.triton.ahead import compiling_ahead
+        from outrider.kernels.triton.precompile import compiling_ahead
 
         self.log.write_text("")
         with compiling_ahead(**options):
@@ -259,7 +259,7 @@ class Script:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def run(self) -> dict[str, Any]:
-        from outrider.kernels.triton import ahead
+        from outrider.kernels.triton import precompile
 
         made = {"forked": self.compile(1, workers=NUM_FORKS)}
         made["launchers"] = [json.loads(line) for line in self.launchers.read_text().splitlines()]
@@ -268,9 +268,9 @@ class Script:
             kernel.device_caches.clear()
         made["again"] = self.compile(1, workers=NUM_FORKS)
         made["dies"] = self.compile(2, workers=NUM_FORKS)
-        ahead.PATIENCE = 1.0
+        precompile.PATIENCE = 1.0
         made["hangs"] = self.compile(3, workers=NUM_FORKS)
-        ahead.PATIENCE = PATIENT
+        precompile.PATIENCE = PATIENT
         made["refused"] = self.compile(4, workers=NUM_FORKS)
         made["error"] = self.refusal()
         cores = os.sched_getaffinity(0)
@@ -278,7 +278,7 @@ class Script:
         made["one core"] = self.compile(5)
         os.sched_setaffinity(0, cores)
         os.environ["OUTRIDER_COMPILE_THREADS"] = "1"
-        importlib.reload(ahead)
+        importlib.reload(precompile)
         made["one worker"] = self.compile(6)
         knobs.compilation.always_compile = True
         made["always compile"] = self.compile(7, workers=NUM_FORKS)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native, native_build, reference
+from outrider.kernels import native, reference
+from outrider.kernels.native import build as native_build
 
 NAN = float("nan")
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.attention.recurrent import Gates, RecurrentState
 from outrider.kernels import recurrent
 from outrider.layers import recurrent as mixers
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.layers.recurrent import ConvMixer, GatedNorm
+from outrider.mixers.recurrent.base import Gates, RecurrentState
 from tests.engine.test_no_host_reads import NoHostReads, no_host_reads
 
 CPU = torch.device("cpu")

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.attention.base import BatchView, ForwardBatch, LengthBound  # noqa: E402
-from outrider.attention.triton_backend import TritonBackend  # noqa: E402
 from outrider.cache.groups import plan_groups  # noqa: E402
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
 from outrider.core import Axis, Limits  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
 from outrider.kernels.triton import draft as kernels  # noqa: E402
-from outrider.params import SamplingParams  # noqa: E402
+from outrider.mixers.batch import BatchView, ForwardBatch, LengthBound  # noqa: E402
+from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.spec import autoregressive, gemma_assistant, views  # noqa: E402
 from outrider.spec.base import Step  # noqa: E402
 from outrider.spec.views import Filled, OneEach, Passes, PassRows  # noqa: E402

@@ -14,8 +14,6 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.attention.checkpoint_pages import CheckpointPages  # noqa: E402
-from outrider.attention.recurrent_backend import LayerRows, RecurrentLayers, StepCounts, Targets  # noqa: E402
 from outrider.cache.kinds import RecurrentKind  # noqa: E402
 from outrider.kernels import recurrent  # noqa: E402
 from outrider.kernels.triton import gated_delta  # noqa: E402
@@ -28,6 +26,8 @@ from outrider.kernels.triton.recurrent_step import (  # noqa: E402
     StepTensors,
 )
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages  # noqa: E402
+from outrider.mixers.recurrent.layers import LayerRows, RecurrentLayers, StepCounts, Targets  # noqa: E402
 
 NAN = float("nan")
 SHAPE = GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=7, value_dim=11, conv_width=4)

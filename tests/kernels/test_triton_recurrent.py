@@ -11,16 +11,16 @@ from random import Random
 import pytest
 import torch
 
-from outrider.attention.recurrent import RecurrentMixer
-from outrider.attention.recurrent_backend import StepCounts
 from outrider.cache.groups import plan_groups
-from outrider.cache.pool import DevicePool
 from outrider.cache.spec import FullSpec, LayerCache
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch
+from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
-from outrider.params import SamplingParams
-from outrider.runner.recurrent import RecurrentRows
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import RecurrentMixer
+from outrider.mixers.recurrent.layers import StepCounts
+from outrider.runner.recurrent_rows import RecurrentRows
 
 WINDOW, PAGE, MAX_LEN = 3, 16, 512
 Y_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import Admission, Limits  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
 from outrider.kernels.triton import Keys, choose_scaled, draft, draw_tokens, sample_logits, sampling  # noqa: E402
-from outrider.params import SamplingParams  # noqa: E402
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample  # noqa: E402
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.attention.triton_backend import TritonBackend  # noqa: E402
 from outrider.cache.groups import plan_groups  # noqa: E402
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
 from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.params import SamplingParams  # noqa: E402
-from outrider.runner import inputs as inputs_module  # noqa: E402
+from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
+from outrider.runner import batch as batch_module  # noqa: E402
 from outrider.runner import step as step_module  # noqa: E402
-from outrider.runner.graph_keys import GraphKey, empty_shape  # noqa: E402
-from outrider.runner.inputs import Inputs, PaddedSize, build_inputs, pack_host  # noqa: E402
-from outrider.runner.state import RowState  # noqa: E402
+from outrider.runner.batch import Inputs, PaddedSize, build_inputs, pack_host  # noqa: E402
+from outrider.runner.graphs.keys import GraphKey, empty_shape  # noqa: E402
+from outrider.runner.rows import RowState  # noqa: E402
 from outrider.runner.step import Committed, DeviceStep  # noqa: E402
 from outrider.spec.base import Drafts  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
@@ -43,7 +43,7 @@ assert len({group.page_tokens for group in GROUPS}) > 1
 @contextmanager
 def using(module: ModuleType | None) -> Iterator[None]:
     """Steps do their bookkeeping with these kernels, or with none."""
-    with (mock.patch.object(inputs_module, "step_kernels", lambda device: module),
+    with (mock.patch.object(batch_module, "step_kernels", lambda device: module),
           mock.patch.object(step_module, "step_kernels", lambda device: module)):
         yield
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import AttentionLayer
-from outrider.attention.recurrent import RecurrentMixer, RecurrentState
+from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers.recurrent.base import RecurrentMixer, RecurrentState
 from outrider.models import Model, load_model
 
 VOCAB = 256

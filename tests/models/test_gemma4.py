@@ -20,11 +20,11 @@ from outrider.cache.kinds import pages_for
 from outrider.cache.manager import CacheManager
 from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.params import SamplingParams
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.loader import WeightError
 from outrider.models.registry import build_model, eos_token_ids, read_config
-from outrider.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.attention.base import BatchView
+from outrider.mixers.batch import BatchView
 from outrider.spec.base import Step
 from outrider.spec.gemma_assistant import AssistantDrafter
 from outrider.spec.views import Reading, reading_pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.attention.base import Attend, BatchView, LengthBound
-from outrider.attention.cached import CachedLayers
+from outrider.mixers.batch import BatchView, LengthBound
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import Attend
 
 NAME = "f2: bound is max_model_len"
 TESTS = ["tests/spec/test_f2_bounds.py"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.recurrent import RecurrentState
-from outrider.attention.recurrent_backend import RecurrentLayers, Targets
+from outrider.mixers.recurrent.base import RecurrentState
+from outrider.mixers.recurrent.layers import RecurrentLayers, Targets
 
 NAME = "f4: the end is not folded"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "fold"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention import recurrent_backend
+from outrider.mixers.recurrent import layers
 
 NAME = "f4: masked by multiplying"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]
@@ -15,4 +15,4 @@ def apply() -> None:
         weight = mask.view(-1, *[1] * (new.dim() - 1)).to(new.dtype)
         return weight * new + (1 - weight) * old
 
-    recurrent_backend.selected = weighed
+    layers.selected = weighed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention.recurrent import Gates
-from outrider.attention.recurrent_backend import RecurrentStep, Walk
+from outrider.mixers.recurrent.base import Gates
+from outrider.mixers.recurrent.layers import RecurrentStep, Walk
 
 NAME = "f4: the conv tail is not folded"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]

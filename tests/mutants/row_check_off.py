@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.attention import base, torch_backend
+from outrider.mixers import batch
+from outrider.mixers.paged import torch_backend
 
 NAME = "wrapper row check off"
 TESTS = ["tests/engine/test_padding.py"]
@@ -11,5 +12,5 @@ TESTS = ["tests/engine/test_padding.py"]
 def apply() -> None:
     def anything_goes(view: object, group: object) -> None: ...
 
-    base.check_rows = anything_goes  # type: ignore[assignment]
+    batch.check_rows = anything_goes  # type: ignore[assignment]
     torch_backend.check_rows = anything_goes  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.attention import torch_backend
+from outrider.mixers.paged import torch_backend
 
 NAME = "tail mask off"
 TESTS = ["tests/engine/test_poison.py"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from outrider.attention.base import AttentionLayer
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.gemma3 import Gemma3
 from outrider.models.llama import LlamaLayer
 from outrider.models.mtp import MTPDescription, register_mtp

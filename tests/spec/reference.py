@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from outrider.core.params import SamplingParams
 from outrider.models.base import Hidden, Model
 from outrider.models.registry import load_model
-from outrider.params import SamplingParams
 from outrider.sample.philox import gumbel
 from tests.models.oracle import DenseAttend
 from tests.spec.checkpoints import EPS, HEADS, KV_HEADS, THETA, Drafter

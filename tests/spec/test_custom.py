@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
+from outrider.core.params import SamplingParams
 from outrider.engine.build import assemble
-from outrider.params import SamplingParams
 from tests.engine.harness import prompt_of, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"

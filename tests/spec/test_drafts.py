@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model
 from tests.spec.checkpoints import KINDS, Drafter, make_drafter
 from tests.spec.reference import Reference

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.test_no_host_reads import guard_steps, quiet_rig
 from tests.spec.checkpoints import make_drafter

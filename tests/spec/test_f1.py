@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.attention.base import BatchView
 from outrider.cache.groups import Group
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
+from outrider.mixers.batch import BatchView
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.spec.rig import DraftRig, Proposal
 from tests.spec.trained import DRAFTS, accepted_counts, trained_asks, trained_prompts, trained_rig, trained_target

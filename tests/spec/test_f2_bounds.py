@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.attention.base import BatchView
 from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
+from outrider.mixers.batch import BatchView
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model
 from tests.spec.checkpoints import make_drafter
 from tests.spec.rig import DraftRig

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models import oracle
 from tests.spec.hybrid_rig import DRAFTERS, FAMILIES, VOCAB, HybridRig, Script, drafter_of, hybrid_of

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import Drafter
 from outrider.spec.combined import CombinedDrafter

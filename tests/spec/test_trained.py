@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.core.params import SamplingParams
 from outrider.models.base import Model
 from outrider.models.registry import load_model
-from outrider.params import SamplingParams
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from tests.assets.train_eagle3 import language
 from tests.engine.harness import Ask, Rig, greedy, tokens_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import BatchView
-from outrider.outputs import RequestOutput
+from outrider.core.outputs import RequestOutput
+from outrider.mixers.batch import BatchView
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import Step
 from outrider.spec.views import Passes

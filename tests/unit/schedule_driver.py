@@ -14,7 +14,7 @@ from random import Random
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of

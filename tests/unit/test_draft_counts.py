@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import RequestResult
-from outrider.params import SamplingParams
-from outrider.sched.drafts import (
-    MIN_GAIN,
-    PROBE_ALL_AFTER,
-    PROBE_DEPTH_AFTER,
-    AutoDrafts,
-    Depth,
-    DraftCost,
-    FixedDrafts,
-    ReadCost,
-    StepCosts,
-)
+from outrider.core.costs import DraftCost, ReadCost, StepCosts
+from outrider.core.params import SamplingParams
+from outrider.sched.drafts import MIN_GAIN, PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, AutoDrafts, Depth, FixedDrafts
 from outrider.sched.request import Request, State
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from outrider.core import CheckpointWrite, Limits, ScheduledBatch
-from outrider.params import SamplingParams
-from outrider.runner.graph_keys import GraphKeys, empty_batch, empty_shape, request_ladder, start_ladder
-from outrider.runner.inputs import PaddedSize, pack_host
+from outrider.core.params import SamplingParams
+from outrider.runner.batch import PaddedSize, pack_host
+from outrider.runner.graphs.keys import GraphKeys, empty_batch, empty_shape, request_ladder, start_ladder
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceResult
 

@@ -19,10 +19,11 @@ PACKAGE = Path(__file__).parents[2] / "outrider"
 
 # Left to right. Neighbours in one column may use each other, but only in one direction.
 COLUMNS = [
-    {"core", "params", "config", "outputs"},
+    {"core", "config"},
     {"kernels", "parallel"},
     {"cache"},
-    {"attention"},
+    {"formats"},
+    {"mixers"},
     {"layers"},
     {"models", "sample"},
     {"spec"},
@@ -31,8 +32,8 @@ COLUMNS = [
     {"llm", "server", "commands", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
-TORCH_FREE = ("core", "params", "config", "outputs", "cache", "sched", "server", "cli")
-MAY_USE_TORCH = ("outrider.cache.pool",)
+TORCH_FREE = ("core", "config", "cache", "sched", "server", "cli")
+MAY_USE_TORCH: tuple[str, ...] = ()
 
 
 @cache

@@ -12,9 +12,9 @@ import torch
 from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
-from outrider.runner.cuda import CudaRunner
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.warm_up import graph_bytes, largest_step, run_dead, run_kinds
 from outrider.runner.memory import StepMemory, enough_memory, plan_memory
-from outrider.runner.profile import graph_bytes, largest_step, run_dead, run_kinds
 from outrider.sample.extras import StepNeeds
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS

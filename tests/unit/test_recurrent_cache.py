@@ -15,7 +15,7 @@ from outrider.cache.kinds import RecurrentKind
 from outrider.cache.manager import CacheManager
 from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler

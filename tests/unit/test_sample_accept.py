@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core import Admission, Finish, Limits
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import Accepted, LogitRows, SamplingRows, accept
 
 LIMITS = Limits(max_requests=6, max_batched_tokens=64, max_len=20, max_drafts=5, vocab_size=4, max_stop_ids=3)

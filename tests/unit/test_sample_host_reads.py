@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import Accepted, Sampled, accept
 from tests.unit.test_sample_reference import VOCAB, Batch, Case, make_batch
 

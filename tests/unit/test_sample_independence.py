@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core import Limits
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import Sampled
 from tests.unit.test_sample_reference import VOCAB, Case, cases, make_batch
 

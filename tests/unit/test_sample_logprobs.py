@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core import TokenLogprobs
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import logprob_rows, to_host
 from outrider.sample.logprobs import LogprobRows
 from tests.unit.test_sample_reference import VOCAB, Case, cases, make_batch, naive_edits, naive_filters

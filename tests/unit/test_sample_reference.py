@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core import Admission, Limits
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample
 
 VOCAB = 13

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.core import Admission, Limits
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.sample import SamplingRows, StepExtras, StepNeeds, check_params, stop_ids_of
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale

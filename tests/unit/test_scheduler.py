@@ -8,8 +8,9 @@ import pytest
 
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
-from outrider.params import SamplingParams
-from outrider.sched.drafts import AutoDrafts, DraftCost, FixedDrafts, StepCosts
+from outrider.core.costs import DraftCost, StepCosts
+from outrider.core.params import SamplingParams
+from outrider.sched.drafts import AutoDrafts, FixedDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout

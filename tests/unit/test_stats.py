@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from outrider.core import Admission, RequestResult, ScheduledBatch
+from outrider.core.outputs import RequestMetrics
+from outrider.core.params import SamplingParams
 from outrider.engine.stats import EngineStats, StatsLog
-from outrider.outputs import RequestMetrics
-from outrider.params import SamplingParams
 
 
 def result(run: int, drafted: int = 0, accepted: int = 0) -> RequestResult:

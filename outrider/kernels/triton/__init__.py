@@ -4,7 +4,6 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 """
 
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
-from outrider.kernels.triton.ahead import compiling_ahead
 from outrider.kernels.triton.attention import decode_attention
 from outrider.kernels.triton.attention_cut import Work, list_work, pays_listing
 from outrider.kernels.triton.cache_write import cache_write
@@ -16,6 +15,7 @@ from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.pages import clear_pages, copy_pages
+from outrider.kernels.triton.precompile import compiling_ahead
 from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
 from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import Keys, choose_scaled, draw_tokens, sample_logits

@@ -12,10 +12,10 @@ import torch
 
 from outrider.cache.spec import SlidingSpec
 from outrider.core import Limits
-from outrider.runner.cuda import CudaRunner
-from outrider.runner.graph_keys import GraphKey, empty_batch, empty_plan, empty_shape
+from outrider.core.costs import DraftCost, ReadCost, StepCosts
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.keys import GraphKey, empty_batch, empty_plan, empty_shape
 from outrider.runner.step import DeviceStep
-from outrider.sched.drafts import DraftCost, ReadCost, StepCosts
 
 REPEATS = 3
 SAMPLE_BYTES = 1 << 30  # of the pool, read to learn how fast it is

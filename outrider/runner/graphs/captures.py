@@ -18,7 +18,7 @@ import torch
 
 from outrider.core import Limits
 from outrider.models.base import Model
-from outrider.runner.graph_keys import GraphKey, GraphKeys, empty_batch, empty_plan
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, empty_batch, empty_plan
 from outrider.runner.step import DeviceResult, DeviceStep
 
 log = logging.getLogger("outrider")

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import Attend, AttentionLayer, Backend, BatchView, HeadNorms, LayerCacheView, Rope
-from outrider.attention.recurrent import Gates
-from outrider.attention.recurrent_backend import RecurrentStep
-from outrider.cache.pool import DevicePool
 from outrider.kernels.native import LayerWeights
+from outrider.mixers.batch import BatchView
+from outrider.mixers.paged.base import Attend, AttentionLayer, Backend, HeadNorms, LayerCacheView, Rope
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import Gates
+from outrider.mixers.recurrent.layers import RecurrentStep
 
 
 class CachedLayers:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("native.c", "native_product.c", "native_attention.c"))
+SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "attention.c"))
 HEADER = HERE / "native.h"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 from outrider.kernels.native import LayerWeights
+from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.paged.base import AttentionLayer, HeadNorms, LayerCacheView, Rope, check_writes
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.forks import MOST, in_forks
+from outrider.kernels.fork_pool import MOST, in_forks
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager, triton_key

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import reference
-from outrider.kernels.native_build import load as _load
+from outrider.kernels.native.build import load as _load
 
-# Limits of native_attention.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
+# Limits of attention.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64
 HEAD_DIM_STEP = 16

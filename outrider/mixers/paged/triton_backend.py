@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import AttentionLayer, BatchView, HeadNorms, LayerCacheView, Rope, check_rows, check_writes
 from outrider.cache.groups import Group
 from outrider.kernels.native import LayerWeights
 from outrider.kernels.triton import (
@@ -26,6 +25,8 @@ from outrider.kernels.triton import (
     query_tiles,
     rope_cache_write,
 )
+from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.paged.base import AttentionLayer, HeadNorms, LayerCacheView, Rope, check_writes
 
 ENOUGH_LAYERS = 4  # of a group, that a list of splits pays for
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from outrider.attention.base import BatchView, ForwardBatch, LengthBound
 from outrider.cache.groups import Group
 from outrider.core import NULL_ROW, ScheduledBatch
 from outrider.kernels import ops
-from outrider.runner.state import RowState
+from outrider.mixers.batch import BatchView, ForwardBatch, LengthBound
+from outrider.runner.rows import RowState
 from outrider.sample.batch import LogitRows
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from outrider.core import ScheduledBatch, StepResult
-from outrider.runner.inputs import PaddedSize
+from outrider.runner.batch import PaddedSize
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
 

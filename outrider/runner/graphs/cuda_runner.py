@@ -13,12 +13,12 @@ import torch
 
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.kernels.buffers import to_device
-from outrider.runner.graphs import StepGraphs
-from outrider.runner.inputs import PaddedSize, pack_host
+from outrider.runner.batch import PaddedSize, pack_host
+from outrider.runner.graphs.captures import StepGraphs
+from outrider.runner.graphs.warm_up import compile_steps
+from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
-from outrider.runner.profile import compile_steps
 from outrider.runner.results import read_result
-from outrider.runner.runner import Padding
 from outrider.runner.step import DeviceResult, DeviceStep
 
 

@@ -12,12 +12,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
+from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import to_device
 from outrider.layers.router import find_routers
-from outrider.params import SamplingParams
-from outrider.runner.graph_keys import request_ladder
-from outrider.runner.graphs import StepGraphs, one_layer_each
-from outrider.runner.inputs import pack_host, step_kernels
+from outrider.runner.batch import pack_host, step_kernels
+from outrider.runner.graphs.captures import StepGraphs, one_layer_each
+from outrider.runner.graphs.keys import request_ladder
 from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.step import DeviceStep, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.recurrent import RecurrentState
 from outrider.cache.kinds import RecurrentKind
 from outrider.cache.spec import RecurrentSpec
+from outrider.mixers.recurrent.base import RecurrentState
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.attention.base import LengthBound
 from outrider.core import Limits, ScheduledBatch
-from outrider.runner.inputs import BatchShape, PaddedSize
+from outrider.mixers.batch import LengthBound
+from outrider.runner.batch import BatchShape, PaddedSize
 from outrider.runner.step import StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.spec.base import Drafter

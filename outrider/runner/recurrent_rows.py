@@ -10,22 +10,22 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.attention.checkpoint_pages import CheckpointPages, state_dtype
-from outrider.attention.recurrent import RecurrentMixer
-from outrider.attention.recurrent_backend import (
+from outrider.cache.kinds import RecurrentKind
+from outrider.cache.spec import RecurrentSpec
+from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
+from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.recurrent import SHORT_RUN
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import RecurrentMixer
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
+from outrider.mixers.recurrent.layers import (
     LayerRows,
     RecurrentLayers,
     RecurrentStep,
     StepCounts,
     Targets,
 )
-from outrider.cache.kinds import RecurrentKind
-from outrider.cache.pool import DevicePool
-from outrider.cache.spec import RecurrentSpec
-from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
-from outrider.kernels.buffers import buffer, to_device
-from outrider.kernels.recurrent import SHORT_RUN
-from outrider.runner.inputs import BatchShape, Inputs
+from outrider.runner.batch import BatchShape, Inputs
 
 
 class RecurrentRows:

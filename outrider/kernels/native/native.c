@@ -1,5 +1,5 @@
 /* Small float32 operations of a step on the CPU (norms, activations, rope with cache write) and a whole decoder layer
- * made of them, of products (native_product.c) and of attention (native_attention.c). Knows pointers, sizes and
+ * made of them, of products (product.c) and of attention (attention.c). Knows pointers, sizes and
  * strides; shapes and types are checked in native.py and the meaning of each function is its twin in reference.py.
  */
 #include "native.h"

@@ -19,10 +19,10 @@ from itertools import accumulate
 
 import torch
 
-from outrider.attention.checkpoint_pages import CheckpointPages
-from outrider.attention.recurrent import Gates, RecurrentMixer, RecurrentState
 from outrider.kernels import ops
 from outrider.kernels.recurrent import SHORT_RUN
+from outrider.mixers.recurrent.base import Gates, RecurrentMixer, RecurrentState
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RecurrentLayers:
         """Rows [targets] that take no further step: their pending drafts are applied up to the boundary. Stores
         nothing but the checkpoints."""
         if self.use_kernels:
-            from outrider.attention.recurrent_kernels import KernelStep
+            from outrider.mixers.recurrent.kernels import KernelStep
 
             written = (targets.boundary > computed - pending) & (targets.boundary <= computed)
             step = KernelStep.of_ended(rows, computed, pending, targets, written, self.pages)
@@ -161,7 +161,7 @@ class RecurrentStep:
         self.written = None if counts.targets is None else counts.written(counts.targets)  # [checkpoints]
         self._kernels = None
         if layers.use_kernels:
-            from outrider.attention.recurrent_kernels import KernelStep
+            from outrider.mixers.recurrent.kernels import KernelStep
 
             self._kernels = KernelStep.of(counts, self.written, layers.pages, exact=layers.exact)
             return

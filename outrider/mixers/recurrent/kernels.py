@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.attention.checkpoint_pages import CheckpointPages
-from outrider.attention.recurrent import Gates, MixerParams, RecurrentMixer
 from outrider.kernels.recurrent import SHORT_RUN
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
 from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
 from outrider.kernels.triton.recurrent_step import LayerTensors, SaveTargets, StepInputs, StepTensors
 from outrider.kernels.triton.save_tails import save_tails
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentMixer
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages
 
 if TYPE_CHECKING:
-    from outrider.attention.recurrent_backend import LayerRows, StepCounts, Targets
+    from outrider.mixers.recurrent.layers import LayerRows, StepCounts, Targets
 
 
 class KernelStep:

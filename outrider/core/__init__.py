@@ -1,0 +1,33 @@
+"""Plain data that crosses boundaries: limits, lengths, what a step is told and what it answers. No torch here."""
+
+from outrider.core.lengths import Bound, Settled
+from outrider.core.limits import NULL_PAGE, NULL_ROW, Axis, Limits
+from outrider.core.step import (
+    Admission,
+    CheckpointWrite,
+    Finish,
+    HostDraft,
+    PageWrite,
+    RequestResult,
+    ScheduledBatch,
+    StepResult,
+    TokenLogprobs,
+)
+
+__all__ = [
+    "Admission",
+    "Axis",
+    "Bound",
+    "CheckpointWrite",
+    "Finish",
+    "HostDraft",
+    "Limits",
+    "NULL_PAGE",
+    "NULL_ROW",
+    "PageWrite",
+    "RequestResult",
+    "ScheduledBatch",
+    "Settled",
+    "StepResult",
+    "TokenLogprobs",
+]

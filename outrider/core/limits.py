@@ -1,0 +1,63 @@
+"""The sizes that every buffer, table and capacity is derived from, and the axes that buffers are declared by."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+NULL_PAGE = 0  # never owned by a request; padded and forgotten table entries point here
+NULL_ROW = 0  # never owned by a request; padded rows point here
+
+
+class Axis(enum.Enum):
+    """What an axis of a persistent buffer counts. A buffer is declared by these, never by bare integers."""
+
+    ROWS = "rows"  # running requests and the null row
+    REQUESTS = "requests"  # requests of one batch
+    STARTS = "starts"  # requests of one batch plus one (query starts)
+    TOKENS = "tokens"  # token rows of one batch
+    LENGTH = "length"  # tokens of one request
+    DRAFTS = "drafts"  # drafts of one request in one step
+    RUN = "run"  # tokens a step can yield for one request: drafts plus one
+    LOGIT_ROWS = "logit rows"  # rows that reach the sampler in one step
+    VOCAB = "vocabulary"
+    STOP_IDS = "stop ids"  # token ids that end a request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes that every buffer, table and capacity is derived from."""
+
+    max_requests: int
+    max_batched_tokens: int
+    max_len: int
+    max_drafts: int
+    vocab_size: int
+    max_stop_ids: int = 64
+    steps_in_flight: int = 2
+
+    def extent(self, axis: Axis) -> int:
+        match axis:
+            case Axis.ROWS | Axis.STARTS:
+                return self.max_requests + 1
+            case Axis.REQUESTS:
+                return self.max_requests
+            case Axis.TOKENS:
+                return self.max_batched_tokens
+            case Axis.LENGTH:
+                return self.max_len
+            case Axis.DRAFTS:
+                return self.max_drafts
+            case Axis.RUN:
+                return self.max_drafts + 1
+            case Axis.LOGIT_ROWS:
+                return min(self.max_batched_tokens, self.max_requests * (self.max_drafts + 1))
+            case Axis.VOCAB:
+                return self.vocab_size
+            case Axis.STOP_IDS:
+                return self.max_stop_ids
+
+    @property
+    def max_unsettled_tokens(self) -> int:
+        """Most tokens of one request that can be in steps whose results are not back."""
+        return self.steps_in_flight * self.max_batched_tokens

@@ -1,0 +1,1 @@
+"""Layers that keep a state per row: Mamba-2 and gated delta."""

@@ -1,0 +1,1 @@
+"""Captured steps: which there are, how they are captured, warmed up and measured."""
