@@ -213,6 +213,8 @@ find_ngram = Operation(
 
 # Sampling
 
+count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"))
+
 
 def sampling_kernels(logits: torch.Tensor) -> ModuleType | None:
     return triton_kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
