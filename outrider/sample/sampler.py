@@ -6,12 +6,14 @@ logit rows, their order or number. No device tensor is read by the host. It does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Literal
 
 import torch
 
 from outrider.kernels import ops
+from outrider.sample import fused
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -22,7 +24,9 @@ from outrider.sample.rows import SamplingRows
 
 LogprobsMode = Literal["raw", "processed"]
 
-CHUNK_ELEMENTS = 2**24  # logits worked on at a time: bounds the scratch
+# Logits worked on at a time: bounds the scratch, which kernels need less of.
+CHUNK_ELEMENTS = 2**24
+KERNEL_CHUNK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -41,37 +45,34 @@ def sample(
     extras: StepExtras,
     *,
     logprobs: LogprobsMode = "raw",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Sampled:
-    """Chooses from logits [L, V], float32 or float64, which are left as they are."""
+    """Chooses from logits [L, V], float32 or float64, which are left as they are. Kernels read all parameters from the
+    rows; the torch code takes lists from `extras`, which must be those of the batch where it runs."""
     num, vocab = logits.shape
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
-    extras.check(needs)
     if needs.is_draw:  # in one go: there is no scratch
         drawn = ops.draw(logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled)
         if drawn is not None:
             return Sampled(*drawn, None)
+    kernels = ops.sampling_kernels(logits) if fused.serves(rows, needs) else None
+    if kernels is None:
+        extras.check(needs)
+    if chunk_elements is None:
+        chunk_elements = CHUNK_ELEMENTS if kernels is None else KERNEL_CHUNK_ELEMENTS
+    chunk = _Chunk(logit_rows, rows, history, needs, extras, kernels)
     height = max(1, chunk_elements // vocab)
     if num <= height:
-        return _Chunk(logit_rows, rows, history, needs, extras).sample(logits, logprobs)
-    parts = []
-    for start in range(0, num, height):
-        stop = min(start + height, num)
-        chunk = _Chunk(_between(logit_rows, start, stop), rows, history, needs, extras.between(start, stop))
-        parts.append(chunk.sample(logits[start:stop], logprobs))
+        return chunk.sample(logits, logprobs)
+    cuts = [(start, min(start + height, num)) for start in range(0, num, height)]
+    parts = [chunk.between(*cut).sample(logits[slice(*cut)], logprobs) for cut in cuts]
     found = [part.logprobs for part in parts if part.logprobs is not None]
     return Sampled(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.bad for part in parts]),
         LogprobRows.join(found) if found else None,
     )
-
-
-def _between(logit_rows: LogitRows, start: int, stop: int) -> LogitRows:
-    at = slice(start, stop)
-    request, row = logit_rows.request[at], logit_rows.row[at]
-    return LogitRows(request, row, logit_rows.draft_index[at], logit_rows.position[at], counts=[])
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,17 @@ class _Chunk:
     history: History
     needs: StepNeeds
     extras: StepExtras
+    kernels: ModuleType | None
+
+    def between(self, start: int, stop: int) -> _Chunk:
+        at, own = slice(start, stop), self.logit_rows
+        some = LogitRows(own.request[at], own.row[at], own.draft_index[at], own.position[at], counts=[])
+        return replace(self, logit_rows=some, extras=self.extras.between(start, stop))
 
     def sample(self, logits: torch.Tensor, mode: LogprobsMode) -> Sampled:
+        if self.kernels is not None:
+            return Sampled(*fused.sample_fused(self.kernels, logits, self.logit_rows, self.rows, self.history,
+                                               self.needs, mode == "processed"))
         num_logprobs = self.needs.max_logprobs
         edited = self.edit(logits) if self.needs.any_edits else logits
         shaped = edited

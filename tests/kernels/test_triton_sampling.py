@@ -131,7 +131,7 @@ HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
     rows = SamplingRows(LIMITS, device)
-    rows.admit([Admission(row=i + 1, token_ids=[5, 6], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
+    rows.admit([Admission(row=i + 1, token_ids=[5, 5], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
                           seed=(1 << 40) * i - 3, sample_index=i) for i, one in enumerate(params)])  # fmt: skip
     return rows
 
