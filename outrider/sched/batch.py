@@ -73,7 +73,6 @@ class BatchBuilder:
             num_drafts=num_drafts,
             samples=samples,
             bounds=[r.bound.at_most for r in requests],
-            params=[r.input.params for r in requests],
             admissions=list(admissions),
             page_writes=granted.page_writes,
             clear_pages=granted.clear_pages,
