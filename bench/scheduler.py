@@ -23,7 +23,7 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request
+from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
 
 REQUESTS = (16, 64, 256, 1024)
@@ -72,7 +72,7 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     params = SamplingParams(max_tokens=None)
     for index in range(num_requests):
         length = context - index % PAGE_TOKENS
-        scheduler.add(Request(index, prompt[:length], params, end_len=context + room, seed=0))
+        scheduler.add(Request(index, prompt[:length], RequestInput(params, end_len=context + room, seed=0)))
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.update(StepResult(batch.step, [

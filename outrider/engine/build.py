@@ -35,8 +35,8 @@ from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
-from outrider.sched.drafts import AutoDrafts, FixedDrafts
-from outrider.sched.scheduler import DraftCounts, Scheduler
+from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.scheduler import Scheduler
 from outrider.spec.base import Drafter
 from outrider.spec.registry import DraftBuild, make_drafter
 from outrider.spec.scripted import SyntheticAcceptance
@@ -194,7 +194,7 @@ def _draft_counts(speculative: SpeculativeConfig | None, step: DeviceStep, limit
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
                        for n, first, each in costs.drafting) or "nothing")
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
-    return AutoDrafts(k, costs, always_propose=not has_layers)
+    return auto_drafts(k, costs, always_propose=not has_layers)
 
 
 def _host_drafter(speculative: SpeculativeConfig | None) -> SuffixDrafter | None:

@@ -66,7 +66,6 @@ def build(members: list[Member], padded: PaddedSize | None = None) -> tuple[Inpu
         step=0, request_ids=list(range(len(members))), epochs=[0] * len(members), rows=rows,
         num_known=[m.num_known for m in members], num_drafts=[m.num_drafts for m in members],
         samples=[m.samples for m in members], bounds=[m.computed + m.num_known + m.num_drafts for m in members],
-        params=[SamplingParams()] * len(members),
     )  # fmt: skip
     shape, ints = pack_host(batch, padded)
     return build_inputs(shape, torch.tensor(ints), state, LAYOUT.groups, LIMITS.max_len), state

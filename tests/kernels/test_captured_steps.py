@@ -58,7 +58,7 @@ class AsCaptured:
         step = self._rig.step
         self._rig._poison(batch)
         step.apply_host_writes(batch)
-        key = self.keys.key_for(batch)
+        key = self.keys.key_for(batch, step.state.params)
         if key is None:
             return read_result(batch, step.run(batch), 0.0)
         self.met.append(key)
