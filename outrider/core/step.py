@@ -76,7 +76,9 @@ class HostDraft:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What the scheduler asks of one step. Lists run over requests, in batch order; there may be none but folds."""
+    """What the scheduler asks of one step. Lists run over requests, in batch order; there may be none but folds.
+
+    Parameters of a request are not here: they travel once, in its admission, and the device side keeps them by row."""
 
     step: int
     request_ids: list[int]
@@ -86,7 +88,6 @@ class ScheduledBatch:
     num_drafts: list[int]  # drafts scheduled; the device may have fewer alive
     samples: list[bool]  # the known tokens scheduled reach the end of the known tokens
     bounds: list[int]  # computed tokens after this step, at most
-    params: list[SamplingParams]
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)  # pages that change group: zero before use

@@ -21,7 +21,7 @@ from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
 from outrider.runner.local import Runner
 from outrider.sample.rows import check_params
-from outrider.sched.request import Request
+from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler, Update
 
 log = logging.getLogger("outrider")
@@ -37,7 +37,7 @@ class _Live:
 
     def take(self, request: Request, result: RequestResult) -> bool:
         """Add what a step gave to one of the samples. True if that ends it, though the device does not know."""
-        if self.prompt_logprobs is not None and result.prompt_logprobs is not None and request.sample_index == 0:
+        if self.prompt_logprobs is not None and result.prompt_logprobs is not None and request.input.sample_index == 0:
             self.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
         return bool(result.run or result.finish) and self.samples[request.id].take(result)
 
@@ -86,7 +86,7 @@ class Engine:
         requests = [self._new_request(prompt_token_ids, params, i, priority, cache_salt) for i in range(params.n)]
         for request in requests:
             self.scheduler.add(request)
-            sample = SampleOutput(request.sample_index, params, self.tokenizer)
+            sample = SampleOutput(request.input.sample_index, params, self.tokenizer)
             live.samples[request.id] = sample
             output.outputs.append(sample.completion)
             self._owner[request.id] = request_id
@@ -185,10 +185,9 @@ class Engine:
                      salt: str | None) -> Request:
         limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
         seed = self._seed if params.seed is None else params.seed
-        return Request(
-            next(self._ids), prompt, params, end_len=min(limit, self.limits.max_len), seed=seed, eos_ids=self._eos_ids,
-            sample_index=index, priority=priority, cache_keys=() if salt is None else (f"salt={salt}",),
-        )  # fmt: skip
+        asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
+                             () if salt is None else (f"salt={salt}",))
+        return Request(next(self._ids), prompt, asked)
 
     def _emit(self, update: Update) -> str:
         request, result = update.request, update.result
@@ -215,12 +214,12 @@ class Engine:
         request_id = self._owner.pop(request.id)
         live = self._live[request_id]
         live.samples[request.id].end(request.finish, request.error)
-        metrics = live.output.metrics
-        metrics.num_cached_tokens = max(metrics.num_cached_tokens, request.num_hit_tokens)
-        metrics.num_preemptions += request.num_preemptions
-        metrics.num_steps += request.num_steps
-        metrics.num_draft_tokens += request.num_drafted
-        metrics.num_accepted_tokens += request.num_accepted
+        metrics, counted = live.output.metrics, request.stats
+        metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)
+        metrics.num_preemptions += counted.num_preemptions
+        metrics.num_steps += counted.num_steps
+        metrics.num_draft_tokens += counted.num_drafted
+        metrics.num_accepted_tokens += counted.num_accepted
         return request_id
 
     def _collect(self, request_id: str) -> RequestOutput | None:

@@ -13,7 +13,8 @@ from outrider.layers.base import Module, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 
 
 class SelfAttention(TokenMixer):
@@ -51,7 +52,8 @@ class SelfAttention(TokenMixer):
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""
         layer = self.layer
-        out = attend.fused(layer.index, qkv, angles, None if self.head_norm is None else self.head_norm.norms)
+        paged: PagedLayer = attend.mixer(layer.index)
+        out = paged.fused(qkv, angles, None if self.head_norm is None else self.head_norm.norms)
         if out is not None:
             return out
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
@@ -59,4 +61,4 @@ class SelfAttention(TokenMixer):
         if self.head_norm is not None:
             qk = self.head_norm(qk)
         qk = rotate(qk, angles)
-        return attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
+        return paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)

@@ -13,7 +13,7 @@ import torch
 
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 
 
 class Module:

@@ -12,7 +12,7 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer
 from outrider.layers.decoder import FusedLayer, PreNormLayer
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 
 
 class NativeDecoderLayer(FusedLayer):
@@ -39,5 +39,5 @@ class NativeDecoderLayer(FusedLayer):
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        added = attend.whole(self.index, self.weights_in_c, delta, residual, angles, self.head_norms)
+        added = attend.mixer(self.index).whole(self.weights_in_c, delta, residual, angles, self.head_norms)
         return self.plain(delta, residual, angles, attend) if added is None else (added, residual)

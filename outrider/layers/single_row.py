@@ -13,7 +13,7 @@ from outrider.layers.base import DecoderLayer
 from outrider.layers.decoder import FusedLayer, PreNormLayer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 
 
 class SingleRowLayer(FusedLayer):

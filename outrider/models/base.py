@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.cache.groups import LayerCache
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.layers.base import LayeredModule, Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
 from outrider.layers.norm import Delta, RMSNorm, copy_stream
 from outrider.layers.rotary import Rotary
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.config import ConfigReader, Sizes
 
 

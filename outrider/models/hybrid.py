@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.layers.rotary import RopeParams
 from outrider.mixers.recurrent.base import RecurrentMixer
 from outrider.models.base import Decoder
@@ -16,7 +16,7 @@ MTP_PREFIX = "mtp."  # of a drafter's tensors in the checkpoint, which the targe
 
 
 class HybridDecoder(Decoder):
-    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.recurrent` is called
+    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.mixer` is asked
 
     def cache_layers(self) -> list[LayerCache]:
         claims = [LayerCache(index, mixer.spec) for index, mixer in self.recurrent_layers.items()]

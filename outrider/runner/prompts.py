@@ -27,12 +27,13 @@ class PromptLogprobs:
 
 def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden,
                     state: RowState) -> PromptLogprobs | None:
-    asked = [p.prompt_logprobs for p in scheduled.params if p.prompt_logprobs is not None]
+    params = state.params.of_rows(scheduled.rows)
+    asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
     if not asked:
         return None
     view = inputs.batch.unpadded
     counts = [n if p.prompt_logprobs is not None else 0
-              for n, p in zip(scheduled.num_known, scheduled.params, strict=True)]
+              for n, p in zip(scheduled.num_known, params, strict=True)]
     starts: list[int] = []
     start = 0
     for length, count in zip(view.query_lens, counts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs
+from outrider.core.params import SamplingParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import to_host
 
@@ -22,18 +23,19 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
                       None, None, NAN_LOGITS if finish == Finish.ERROR else None)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run in parts
     ]  # fmt: skip
-    if result.logprobs is not None or result.prompt_logprobs is not None:
-        requests = _with_logprobs(scheduled, result, requests)
+    if result.params is not None:
+        requests = _with_logprobs(scheduled, result, result.params, requests)
     return StepResult(scheduled.step, requests, seconds, _written(scheduled, result))
 
 
-def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, plain: list[RequestResult]) -> list[RequestResult]:
+def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],
+                   plain: list[RequestResult]) -> list[RequestResult]:
     logprobs = None if result.logprobs is None else result.logprobs.to("cpu")
     prompts = None if result.prompt_logprobs is None else result.prompt_logprobs.rows.to("cpu")
     requests: list[RequestResult] = []
     logit_row = prompt_row = 0
     for i, part in enumerate(plain):
-        params = scheduled.params[i]
+        params = asked[i]
         own_logprobs: list[TokenLogprobs] | None = None
         if logprobs is not None and params.logprobs is not None:
             own_logprobs = to_host(logprobs, logit_row, logit_row + len(part.run), params.logprobs)

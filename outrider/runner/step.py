@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.core import ScheduledBatch
+from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import to_device
 from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import CachedLayers
@@ -54,6 +55,7 @@ class DeviceResult:
     prompt_logprobs: PromptLogprobs | None
     written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
     by_request: bool = False  # written is [requests, then folds]: whether its one checkpoint was
+    params: list[SamplingParams] | None = None  # of the scheduled requests, where log-probabilities are reported
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        self._cached = CachedLayers(model.attention_layers, pool, backend)
+        self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._folded: torch.Tensor | None = None  # by the last host writes
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
@@ -100,9 +102,10 @@ class DeviceStep:
 
     def plan(self, scheduled: ScheduledBatch, shape: BatchShape) -> StepPlan:
         counts = list(shape.logit_counts)
-        needs = StepNeeds.of(scheduled.params, counts)
-        extras = StepExtras.of(scheduled.params, counts, self.model.vocab_size, self.state.device)
-        any_sampled = any(not params.is_greedy for params in scheduled.params)
+        asked = self.state.params.of_rows(scheduled.rows)
+        needs = StepNeeds.of(asked, counts)
+        extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
+        any_sampled = any(not params.is_greedy for params in asked)
         targets = None if shape.has_targets else self.recurrent.targets(scheduled)
         return StepPlan(needs, extras, any_sampled, scheduled.propose, targets)
 
@@ -115,7 +118,9 @@ class DeviceStep:
         inputs, hidden, result = self.body(shape, device_ints, self.plan(scheduled, shape))
         prompts = prompt_logprobs(self.model, scheduled, inputs, hidden, self.state)
         reports = [written for written in (result.written, self._folded) if written is not None]
-        return replace(result, prompt_logprobs=prompts, written=torch.cat(reports) if reports else None)
+        # Kept with the result: the rows may have other owners when it is read.
+        asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
+        return replace(result, prompt_logprobs=prompts, written=torch.cat(reports) if reports else None, params=asked)
 
     def body(self, shape: BatchShape, ints: torch.Tensor, plan: StepPlan) -> tuple[Inputs, Hidden, DeviceResult]:
         """The part that can be captured: no host data but the shape and the plan."""
@@ -131,7 +136,8 @@ class DeviceStep:
 
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
-        return self.model.forward(view.token_ids, view.positions, self._cached.on(view, recurrent), taps)
+        bound = None if recurrent is None else recurrent.bind()
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Committed]:
         state, logit_rows = self.state, inputs.logit_rows

@@ -54,7 +54,7 @@ class BatchBuilder:
         not stored in the step that checks them."""
         reaches: dict[int, Reach] = {}
         for request, known, _, _, _, before in self._entries:
-            sure = min(request.known, before)  # computed when the step begins, whatever is in flight
+            sure = min(request.admitted_len, before)  # computed when the step begins, whatever is in flight
             least = max(request.settled.at_least, sure) + known
             reaches[request.id] = Reach(request.folded, max(request.folded, sure), least, before + known)
         return reaches
@@ -73,7 +73,6 @@ class BatchBuilder:
             num_drafts=num_drafts,
             samples=samples,
             bounds=[r.bound.at_most for r in requests],
-            params=[r.params for r in requests],
             admissions=list(admissions),
             page_writes=granted.page_writes,
             clear_pages=granted.clear_pages,

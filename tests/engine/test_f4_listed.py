@@ -13,6 +13,7 @@ from outrider.core.params import SamplingParams
 from outrider.runner.batch import PaddedSize
 from outrider.runner.graphs.keys import GraphKeys
 from outrider.runner.local import Padding
+from outrider.runner.rows import RowParams
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import Ask, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
@@ -29,13 +30,13 @@ ASKS = [
 class AsCaptured(Padding):
     """Sizes of the graphs that would serve; the other batches as they are."""
 
-    def __init__(self, keys: GraphKeys) -> None:
+    def __init__(self, keys: GraphKeys, params: RowParams) -> None:
         super().__init__()
-        self._keys = keys
+        self._keys, self._params = keys, params
         self.num_checkpoints = 0
 
     def size_for(self, batch: ScheduledBatch) -> PaddedSize:
-        key = self._keys.key_for(batch)
+        key = self._keys.key_for(batch, self._params)
         if key is None:
             return super().size_for(batch)
         self.num_checkpoints += key.has_targets
@@ -46,7 +47,8 @@ def run(family: str, *, as_captured: bool, drafter: ScriptedDrafter | None = Non
         **settings: Any) -> tuple[list[list[list[int]]], StateRig]:
     with StateRig(hybrid(family), drafter=drafter, overlap=False, max_num_seqs=3, **settings) as rig:
         if as_captured:
-            rig.runner._padding = AsCaptured(GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=False))
+            keys = GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=False)
+            rig.runner._padding = AsCaptured(keys, rig.step.state.params)
         return tokens_of(rig.run(ASKS)), rig
 
 

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.cache.groups import plan_groups  # noqa: E402
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
+from outrider.cache.groups import (
+    LayerCache,  # noqa: E402
+    plan_groups,  # noqa: E402
+)
+from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.runner import batch as batch_module  # noqa: E402
@@ -119,7 +121,7 @@ def make_batch(members: list[Member], rows: list[int]) -> ScheduledBatch:
     return ScheduledBatch(
         step=0, request_ids=list(count), epochs=[0 for _ in count], rows=rows, num_known=[m.num_known for m in members],
         num_drafts=[m.num_drafts for m in members], samples=[m.samples for m in members],
-        bounds=[m.computed + m.num_known + m.num_drafts for m in members], params=[SamplingParams() for _ in count],
+        bounds=[m.computed + m.num_known + m.num_drafts for m in members],
     )  # fmt: skip
 
 

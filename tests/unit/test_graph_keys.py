@@ -10,21 +10,33 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import CheckpointWrite, Limits, ScheduledBatch
+from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.runner.batch import PaddedSize, pack_host
 from outrider.runner.graphs.keys import GraphKeys, empty_batch, empty_shape, request_ladder, start_ladder
 from outrider.runner.results import read_result
+from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)
 
 
-def batch_of(num_drafts: list[int], num_known: int = 1, **params: Any) -> ScheduledBatch:
+def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
     count = len(num_drafts)
     rows = list(range(1, count + 1))
     return ScheduledBatch(0, list(range(count)), [0] * count, rows, [num_known] * count, num_drafts,
-                          [True] * count, [50] * count, [SamplingParams(temperature=0, **params)] * count)  # fmt: skip
+                          [True] * count, [50] * count)  # fmt: skip
+
+
+def row_params(**params: Any) -> RowParams:
+    """Of all rows; of a request that wants nothing special first."""
+    made = RowParams()
+    for asked in (SamplingParams(temperature=0), SamplingParams(temperature=0, **params)):
+        made.admit([Admission(row, [1], 1, 0, 9, (), asked, 0, 0) for row in range(1, 70)])
+    return made
+
+
+PLAIN = row_params()
 
 
 def graphs(*, is_settled: bool = True, is_costly: bool = True, takes_prompts: bool = True) -> GraphKeys:
@@ -37,7 +49,7 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
     """Nine requests with four drafts among them are thirteen tokens: they fit sixteen padded requests of one token
     each, and still need room for three drafts a request."""
     made, batch = graphs(), batch_of(num_drafts)
-    key = made.key_for(batch)
+    key = made.key_for(batch, PLAIN)
     assert key is not None and key.requests >= len(num_drafts) and key.tokens >= batch.num_tokens
     size = made.padded_size(key)
     assert size.drafts is not None and size.drafts >= max(num_drafts)
@@ -48,12 +60,13 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
         captured.requests, captured.tokens, captured.logit_rows, captured.most_drafts)  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [
-    batch_of([0], logprobs=1), batch_of([0], min_tokens=2), batch_of([0], logit_bias={3: 1.0}), batch_of([0] * 65),
-    batch_of([0], num_known=513),
+@pytest.mark.parametrize(("batch", "params"), [
+    (batch_of([0]), row_params(logprobs=1)), (batch_of([0]), row_params(min_tokens=2)),
+    (batch_of([0]), row_params(logit_bias={3: 1.0})), (batch_of([0] * 65), PLAIN),
+    (batch_of([0], num_known=513), PLAIN),
 ], ids=["logprobs", "min_tokens", "logit_bias", "too many requests", "too many tokens"])  # fmt: skip
-def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch) -> None:
-    assert graphs().key_for(batch) is None
+def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, params: RowParams) -> None:
+    assert graphs().key_for(batch, params) is None
 
 
 @pytest.mark.parametrize(("num_known", "num_drafts"), [
@@ -61,7 +74,7 @@ def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch) -> None:
 ])  # fmt: skip
 def test_a_batch_with_prompts_fits_its_graph(num_known: int, num_drafts: list[int]) -> None:
     made, batch = graphs(), batch_of(num_drafts, num_known)
-    key = made.key_for(batch)
+    key = made.key_for(batch, PLAIN)
     assert key is not None and key.has_prompts
     assert key.requests >= batch.num_requests and batch.num_tokens <= key.tokens <= batch.num_tokens * 9 // 8 + 64
     size = made.padded_size(key)
@@ -73,9 +86,9 @@ def test_a_batch_with_prompts_fits_its_graph(num_known: int, num_drafts: list[in
 
 def test_prompts_that_no_graph_serves() -> None:
     prompt, decoding = batch_of([0], num_known=9), batch_of([0])
-    assert graphs(takes_prompts=False).key_for(prompt) is None
-    assert graphs(takes_prompts=False).key_for(decoding) is not None
-    assert graphs(is_settled=False).key_for(decoding) is None
+    assert graphs(takes_prompts=False).key_for(prompt, PLAIN) is None
+    assert graphs(takes_prompts=False).key_for(decoding, PLAIN) is not None
+    assert graphs(is_settled=False).key_for(decoding, PLAIN) is None
 
 
 @pytest.mark.parametrize("is_costly", [False, True])
@@ -89,7 +102,7 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             if not is_costly and propose not in (0, 3):
                 continue  # it always proposes all it can
             batch = replace(batch_of([drafts] + [0] * (requests - 1)), propose=propose)
-            key = made.key_for(batch)
+            key = made.key_for(batch, PLAIN)
             assert key is not None
             keys.add(key)
             serving = key if key in at_start else made.wider(key)
@@ -110,8 +123,8 @@ def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:
 def test_checkpoints_are_integers_of_a_captured_batch() -> None:
     """One boundary per padded request, or -1, behind everything else; the graph has room for them."""
     made, batch = graphs(), replace(batch_of([1, 0, 2]), checkpoints=writes((3, 48), (1, 32)))
-    key = made.key_for(batch)
-    assert key is not None and key.has_targets and key != made.key_for(batch_of([1, 0, 2]))
+    key = made.key_for(batch, PLAIN)
+    assert key is not None and key.has_targets and key != made.key_for(batch_of([1, 0, 2]), PLAIN)
     shape, ints = pack_host(batch, made.padded_size(key))
     captured = empty_shape(key, LIMITS.max_drafts, LIMITS.max_len)
     assert ints[-key.requests :] == [32, -1, 48] + [-1] * (key.requests - 3)
@@ -122,8 +135,8 @@ def test_checkpoints_are_integers_of_a_captured_batch() -> None:
 
 def test_several_checkpoints_of_a_request_and_folds_run_eagerly() -> None:
     several = replace(batch_of([0, 0]), checkpoints=writes((1, 32), (2, 48), (1, 48)))
-    assert graphs().key_for(several) is None
-    assert graphs().key_for(replace(batch_of([0]), folds=writes((2, 16)))) is None
+    assert graphs().key_for(several, PLAIN) is None
+    assert graphs().key_for(replace(batch_of([0]), folds=writes((2, 16))), PLAIN) is None
     with pytest.raises(ValueError, match="several checkpoints"):
         pack_host(several, PaddedSize(2, 2, has_targets=True))
 

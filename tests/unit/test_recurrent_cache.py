@@ -10,14 +10,13 @@ import pytest
 from hypothesis import strategies as st
 
 from outrider.cache.checkpoints import Reach
-from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import RecurrentKind
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request
+from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
 from tests.unit.schedule_driver import MAX_LEN, PLAIN, Driver, Scenario
@@ -272,7 +271,7 @@ def scheduler(max_drafts: int = 3, steps: int = 1, num_pages: int = 60) -> Sched
 
 def request(index: int, prompt: Sequence[int], new: int = 20) -> Request:
     params = SamplingParams(max_tokens=None)
-    return Request(index, list(prompt), params, end_len=len(prompt) + new, seed=0)
+    return Request(index, list(prompt), RequestInput(params, end_len=len(prompt) + new, seed=0))
 
 
 def play(batch: ScheduledBatch, state: dict[int, tuple[int, int]], accepted: int = 0, finish: Finish = Finish.NO,
@@ -517,7 +516,8 @@ def test_another_turn_begins_where_the_last_one_ended() -> None:
         text = first.token_ids
         if len(text) + 2 > MAX_LEN:
             continue
-        driver.scheduler.add(Request(1, [*text, 1], PLAIN, end_len=len(text) + 2, seed=0, cache_keys=first.cache_keys))
+        asked = RequestInput(PLAIN, end_len=len(text) + 2, seed=0, cache_keys=first.input.cache_keys)
+        driver.scheduler.add(Request(1, [*text, 1], asked))
         batch = driver.scheduler.schedule()
         assert batch is not None
         hits.append(batch.admissions[0].computed == (len(text) - 1) // 4 * 4)

@@ -18,10 +18,9 @@ def result(run: int, drafted: int = 0, accepted: int = 0) -> RequestResult:
 
 def batch(drafts: list[int], samples: list[bool], hits: list[int]) -> ScheduledBatch:
     count = len(drafts)
-    params = [SamplingParams()] * count
-    admissions = [Admission(i + 1, [1, 2, 3], 3, hit, 9, (), params[0], 0, 0) for i, hit in enumerate(hits)]
+    admissions = [Admission(i + 1, [1, 2, 3], 3, hit, 9, (), SamplingParams(), 0, 0) for i, hit in enumerate(hits)]
     rows = list(range(1, count + 1))
-    return ScheduledBatch(0, rows, [0] * count, rows, [1] * count, drafts, samples, [1] * count, params, admissions)
+    return ScheduledBatch(0, rows, [0] * count, rows, [1] * count, drafts, samples, [1] * count, admissions)
 
 
 def filled() -> EngineStats:

@@ -40,7 +40,7 @@ class PendingStep(Future[StepResult]):
         self._done.synchronize()
         late = self._device_result
         host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, self._written,
-                            late.by_request)
+                            late.by_request, late.params)
         return read_result(self._batch, host, time.perf_counter() - self._queued)
 
 
@@ -87,7 +87,7 @@ class CudaRunner:
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
-        key = None if self.graphs is None else self.graphs.keys.key_for(batch)
+        key = None if self.graphs is None else self.graphs.keys.key_for(batch, self.device_step.state.params)
         if key is None or self.graphs is None:
             self.num_eager += 1
             size = self._padding.size_for(batch)

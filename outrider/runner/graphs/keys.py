@@ -16,6 +16,7 @@ import torch
 from outrider.core import Limits, ScheduledBatch
 from outrider.mixers.batch import LengthBound
 from outrider.runner.batch import BatchShape, PaddedSize
+from outrider.runner.rows import RowParams
 from outrider.runner.step import StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.spec.base import Drafter
@@ -65,14 +66,13 @@ class GraphKeys:
         self._at_start = start_ladder(limits.max_requests)
         self._prompt_requests, self._prompt_tokens = prompt_ladders(limits)
 
-    def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
+    def key_for(self, batch: ScheduledBatch, params: RowParams) -> GraphKey | None:
         """The graph that serves a batch; None if it asks the sampler for more than a draw, folds rows that ended, may
         write several checkpoints of one request, or fills a drafter's slots of a hit."""
         targets = [write.row for write in batch.checkpoints]
         if batch.folds or len(set(targets)) < len(targets):
             return None
-        distinct = {id(params): params for params in batch.params}.values()
-        if batch.num_requests > self._ladder[-1] or not all(params.is_plain for params in distinct):
+        if batch.num_requests > self._ladder[-1] or not params.are_plain(batch.rows):
             return None
         if self._drafter is not None and not self._drafter.is_settled:
             return None

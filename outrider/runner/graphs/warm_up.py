@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
-from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
 from outrider.layers.router import Router
@@ -38,7 +37,7 @@ def dead_batch(lens: list[int], drafts: int, bound: int) -> ScheduledBatch:
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
         num_known=[max(1, n - drafts) for n in lens], num_drafts=[min(drafts, n - 1) for n in lens],
-        samples=[True] * count, bounds=[bound] * count, params=[SamplingParams(temperature=0)] * count,
+        samples=[True] * count, bounds=[bound] * count,
     )  # fmt: skip
 
 

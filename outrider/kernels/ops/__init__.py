@@ -12,6 +12,19 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels import native, reference
+from outrider.kernels.ops.operation import (
+    UP_TO_FLOAT32,
+    Kernel,
+    Operation,
+    has_native,
+    has_triton,
+    native_kernel,
+    operations,
+    triton_kernel,
+    using,
+)
+
+__all__ = ["Kernel", "Operation", "has_native", "has_triton", "native_kernel", "operations", "triton_kernel", "using"]
 
 TINY_WEIGHT = 7 << 20  # bytes
 
@@ -72,20 +85,10 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return result
 
 
-def gated_norm(
-    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, gate_first: bool
-) -> torch.Tensor:
-    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z), on y or on the result."""
-    module = (_kernels(y) if y.is_cuda else None) or reference
-    result: torch.Tensor = module.gated_norm(y, z, weight, group_size, eps, gate_first)
-    return result
-
-
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """The square of relu, of [tokens, width]."""
-    module = (_kernels(x) if x.is_cuda else None) or reference
-    result: torch.Tensor = module.relu2(x)
-    return result
+gated_norm = Operation(
+    reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32)
+)
+relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -201,12 +204,11 @@ def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) ->
 # Text
 
 
-def find_ngram(tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, most: int, min_n: int,
-               max_n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What followed the last time a row's text ended like this."""
-    module = (triton_kernels() or reference) if tokens.is_cuda else native
-    drafts, counts = module.find_ngram(tokens, known, rows, width, most, min_n, max_n)
-    return drafts, counts
+find_ngram = Operation(
+    reference.find_ngram,
+    native_kernel("outrider.kernels.native:find_ngram"),
+    triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
+)
 
 
 # Sampling

@@ -1,0 +1,154 @@
+"""An operation of the table: a torch reference that says what it means, and the kernels that may carry it out.
+
+    rms_norm = Operation(
+        reference.rms_norm,
+        native_kernel("outrider.kernels.native:rms_norm", dtypes=FLOAT32),
+        triton_kernel("outrider.kernels.triton.norm:rms_norm", dtypes=UP_TO_FLOAT32),
+    )
+    normed = rms_norm(x, weight, eps)     # has the signature of the reference, also for mypy
+
+A call runs the first kernel that serves the device and the dtype of its *subject*, the first argument unless the row
+says otherwise, and whose `takes` agrees to the arguments; the reference where none does. Nobody else chooses. Kernels
+are imported at their first use. A variant with exact arithmetic, or its refusal, would be one more column of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial, update_wrapper
+from importlib import import_module
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLOAT32 = (torch.float32,)
+BFLOAT16 = (torch.bfloat16,)
+UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+ANY_DTYPE: tuple[torch.dtype, ...] = ()
+
+REFERENCE = "reference"
+_operations: dict[str, Operation[..., Any]] = {}
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether there is a GPU, and a Triton that compiles for it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import_module("outrider.kernels.triton")
+    except ImportError:
+        return False
+    return True
+
+
+def has_native() -> bool:
+    return bool(import_module("outrider.kernels.native").available())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to carry out an operation, and the conditions under which it serves."""
+
+    kind: str  # "native", "triton", or a name of your own
+    device_type: str  # of the subject
+    function: str | Callable[..., Any]  # "module:function" is imported when it is first needed
+    dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # of the subject
+    takes: Callable[..., bool] | None = None  # asked at every call, with the arguments of the call
+    is_available: Callable[[], bool] = lambda: True  # asked once
+
+    def load(self) -> Callable[..., Any]:
+        if callable(self.function):
+            return self.function
+        module, _, name = self.function.partition(":")
+        loaded: Callable[..., Any] = getattr(import_module(module), name)
+        return loaded
+
+
+native_kernel = partial(Kernel, "native", "cpu", is_available=has_native)
+triton_kernel = partial(Kernel, "triton", "cuda", is_available=has_triton)
+
+
+_Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a kernel takes a call, and the kernel
+
+
+class Operation(Generic[P, R]):
+    """Callable like its reference. `subject` finds the tensor that decides, where that is not the first argument."""
+
+    def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
+                 subject: Callable[..., torch.Tensor] | None = None) -> None:
+        self.reference, self.kernels, self.subject = reference, kernels, subject
+        self.name = name or reference.__name__
+        assert self.name not in _operations, f"there is an operation {self.name} already"
+        _operations[self.name] = self
+        self._forced = ""  # the kind that `using` asks for
+        self._candidates: dict[tuple[torch.device, torch.dtype], list[_Candidate]] = {}
+        update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **options: P.kwargs) -> R:
+        subject: Any = args[0] if self.subject is None else self.subject(*args, **options)
+        candidates = self._candidates.get((subject.device, subject.dtype))
+        if candidates is None:
+            candidates = self._find_candidates(subject)
+        for takes, run in candidates:
+            if takes is None or takes(*args, **options):
+                result: R = run(*args, **options)
+                return result
+        return self.reference(*args, **options)
+
+    def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
+        """The function that a call with these arguments would run."""
+        subject: Any = args[0] if self.subject is None else self.subject(*args, **options)
+        taken = (run for takes, run in self._find_candidates(subject) if takes is None or takes(*args, **options))
+        return next(taken, self.reference)
+
+    def add(self, kernel: Kernel) -> None:
+        """Is asked before the kernels that are there."""
+        self.kernels = (kernel, *self.kernels)
+        self._candidates.clear()
+
+    def force(self, kind: str) -> None:
+        """See `using`."""
+        self._forced = kind
+        self._candidates.clear()
+
+    def _find_candidates(self, subject: torch.Tensor) -> list[_Candidate]:
+        key = subject.device, subject.dtype
+        if key not in self._candidates:
+            self._candidates[key] = [(kernel.takes, kernel.load()) for kernel in self._serving(subject)]
+        return self._candidates[key]
+
+    def _serving(self, subject: torch.Tensor) -> Iterator[Kernel]:
+        for kernel in self.kernels:
+            is_forced = kernel.kind == self._forced
+            is_placed = kernel.device_type == subject.device.type and kernel.is_available() and not self._forced
+            if (is_forced or is_placed) and (not kernel.dtypes or subject.dtype in kernel.dtypes):
+                yield kernel
+
+
+def operations() -> dict[str, Operation[..., Any]]:
+    """The table, by names. What other packages declare is in it once they are imported."""
+    return dict(_operations)
+
+
+@contextmanager
+def using(kind: str, *chosen: Operation[..., Any]) -> Iterator[None]:
+    """Inside, these operations, or all, run their kernels of one kind on any device, or their reference ("reference").
+
+    For tests: Triton's kernels run on the CPU under its interpreter. Operations without such a kernel, and calls that
+    it does not take, run the reference. Holds for all threads.
+    """
+    forced: Iterable[Operation[..., Any]] = chosen or tuple(_operations.values())
+    before = [(operation, operation._forced) for operation in forced]
+    for operation, _ in before:
+        operation.force(kind)
+    try:
+        yield
+    finally:
+        for operation, kind_before in before:
+            operation.force(kind_before)
