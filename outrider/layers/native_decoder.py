@@ -13,12 +13,14 @@ from outrider.layers.base import DecoderLayer
 from outrider.layers.decoder import FusedLayer, PreNormLayer
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import PagedLayer
+from outrider.mixers.paged.native_backend import NativeBackend
 
 
 class NativeDecoderLayer(FusedLayer):
     def __init__(self, plain: PreNormLayer, attention: SelfAttention, weights: LayerWeights) -> None:
         super().__init__(plain)
-        self.index, self.weights_in_c = attention.layer.index, weights
+        self.index, self.native_weights = attention.layer.index, weights
         self.head_norms = None if attention.head_norm is None else attention.head_norm.norms
 
     @classmethod
@@ -39,5 +41,9 @@ class NativeDecoderLayer(FusedLayer):
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        added = attend.mixer(self.index).whole(self.weights_in_c, delta, residual, angles, self.head_norms)
-        return self.plain(delta, residual, angles, attend) if added is None else (added, residual)
+        paged: PagedLayer = attend.mixer(self.index)
+        if isinstance(paged.backend, NativeBackend):
+            added = paged.backend.decoder_layer(paged, self.native_weights, delta, residual, angles, self.head_norms)
+            if added is not None:
+                return added, residual
+        return self.plain(delta, residual, angles, attend)
