@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels import native, reference
+from outrider.kernels import native, ops, reference
 from outrider.mixers.batch import BatchView, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, PagedLayer, Rope, check_writes
 
@@ -21,6 +21,7 @@ class Plan:
     view: BatchView
     page_table: torch.Tensor
     slots: torch.Tensor
+    requests: native.Requests | None  # None if the C code does not take them
 
 
 class NativeBackend(Backend):
@@ -28,7 +29,9 @@ class NativeBackend(Backend):
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        return Plan(view, view.page_table(group), view.slots(group).contiguous())
+        table = view.page_table(group)
+        requests = native.make_requests(table, view.query_starts, view.lengths, view.live, view.key_starts)
+        return Plan(view, table, view.slots(group).contiguous(), requests)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -43,7 +46,7 @@ class NativeBackend(Backend):
         write = _rope_write(layer, cache, rope, norms, plan)
         if write is None:
             return None
-        native.rope_write(qkv, *write)
+        ops.rope_write(qkv, *write)
         q = qkv[:, : layer.num_heads * layer.head_dim].view(-1, layer.num_heads, layer.head_dim)
         return self._attend(layer, cache, q, plan)
 
@@ -53,17 +56,15 @@ class NativeBackend(Backend):
         delta's memory; or None, with nothing done, if the layer must be done in parts."""
         layer, plan = paged.layer, paged.plan
         write = _rope_write(layer, paged.cache, rope, norms, plan)
-        if write is None:
+        if write is None or plan.requests is None:
             return None
-        view = plan.view
-        attention = native.Attention(plan.page_table, view.query_starts, view.lengths, view.live, layer.scale,
-                                     layer.window or 0, layer.softcap or 0.0, view.key_starts)
+        attention = native.Attention(plan.requests, layer.scale, layer.window or 0, layer.softcap or 0.0)
         return native.decoder_layer(weights, delta, residual, write, attention)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
-        out = native.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                     layer.scale, layer.window or 0, layer.softcap or 0.0, key_starts=view.key_starts)
+        out = ops.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
+                                  layer.scale, layer.window or 0, layer.softcap or 0.0, view.key_starts)
         return out.view(-1, layer.num_heads * layer.head_dim)
 
 
@@ -75,4 +76,4 @@ def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: 
     cos, sin = rope.halves
     q_norm, k_norm, eps = (None, None, 1e-6) if norms is None else norms[:3]
     return native.RopeWrite(rope.positions, cos, sin, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
-                            rotary_dim=2 * cos.shape[1])
+                            2 * cos.shape[1])
