@@ -15,12 +15,12 @@ from outrider.cache.groups import Group
 from outrider.core import Limits
 from outrider.kernels.triton import (
     QueryTiles,
-    Work,
+    SplitList,
     cache_write,
     decode_attention,
     device_query_tiles,
-    list_work,
-    pays_listing,
+    list_splits,
+    pays_split_list,
     prefill_attention,
     prepare_counters,
     query_tiles,
@@ -46,19 +46,19 @@ class Plan:
     long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
     may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
     tiles: QueryTiles | None = None
-    works: dict[tuple[int | None, ...], Work] = field(default_factory=dict)
+    split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
 
-    def work_for(self, layer: AttentionLayer, live: torch.Tensor, itemsize: int) -> Work | None:
+    def splits_for(self, layer: AttentionLayer, live: torch.Tensor, itemsize: int) -> SplitList | None:
         """The splits for the decode kernel: one list for all layers with the same heads and window."""
-        if not self.may_list or not pays_listing(self.view.num_requests, layer.window):
+        if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         key = (*heads, layer.window)
-        if key not in self.works:
-            self.works[key] = list_work(self.lengths, live, *heads, itemsize, max_query=self.short_query,
+        if key not in self.split_lists:
+            self.split_lists[key] = list_splits(self.lengths, live, *heads, itemsize, max_query=self.short_query,
                                         max_length=self.view.max_length.tokens, window=layer.window,
                                         key_starts=self.key_starts)
-        return self.works[key]
+        return self.split_lists[key]
 
     def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
         """Tiles for the prefill kernel, None where no request is for it. Layers of a group have the same heads."""
@@ -122,7 +122,7 @@ class TritonBackend(Backend):
             live = plan.live if plan.short_live is None else plan.short_live
             longest = plan.view.max_length.tokens
             decode_attention(*tensors, live, max_query=plan.short_query, max_length=longest,
-                             work=plan.work_for(layer, live, q.element_size()), **options)
+                             splits=plan.splits_for(layer, live, q.element_size()), **options)
         tiles = plan.tiles_for(layer)
         if tiles is not None:
             prefill_attention(*tensors, plan.live, tiles, fill_padding=not plan.short_query, **options)
