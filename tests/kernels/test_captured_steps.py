@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.core import StepForm  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.triton import attention_cut  # noqa: E402
+from outrider.kernels.triton import attention_splits  # noqa: E402
 from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
@@ -58,14 +58,14 @@ def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]
 def by_lists() -> Iterator[None]:
     """Attention by lists of splits, as with many requests and long contexts."""
     patches: list[tuple[Any, str, Any]] = [
-        (triton_backend, "pays_listing", lambda num_requests, window: True), (triton_backend, "ENOUGH_LAYERS", 1),
-        (attention_cut, "listed_split", lambda programs, sms, padded_dim: 16),
-        (attention_cut, "decode_config", lambda *shape: attention_cut.DecodeConfig(block_n=16, max_rows=16)),
+        (triton_backend, "pays_split_list", lambda num_requests, window: True), (triton_backend, "ENOUGH_LAYERS", 1),
+        (attention_splits, "least_listed_split", lambda programs, sms, padded_dim: 16),
+        (attention_splits, "decode_config", lambda *shape: attention_splits.DecodeConfig(block_n=16, max_rows=16)),
     ]  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in patches:
             stack.enter_context(mock.patch.object(module, name, value))
-        made = stack.enter_context(mock.patch.object(triton_backend, "list_work", wraps=attention_cut.list_work))
+        made = stack.enter_context(mock.patch.object(triton_backend, "list_splits", wraps=attention_splits.list_splits))
         yield
     assert made.call_count > 0
 

@@ -15,12 +15,12 @@ from outrider.cache.groups import Group
 from outrider.core import Limits
 from outrider.kernels.triton import (
     QueryTiles,
-    Work,
+    SplitList,
     cache_write,
     decode_attention,
     device_query_tiles,
-    list_work,
-    pays_listing,
+    list_splits,
+    pays_split_list,
     prefill_attention,
     prepare_counters,
     query_tiles,
@@ -67,24 +67,25 @@ class Plan:
     prefill: NoPrefill | HostPrefill | DevicePrefill
     may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
     tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
-    works: dict[tuple[int | None, ...], Work] = field(default_factory=dict)
+    split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
 
     @property
     def key_starts(self) -> torch.Tensor | None:
         """As kernels take them: none where every key may be seen."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
-    def work_for(self, layer: AttentionLayer, itemsize: int) -> Work | None:
+    def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
         """The splits for the decode kernel: one list for all layers with the same heads and window."""
-        if not self.may_list or not pays_listing(self.view.num_requests, layer.window):
+        if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         key = (*heads, layer.window)
-        if key not in self.works:
-            self.works[key] = list_work(self.view.lengths_int32, self.decode_live, *heads, itemsize,
-                                        max_query=self.decode_max_query, max_length=self.view.max_length.tokens,
-                                        window=layer.window, key_starts=self.key_starts)
-        return self.works[key]
+        if key not in self.split_lists:
+            self.split_lists[key] = list_splits(
+                self.view.lengths_int32, self.decode_live, *heads, itemsize, max_query=self.decode_max_query,
+                max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
+            )  # fmt: skip
+        return self.split_lists[key]
 
     def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
         """Tiles for the prefill kernel, None where no request is for it."""
@@ -151,7 +152,8 @@ class TritonBackend(Backend):
         tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
         if plan.decode_max_query:
             decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
-                             max_length=view.max_length.tokens, work=plan.work_for(layer, q.element_size()), **options)
+                             max_length=view.max_length.tokens, splits=plan.splits_for(layer, q.element_size()),
+                             **options)
         tiles = plan.tiles_for(layer)
         if tiles is not None:
             prefill_attention(*tensors, view.live_int32, tiles, fill_padding=not plan.decode_max_query, **options)
