@@ -16,6 +16,7 @@ from outrider.formats.base import LinearFormat, NativeProduct
 from outrider.formats.registry import format_for
 from outrider.formats.slots import HeadLayout, StoredWeight, WeightSlot
 from outrider.kernels import ops
+from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct, make_product
 
 WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
@@ -33,7 +34,7 @@ class DenseLinear(LinearFormat):
     def empty(
         cls, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> DenseLinear:
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
         return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
 
     def slots(self, prefix: str, first: int, count: int, layout: HeadLayout | None = None) -> dict[str, WeightSlot]:

@@ -12,6 +12,7 @@ import torch
 
 from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
+from outrider.kernels.buffers import empty_weight
 
 
 class ExpertsFormat(ABC):
@@ -46,8 +47,8 @@ class DenseExperts(ExpertsFormat):
     ) -> None:  # fmt: skip
         self._expert_size = expert_size
         rows = 2 * expert_size if is_gated else expert_size
-        self._gate_up = torch.empty(num_experts, rows, hidden_size, dtype=dtype, device=device)
-        self._down = torch.empty(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self._gate_up = empty_weight(num_experts, rows, hidden_size, dtype=dtype, device=device)
+        self._down = empty_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
 
     @property
     def weight_bytes(self) -> int:
