@@ -10,8 +10,10 @@ from outrider.core.step import (
     PageWrite,
     RequestResult,
     ScheduledBatch,
+    StepForm,
     StepResult,
     TokenLogprobs,
+    Uncaptured,
 )
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "RequestResult",
     "ScheduledBatch",
     "Settled",
+    "StepForm",
     "StepResult",
     "TokenLogprobs",
+    "Uncaptured",
 ]

@@ -179,6 +179,7 @@ class Engine:
             self.scheduler.fail_step(f"a step failed: {error!r}")
             return []
         self._in_flight.popleft()
+        self.stats.observe_step(result)
         return self.scheduler.update(result)
 
     def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,

@@ -56,6 +56,10 @@ class DraftHead(LayeredModule, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.logits(hidden) if self.own_output is None else self.own_output.wide(hidden)
 
+    def module(self) -> DraftHead:
+        """A head is the module that a drafter of its kind runs."""
+        return self
+
     def weight_bytes(self) -> int:
         held = [slot.target for slot in self.weights().values()] + self._own_tensors
         return sum(tensor.numel() * tensor.element_size() for tensor in held)

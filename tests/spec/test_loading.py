@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
+from outrider.models.head import DraftHead
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild
-from outrider.spec.eagle import HeadNetwork
 from outrider.spec.registry import make_drafter as build_drafter
 from tests.engine.harness import Ask as Request
 from tests.engine.harness import Rig, greedy, prompt_of, tiny_model, tokens_of
@@ -46,8 +46,8 @@ def with_tensors(drafter: Drafter, drop: tuple[str, ...] = (), **added: torch.Te
 
 
 def head_of(drafter: AutoregressiveDrafter) -> Any:
-    assert isinstance(drafter.network, HeadNetwork)
-    return drafter.network.head
+    assert isinstance(drafter.network, DraftHead)
+    return drafter.network
 
 
 # What is refused

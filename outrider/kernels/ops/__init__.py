@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import reference
+from outrider.kernels import drafting, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
@@ -254,6 +254,23 @@ def choose(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
         return None
     result: torch.Tensor = kernels.choose_scaled(scaled, row, position, kernels.Keys(*keys))
     return result
+
+
+# Steps and proposals
+
+
+prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
+                         subject=lambda packet, *_, **__: packet.rows)
+commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"))
+store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"))
+plan_draft_passes = Operation(drafting.plan_draft_passes,
+                              triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
+                              subject=lambda requests, *_, **__: requests.rows)
+plan_reading_pass = Operation(drafting.plan_reading_pass,
+                              triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
+                              subject=lambda requests, *_, **__: requests.rows)
+forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
+                         subject=lambda requests, *_, **__: requests.rows)
 
 
 def _triton() -> ModuleType:
