@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request
+from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
 
 REQUESTS = (16, 64, 256, 1024)
@@ -72,7 +72,7 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     params = SamplingParams(max_tokens=None)
     for index in range(num_requests):
         length = context - index % PAGE_TOKENS
-        scheduler.add(Request(index, prompt[:length], params, end_len=context + room, seed=0))
+        scheduler.add(Request(index, prompt[:length], RequestInput(params, end_len=context + room, seed=0)))
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.update(StepResult(batch.step, [

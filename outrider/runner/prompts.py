@@ -12,7 +12,7 @@ import torch
 from outrider.core import ScheduledBatch
 from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import Inputs
+from outrider.runner.batch import EagerShape, Inputs
 from outrider.runner.rows import RowState
 from outrider.sample.logprobs import LogprobRows, logprob_rows
 
@@ -27,15 +27,17 @@ class PromptLogprobs:
 
 def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden,
                     state: RowState) -> PromptLogprobs | None:
-    asked = [p.prompt_logprobs for p in scheduled.params if p.prompt_logprobs is not None]
+    params = state.params.of_rows(scheduled.rows)
+    asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
     if not asked:
         return None
     view = inputs.batch.unpadded
+    assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
     counts = [n if p.prompt_logprobs is not None else 0
-              for n, p in zip(scheduled.num_known, scheduled.params, strict=True)]
+              for n, p in zip(scheduled.num_known, params, strict=True)]
     starts: list[int] = []
     start = 0
-    for length, count in zip(view.query_lens, counts, strict=True):
+    for length, count in zip(inputs.shape.queries.lens, counts, strict=False):
         starts += range(start, start + count)
         start += length
     token_rows = to_device(starts, torch.int64, state.device)

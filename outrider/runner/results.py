@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs
+from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
+from outrider.core.params import SamplingParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import to_host
 
@@ -14,7 +15,9 @@ NAN_LOGITS = (
 FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
 
 
-def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float) -> StepResult:
+def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
+                uncaptured: Uncaptured | None = None) -> StepResult:
+    """uncaptured: why the step replayed no captured one, if it did not."""
     # Counts and runs are padded.
     parts = zip(scheduled.request_ids, scheduled.epochs, result.counts.tolist(), result.run.tolist(), strict=False)
     requests = [
@@ -22,18 +25,19 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
                       None, None, NAN_LOGITS if finish == Finish.ERROR else None)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run in parts
     ]  # fmt: skip
-    if result.logprobs is not None or result.prompt_logprobs is not None:
-        requests = _with_logprobs(scheduled, result, requests)
-    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result))
+    if result.params is not None:
+        requests = _with_logprobs(scheduled, result, result.params, requests)
+    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
 
 
-def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, plain: list[RequestResult]) -> list[RequestResult]:
+def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],
+                   plain: list[RequestResult]) -> list[RequestResult]:
     logprobs = None if result.logprobs is None else result.logprobs.to("cpu")
     prompts = None if result.prompt_logprobs is None else result.prompt_logprobs.rows.to("cpu")
     requests: list[RequestResult] = []
     logit_row = prompt_row = 0
     for i, part in enumerate(plain):
-        params = scheduled.params[i]
+        params = asked[i]
         own_logprobs: list[TokenLogprobs] | None = None
         if logprobs is not None and params.logprobs is not None:
             own_logprobs = to_host(logprobs, logit_row, logit_row + len(part.run), params.logprobs)

@@ -9,9 +9,31 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import Admission, Axis, HostDraft, Limits, PageWrite
+from outrider.core import NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite
+from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
+
+
+class RowParams:
+    """Sampling parameters of each row, as its last admission gave them: what the host side decides steps by. A row that
+    was released keeps them until it is taken again; no batch names it before."""
+
+    def __init__(self) -> None:
+        self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
+        self._not_plain: set[int] = set()
+
+    def admit(self, admissions: list[Admission]) -> None:
+        for admission in admissions:
+            self._by_row[admission.row] = admission.params
+            (self._not_plain.discard if admission.params.is_plain else self._not_plain.add)(admission.row)
+
+    def of_rows(self, rows: list[int]) -> list[SamplingParams]:
+        return [self._by_row[row] for row in rows]
+
+    def are_plain(self, rows: list[int]) -> bool:
+        """Whether none of the rows asks for more than a draw."""
+        return self._not_plain.isdisjoint(rows)
 
 
 class RowState:
@@ -27,6 +49,7 @@ class RowState:
         self.drafts = rows(Axis.DRAFTS)
         self.num_drafts = rows()
         self.sampling = SamplingRows(limits, device)
+        self.params = RowParams()
         self.page_tables = [
             torch.zeros(self.known.shape[0], group.kind.capacity(limits).table_width, dtype=torch.int32, device=device)
             for group in groups
@@ -45,6 +68,7 @@ class RowState:
         self.num_drafts.index_fill_(0, rows, 0)
         self.alive.index_fill_(0, rows, True)
         self.sampling.admit(admissions)
+        self.params.admit(admissions)
 
     def write_pages(self, writes: list[PageWrite]) -> None:
         """Later writes of a cell win, so repeats are folded here: one indexed write has no order."""

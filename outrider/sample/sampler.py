@@ -88,7 +88,7 @@ class _Chunk:
 
     def between(self, start: int, stop: int) -> _Chunk:
         at, own = slice(start, stop), self.logit_rows
-        some = LogitRows(own.request[at], own.row[at], own.draft_index[at], own.position[at], counts=[])
+        some = LogitRows(own.request[at], own.row[at], own.draft_index[at], own.position[at])
         return replace(self, logit_rows=some, extras=self.extras.between(start, stop))
 
     def sample(self, logits: torch.Tensor, mode: LogprobsMode) -> Sampled:

@@ -1,26 +1,41 @@
-"""How many drafts each request gets in the next step: costs and acceptance in, k out.
+"""How many drafts each request gets in the next step: costs and acceptance in, a DraftPlan out.
 
 A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up;
-acceptance is kept per request and position, with decay, and drifts back to what requests usually show, so that one that
-has stopped drafting tries again now and then. Knows no drafter by name.
+acceptance is learned as steps go by. Knows no drafter by name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from outrider.core import RequestResult, ScheduledBatch, StepResult
+from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
-from outrider.sched.request import Request, State
+from outrider.sched.acceptance import Acceptance
+from outrider.sched.request import Request
 
-DECAY = 0.9  # of one request's counts, per observation
-SHARED_DECAY = 0.999  # of the counts over all requests
-PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
-FORGETTING = 0.95  # of a request's counts, per step without drafts
-PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
-PROBE_ALL_AFTER = 64  # the same for all requests at once, where one alone would cost as much as all
+PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, where one alone would cost as much as all
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
+
+
+class DraftPlan(NamedTuple):
+    """The drafts of one step."""
+
+    wanted: list[int]  # drafts to check, of each request that was asked about
+    propose: int  # most drafts to guess for the step after; 0 leaves the drafter out
+
+
+class DraftCounts(Protocol):
+    """Plans how many drafts each request should have in the next step."""
+
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
+        ...
+
+    def observe(self, request: Request, result: RequestResult) -> None: ...
+
+    def forget(self, request: Request) -> None: ...
+
 
 class FixedDrafts:
     """k drafts for everyone who allows it."""
@@ -28,58 +43,51 @@ class FixedDrafts:
     def __init__(self, k: int) -> None:
         self._k = k
 
-    def choose(self, requests: list[Request], exact: bool) -> int:
-        for request in requests:
-            request.drafts_wanted = cap(request, self._k, exact)
-        return self._k
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        return DraftPlan([clamp_drafts(request, self._k, is_exact) for request in requests], self._k)
 
     def observe(self, request: Request, result: RequestResult) -> None: ...
-
-    def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
 
     def forget(self, request: Request) -> None: ...
 
 
-def is_running(request: Request) -> bool:
-    """Whether its prompt is computed, or will be by the steps in flight."""
-    return request.state is State.RUNNING and request.known <= request.bound.at_most
+def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
+    """At most k drafts: no more than the request allows and, where that is known, than wait on the device."""
+    most = request.input.max_drafts
+    if most is not None and most < k:
+        k = most
+    return min(k, request.num_proposed) if is_exact else k
 
 
-def cap(request: Request, k: int, exact: bool) -> int:
-    """`exact`: the last result is back, so the drafts that wait on the device are known."""
-    if request.max_drafts is not None:
-        k = min(k, request.max_drafts)
-    return min(k, request.num_proposed) if exact else k
+def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> UniformDrafts | IndividualDrafts:
+    """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
+    worth saving."""
+    if costs.is_padded:
+        return UniformDrafts(k, costs, always_propose=always_propose)
+    return IndividualDrafts(k, costs, always_propose=always_propose)
 
 
-@dataclass(slots=True)
-class Rates:
-    """Acceptance by position: of the drafts that were reached, how many were accepted."""
+class _LearningDrafts:
+    """Learns acceptance from results."""
 
-    tried: list[float]
-    hit: list[float]
-    gains: list[float] = field(default_factory=list)  # chance that draft j is reached and accepted
-    idle: int = 0  # steps without drafts
+    def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
+        self._k = k
+        self._costs = costs
+        self._always_propose = always_propose
+        self.acceptance = Acceptance(k)
 
-    @classmethod
-    def of(cls, k: int) -> Rates:
-        return cls([0.0] * k, [0.0] * k)
+    def observe(self, request: Request, result: RequestResult) -> None:
+        if result.num_drafted:
+            self.acceptance.observe(request.id, result.num_drafted, result.num_accepted)
 
-    def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
-        """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
-        for j in range(min(accepted + 1, drafted, len(self.tried))):
-            self.tried[j] = self.tried[j] * decay + 1
-            self.hit[j] = self.hit[j] * decay + (j < accepted)
-        for j in range(drafted, len(self.tried)):
-            self.tried[j] *= forgetting
-            self.hit[j] *= forgetting
+    def forget(self, request: Request) -> None:
+        self.acceptance.forget(request.id)
 
-    def fade(self, factor: float) -> None:
-        self.tried = [t * factor for t in self.tried]
-        self.hit = [h * factor for h in self.hit]
+    def _gains(self, request: Request, is_exact: bool) -> list[float]:
+        return self.acceptance.gains(request.id)[: clamp_drafts(request, self._k, is_exact)]
 
 
-class Depth:
+class UniformDraftDepth:
     """One number of drafts for all requests, step after step: what pays, no more than was proposed in the step before,
     and now and then one draft more, to see whether it pays by now."""
 
@@ -101,34 +109,18 @@ class Depth:
         return now
 
 
-class AutoDrafts:
-    """For every step the counts with the most expected tokens per second, none included."""
+class UniformDrafts(_LearningDrafts):
+    """Equal counts for all. Where a step is padded to equal counts, a draft of one request costs what a draft of each
+    of them costs."""
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
-        self._k = k
-        self._costs = costs
-        self._always_propose = always_propose  # a proposal costs nothing worth saving
-        self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
-        self._rates: dict[int, Rates] = {}
-        self._probes_alone = always_propose  # where the drafter rests while nobody drafts, all try together
-        self._since_drafts = 0  # steps in which drafting did not pay
-        self._depth = Depth(k)
-        self.chosen = [0] * (k + 1)  # how often each k was chosen
+        super().__init__(k, costs, always_propose=always_propose)
+        self._depth = UniformDraftDepth(k)
 
-    def choose(self, requests: list[Request], exact: bool) -> int:
-        """Sets `drafts_wanted`; returns how many drafts to propose for the step after."""
-        propose = self._choose_depth(requests, exact) if self._costs.is_padded else self._choose_each(requests, exact)
-        for request in requests:
-            self.chosen[request.drafts_wanted] += 1
-        return propose
-
-    def _choose_depth(self, requests: list[Request], exact: bool) -> int:
-        """Where a step is padded to equal counts, a draft of one request costs what a draft of each of them costs: the
-        same number for all."""
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         now = self._depth.next(self._best_depth(requests))
-        for request in requests:
-            request.drafts_wanted = min(now, cap(request, self._k, exact)) if is_running(request) else 0
-        return self._k if self._always_propose else self._depth.proposed
+        wanted = [clamp_drafts(request, now, is_exact) if request.yields_tokens else 0 for request in requests]
+        return DraftPlan(wanted, self._k if self._always_propose else self._depth.proposed)
 
     def _best_depth(self, requests: list[Request]) -> int:
         """Those that still compute their prompts count too: they will run soon, and the drafter must see them."""
@@ -137,7 +129,7 @@ class AutoDrafts:
             return 0
         expected = [0.0] * self._k  # drafts accepted at each place, over all requests
         for request in requests:
-            for j, gain in enumerate(self._gains(request)[: cap(request, self._k, False)]):
+            for j, gain in enumerate(self._gains(request, is_exact=False)):
                 expected[j] += gain
         reading = self._costs.read([request.bound.at_most for request in requests])
         tokens = float(count)
@@ -149,54 +141,51 @@ class AutoDrafts:
                 best, best_rate = depth, tokens / seconds
         return best
 
-    def _choose_each(self, requests: list[Request], exact: bool) -> int:
-        running = [request for request in requests if is_running(request)]
-        for request in requests:
-            request.drafts_wanted = 0
+
+class IndividualDrafts(_LearningDrafts):
+    """A count of its own for each request."""
+
+    def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
+        super().__init__(k, costs, always_propose=always_propose)
+        self._since_drafts = 0  # steps in which drafting did not pay
+
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        wanted = [0] * len(requests)
+        running = [index for index, request in enumerate(requests) if request.yields_tokens]
         if not running:  # a drafter must see the prompts if it is to guess what follows them
-            return self._proposal(self._best_count(len(requests), self._candidates(requests, exact=False)))
-        candidates = self._candidates(running, exact)
+            candidates = self._candidates(requests, range(len(requests)), is_exact=False)
+            return DraftPlan(wanted, self._proposal(self._best_count(len(requests), candidates)))
+        candidates = self._candidates(requests, running, is_exact)
         best = self._best_count(len(running), candidates)
-        for _, request in candidates[:best]:
-            request.drafts_wanted += 1
-        if self._probes_alone:
-            for request in {request.id: request for _, request in candidates[best:]}.values():
-                if not request.drafts_wanted:
-                    self._maybe_probe(request)
+        for _, index in candidates[:best]:
+            wanted[index] += 1
+        if self._always_propose:
+            for index in dict.fromkeys(index for _, index in candidates[best:]):
+                if not wanted[index]:
+                    wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
         elif best == 0 and self._since_drafts and self._since_drafts % PROBE_ALL_AFTER == 0:
-            for _, request in candidates:
-                request.drafts_wanted = 1
-        return self._proposal(best)
+            # The drafter rests while nobody drafts, so all try together.
+            for _, index in candidates:
+                wanted[index] = 1
+        return DraftPlan(wanted, self._proposal(best))
 
-    def observe(self, request: Request, result: RequestResult) -> None:
-        if result.num_drafted:
-            rates = self._rates.get(request.id)
-            if rates is None:
-                rates = self._rates[request.id] = Rates.of(self._k)
-            rates.observe(result.num_drafted, result.num_accepted, DECAY)
-            rates.gains = []
-            self._shared.observe(result.num_drafted, result.num_accepted, SHARED_DECAY, forgetting=1.0)
+    def _candidates(self, requests: list[Request], indices: range | list[int],
+                    is_exact: bool) -> list[tuple[float, int]]:
+        """(chance of being reached and accepted, index of the request) of every draft there may be, likeliest first."""
+        found = [(gain, index) for index in indices for gain in self._gains(requests[index], is_exact)]
+        found.sort(key=lambda pair: -pair[0])
+        return found
 
-    def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
-
-    def forget(self, request: Request) -> None:
-        self._rates.pop(request.id, None)
-
-    def _candidates(self, requests: list[Request], exact: bool) -> list[tuple[float, Request]]:
-        return [(gain, request) for request in requests
-                for gain in self._gains(request)[: cap(request, self._k, exact)]]  # fmt: skip
-
-    def _best_count(self, running: int, candidates: list[tuple[float, Request]]) -> int:
+    def _best_count(self, running: int, candidates: list[tuple[float, int]]) -> int:
         """Drafts over all requests, taken by falling chance: where expected tokens per second are most."""
-        candidates.sort(key=lambda pair: -pair[0])
         plain = running / self._costs.step(max(running, 1), max(running, 1))
         best, best_rate, expected = 0, plain * MIN_GAIN, float(running)
         deepest: dict[int, int] = {}
         most = 0
-        for count, (gain, request) in enumerate(candidates, start=1):
+        for count, (gain, index) in enumerate(candidates, start=1):
             expected += gain
-            deepest[request.id] = deepest.get(request.id, 0) + 1
-            most = max(most, deepest[request.id])
+            deepest[index] = deepest.get(index, 0) + 1
+            most = max(most, deepest[index])
             rate = expected / (self._costs.step(running + count, running) + self._costs.draft(most, running))
             if rate > best_rate:
                 best, best_rate = count, rate
@@ -207,32 +196,3 @@ class AutoDrafts:
         self._since_drafts = 0 if best else self._since_drafts + 1
         is_before_probe = self._since_drafts % PROBE_ALL_AFTER == 0
         return self._k if self._always_propose or best or is_before_probe else 0
-
-    def _gains(self, request: Request) -> list[float]:
-        rates = self._rates.get(request.id)
-        if rates is not None and rates.gains:
-            return rates.gains
-        shared, gains, reached = self._shared, [], 1.0
-        for j in range(self._k):
-            prior = shared.hit[j] / shared.tried[j]
-            if rates is None:
-                reached *= prior
-            else:
-                reached *= (rates.hit[j] + PRIOR_WEIGHT * prior) / (rates.tried[j] + PRIOR_WEIGHT)
-            gains.append(reached)
-        if rates is not None:
-            rates.gains = gains
-        return gains
-
-    def _maybe_probe(self, request: Request) -> None:
-        """A text may begin to repeat itself at any time, and without drafts nobody would notice."""
-        rates = self._rates.get(request.id)
-        if rates is None:
-            rates = self._rates[request.id] = Rates.of(self._k)
-            rates.idle = PROBE_AFTER * 3 // 4  # a new request is tried soon
-        rates.fade(FORGETTING)
-        rates.gains = []
-        rates.idle += 1
-        if rates.idle >= PROBE_AFTER:
-            rates.idle = 0
-            request.drafts_wanted = 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from outrider.cache.manager import CacheManager
+from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
     NULL_ROW,
     Admission,
@@ -28,22 +28,8 @@ from outrider.core import (
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
+from outrider.sched.drafts import DraftCounts, DraftPlan
 from outrider.sched.request import Request, State
-
-
-class DraftCounts(Protocol):
-    """How many drafts each running request should have in the next step."""
-
-    def choose(self, requests: list[Request], exact: bool) -> int:
-        """Sets `drafts_wanted` of each; returns how many to propose for the step after. `exact`: the drafts that
-        wait on the device are known (nothing is in flight)."""
-        ...
-
-    def observe(self, request: Request, result: RequestResult) -> None: ...
-
-    def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None: ...
-
-    def forget(self, request: Request) -> None: ...
 
 
 class HostDrafter(Protocol):
@@ -109,16 +95,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._in_flight) or self.cache.checkpoints.has_folds
+        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 
     def add(self, request: Request) -> None:
-        needed = self.cache.pages_to_start(request.end_len)
-        if needed > self.cache.pool.num_usable:
-            raise ValueError(
-                f"the request may need {needed} pages ({request.end_len} tokens) and the pool has "
-                f"{self.cache.pool.num_usable}: lower max_tokens, or give the cache more memory"
-            )
-        request.hashes = self.cache.new_hashes(request.cache_keys)
+        self.cache.check_fits(request.input.end_len)
+        request.hashes = self.cache.new_hashes(request.input.cache_keys)
         self._requests[request.id] = request
         self._arrival_of[request.id] = next(self._arrivals)
         self._wait(request)
@@ -136,35 +117,34 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute before a result comes back."""
         batch = BatchBuilder(self.stats.num_steps)
         budget = self.limits.max_batched_tokens
-        propose = 0
-        if self._drafts is not None:
-            is_exact = not self._in_flight and self._host_drafter is None
-            propose = self._drafts.choose(self._running or self._next_in_line(), is_exact)
+        running = list(self._running)
+        plan = self._plan_drafts()
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills: list[Request] = []
         short = False  # pages are missing: admit nobody before those who run have theirs
         lookahead = self.cache.lookahead
-        others = len(self._running)  # still to be looked at
-        for request in list(self._running):  # the hot loop: a thousand requests, every step
+        others = len(running)  # still to be looked at
+        # The hot loop: a thousand requests, every step. Without requests the plan speaks of those about to start.
+        for request, num_drafts in zip(running, plan.wanted, strict=False):
             others -= 1
             if request.state is not State.RUNNING:
                 continue  # preempted by an earlier one in this loop
             bound = request.bound.at_most
-            if request.known > bound:
+            if request.admitted_len > bound:
                 prefills.append(request)
                 continue
-            left = request.end_len - len(request.token_ids) - request.in_flight_samples
+            end_len = request.input.end_len
+            left = end_len - len(request.token_ids) - request.in_flight_samples
             if left <= 0:
                 continue  # the steps in flight end it
-            num_drafts = request.drafts_wanted
             if num_drafts:  # one token for everyone goes before anyone's drafts
                 num_drafts = min(num_drafts, left - 1, budget - 1 - others - len(prefills))
             if num_drafts and self._host_drafter is not None:
                 num_drafts = self._host_draft(self._host_drafter, request, num_drafts)
             bound += 1 + num_drafts
-            if bound > request.end_len:
-                bound = request.end_len
+            if bound > end_len:
+                bound = end_len
             if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
                 short = True
                 self._host_drafts = [draft for draft in self._host_drafts if draft.row != request.row]
@@ -178,14 +158,15 @@ class Scheduler:
                 budget -= chunk
         if not short and self.stats.num_preemptions == num_preemptions:
             self._admit(budget, batch)
-        return self._finish_batch(batch, propose)
+        return self._finish_batch(batch, plan.propose)
 
     def update(self, result: StepResult) -> list[Update]:
         """Apply a step's result; returns the parts that still belong to someone."""
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
-        self._settle_checkpoints(result.step, result.checkpoints)
+        # Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now.
+        self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids)
         for part, known, drafts, sampled in zip(
             result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
@@ -195,16 +176,13 @@ class Scheduler:
                 continue
             self._settle(request, part, known + drafts, sampled)
             updates.append(Update(request, part))
-        if self._drafts is not None:
-            self._drafts.observe_step(batch, result)
         return updates
 
     def fail_step(self, error: str) -> None:
         """The oldest step in flight died. What the device holds of the rows of that time is unknown now, so whoever has
         one ends; a row taken later was written anew."""
         step, _ = self._in_flight.popitem(last=False)
-        self._settle_checkpoints(step, [])
-        self.cache.checkpoints.drop_promised()
+        self.cache.fail_step(step)
         later = [*self._admissions, *(a for batch in self._in_flight.values() for a in batch.admissions)]
         rows = {admission.row for admission in later}
         for request in [r for r in self._running if r.row not in rows]:
@@ -226,9 +204,13 @@ class Scheduler:
 
     # Inside: making a batch
 
-    def _next_in_line(self) -> list[Request]:
-        """Who is likely to be admitted now. A drafter that guesses from the prompt must see it from its first token."""
-        return [entry[2] for entry in heapq.nsmallest(len(self._free_rows), self._waiting)]
+    def _plan_drafts(self) -> DraftPlan:
+        """For those who run; while nobody does, for those about to be admitted: a drafter that guesses from
+        the prompt must see it from its first token."""
+        if self._drafts is None:
+            return DraftPlan([0] * len(self._running), 0)
+        requests = self._running or [e[2] for e in heapq.nsmallest(len(self._free_rows), self._waiting)]
+        return self._drafts.choose(requests, is_exact=not self._in_flight and self._host_drafter is None)
 
     def _host_draft(self, drafter: HostDrafter, request: Request, most: int) -> int:
         """Ask for drafts that follow the settled tokens, with room for what steps in flight may accept of them."""
@@ -241,7 +223,7 @@ class Scheduler:
         return min(most, len(guess))
 
     def _schedule_known(self, request: Request, budget: int, batch: BatchBuilder) -> int:
-        left = request.known - request.bound.at_most
+        left = request.admitted_len - request.bound.at_most
         chunk = min(left, budget)
         bound = request.bound.at_most + chunk
         if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
@@ -253,31 +235,32 @@ class Scheduler:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
             assert request.hashes is not None
-            use_prefix = request.params.prompt_logprobs is None and not request.params.skip_reading_prefix_cache
-            if not self.cache.can_start(request.token_ids, request.hashes, use_prefix=use_prefix):
+            start = self.cache.find_start(request.token_ids, request.hashes,
+                                          use_prefix=request.input.reads_prefix_cache)
+            if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)
-            self._start(request, use_prefix)
+            self._start(request, start)
             chunk = self._schedule_known(request, budget, batch)
             if chunk == 0:
                 return
             budget -= chunk
 
-    def _start(self, request: Request, use_prefix: bool) -> None:
-        assert request.hashes is not None
+    def _start(self, request: Request, start: Start) -> None:
+        asked = request.input
         request.row = self._free_rows.pop()
-        hit = self.cache.admit(request.id, request.row, request.token_ids, request.hashes, use_prefix=use_prefix)
+        hit = self.cache.admit(request.id, request.row, start)
         request.state = State.RUNNING
-        request.known = len(request.token_ids)
-        request.num_hit_tokens = hit
+        request.admitted_len = len(request.token_ids)
+        request.stats.num_hit_tokens = hit
         request.settled.at_least = request.bound.at_most = request.covered = hit
         request.next_event = self.cache.next_event(request.settled)
-        request.in_flight_samples = request.unsettled = request.drafts_wanted = request.num_proposed = 0
+        request.in_flight_samples = request.unsettled = request.num_proposed = 0
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
         self._admissions.append(
-            Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, request.eos_ids,
-                      request.params, request.sample_index, request.seed, self.cache.checkpoints.restored(request.id))
+            Admission(request.row, list(request.token_ids), request.prompt_len, hit, asked.end_len, asked.eos_ids,
+                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
         )
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
@@ -295,23 +278,23 @@ class Scheduler:
         return True
 
     def _rank(self, request: Request) -> tuple[int, int]:
-        return (request.priority, self._arrival_of[request.id])
+        return (request.input.priority, self._arrival_of[request.id])
 
     def _preempt(self, request: Request) -> None:
         """Give its row and pages back; it is computed again from its settled tokens."""
         self.stats.num_preemptions += 1
-        request.num_preemptions += 1
+        request.stats.num_preemptions += 1
         self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=False)
         self._release(request)
         self._wait(request)
 
     def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
-        if batch.is_empty and not self.cache.checkpoints.has_folds:
+        if batch.is_empty and not self.cache.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
         step = self.stats.num_steps
-        checkpoints = self.cache.grant_checkpoints(step, batch.reaches) if self.cache.takes_checkpoints else []
-        folds = self.cache.checkpoints.take_folds(step)
+        checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
+        folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
         scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
         self._admissions, self._host_drafts = [], []
@@ -322,10 +305,6 @@ class Scheduler:
 
     # Inside: after a result
 
-    def _settle_checkpoints(self, step: int, written: Sequence[int]) -> None:
-        """Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now."""
-        self.cache.settle_checkpoints(step, written, lambda request_id: self._requests[request_id].token_ids)
-
     def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
         settled = request.settled
         settled.at_least += part.num_computed
@@ -334,13 +313,15 @@ class Scheduler:
         request.in_flight_samples -= sampled
         request.folded = settled.at_least - part.num_accepted
         bound = settled.at_least + request.unsettled
-        request.bound.at_most = bound if bound < request.end_len else request.end_len
+        end_len = request.input.end_len
+        request.bound.at_most = bound if bound < end_len else end_len
         if part.run:
             request.token_ids += part.run
-            request.num_steps += 1
+            stats = request.stats
+            stats.num_steps += 1
             if part.num_drafted:
-                request.num_drafted += part.num_drafted
-                request.num_accepted += part.num_accepted
+                stats.num_drafted += part.num_drafted
+                stats.num_accepted += part.num_accepted
             if self._drafts is not None:
                 self._drafts.observe(request, part)
         if settled.at_least >= request.next_event:
@@ -380,4 +361,4 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         request.state = State.WAITING
-        heapq.heappush(self._waiting, (request.priority, self._arrival_of[request.id], request))
+        heapq.heappush(self._waiting, (request.input.priority, self._arrival_of[request.id], request))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from outrider.cache.spec import LayerCache
-from outrider.kernels.native import LayerWeights
-from outrider.mixers.paged.base import Attend, HeadNorms, Rope
-from outrider.models.base import Model
-from outrider.spec.base import Step
+from outrider.cache.groups import LayerCache
+from outrider.mixers.cached import Attend
+from outrider.models.base import Hidden, Model
 
 
 class _Shifted:
@@ -19,18 +18,8 @@ class _Shifted:
     def __init__(self, attend: Attend, first: int) -> None:
         self._attend, self._first = attend, first
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        return self._attend(layer + self._first, q, k, v)
-
-    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        return self._attend.fused(layer + self._first, qkv, rope, norms)
-
-    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
-              norms: HeadNorms | None) -> torch.Tensor | None:
-        return self._attend.whole(layer + self._first, weights, delta, residual, rope, norms)
-
-    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self._attend.recurrent(layer + self._first, conv_in, gates)
+    def mixer(self, layer: int) -> Any:
+        return self._attend.mixer(layer + self._first)
 
 
 class DraftModelNetwork:
@@ -54,7 +43,7 @@ class DraftModelNetwork:
                         reads=None if layer.reads is None else layer.reads + self._first)
                 for layer in self._model.cache_layers()]  # fmt: skip
 
-    def consume(self, step: Step) -> torch.Tensor | None:
+    def consume(self, hidden: Hidden) -> None:
         return None
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
@@ -64,6 +53,9 @@ class DraftModelNetwork:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
+
+    def module(self) -> Model:
+        return self._model
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._model.weights().values())

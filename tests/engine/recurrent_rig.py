@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.cache.groups import plan_groups
-from outrider.cache.spec import FullSpec, LayerCache
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
@@ -237,7 +237,7 @@ class BackendRig:
         scheduled = ScheduledBatch(
             0, [p.stream.row for p in parts], [0] * len(parts), [p.stream.row for p in parts], known, drafts,
             [True] * len(parts), [p.stream.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)],
-            [SamplingParams()] * len(parts), checkpoints=list(targets),
+            checkpoints=list(targets),
         )  # fmt: skip
         ints = torch.tensor([
             [*(p.stream.row for p in parts), *[NULL_ROW] * extra_requests],

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 import torch
 
-from outrider.cache.groups import plan_groups
-from outrider.cache.spec import FullSpec, LayerCache
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
@@ -164,7 +164,7 @@ class Twins:
         request_of = [i for i, n in enumerate(lens) for _ in range(n)] + [len(lens) - 1] * padded[1]
         bounds = [p.life.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)]
         scheduled = ScheduledBatch(0, rows, [0] * len(parts), rows, known, drafts, [True] * len(parts), bounds,
-                                   [SamplingParams()] * len(parts), checkpoints=targets)
+                                   checkpoints=targets)
         ints = torch.tensor([
             [*rows, *[NULL_ROW] * padded[0]], [*(p.life.computed for p in parts), *extra],
             [*(0 if p.is_dead else p.known for p in parts), *extra],

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import pages_for
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec, pages_for
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.models.config import ConfigError, ConfigReader
@@ -26,7 +25,7 @@ from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.loader import WeightError
 from outrider.models.registry import build_model, eos_token_ids, read_config
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request, State
+from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler
 from tests.engine.harness import Ask, Rig
 from tests.engine.harness import greedy as greedy_params
@@ -280,7 +279,7 @@ class FakeRunner:
     """Answers one step late that every draft but the last was right, until the request is as long as it may be."""
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self.scheduler, self.known, self.end_len = scheduler, request.prompt_len, request.end_len
+        self.scheduler, self.known, self.end_len = scheduler, request.prompt_len, request.input.end_len
         self._queue: deque[ScheduledBatch] = deque()
 
     def step(self, look: Callable[[], None]) -> None:
@@ -308,7 +307,7 @@ def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
     layout, limits = large_layout(), Limits(2, 2044, 32768, 3, 262144, steps_in_flight=2)
     manager = CacheManager(layout, 4_000, limits, enable_prefix_caching=False)
     scheduler = Scheduler(manager, limits, drafts=FixedDrafts(3))
-    request = Request(0, [5] * 32_000, SamplingParams(max_tokens=None), end_len=32_500, seed=0)
+    request = Request(0, [5] * 32_000, RequestInput(SamplingParams(max_tokens=None), end_len=32_500, seed=0))
     scheduler.add(request)
     runner, peak = FakeRunner(scheduler, request), [0] * len(layout.groups)
     is_sliding = [isinstance(group.spec, SlidingSpec) for group in layout.groups]

@@ -10,6 +10,7 @@ import torch
 
 from outrider.core import ScheduledBatch
 from outrider.models.base import Model
+from outrider.sched.drafts import DraftPlan, clamp_drafts
 from outrider.sched.request import Request
 from outrider.spec.base import Drafts, Step
 from tests.engine.harness import Rig
@@ -60,14 +61,11 @@ class _ChosenDrafts:
     def __init__(self, rig: DraftRig, propose_at: Callable[[int], int], k: int) -> None:
         self._rig, self._propose_at, self._k = rig, propose_at, k
 
-    def choose(self, requests: list[Request], exact: bool) -> int:
-        for request in requests:
-            request.drafts_wanted = self._k if request.max_drafts is None else min(self._k, request.max_drafts)
-        return self._propose_at(self._rig.scheduler.stats.num_steps)
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        wanted = [clamp_drafts(request, self._k, is_exact=False) for request in requests]
+        return DraftPlan(wanted, self._propose_at(self._rig.scheduler.stats.num_steps))
 
     def observe(self, *_: object) -> None: ...
-
-    def observe_step(self, *_: object) -> None: ...
 
     def forget(self, *_: object) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import BatchView, KeysFrom
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model
 from tests.spec.checkpoints import make_drafter
 from tests.spec.rig import DraftRig
@@ -42,7 +42,7 @@ class Recorder:
         return self._run(*args, **options)
 
     def plan(self, view: BatchView, group: Group) -> Any:
-        is_drafting = view.key_starts is not None
+        is_drafting = isinstance(view.visible, KeysFrom)
         columns = view.page_table(group).shape[1]
         longest = int(view.lengths.max())
         self.passes[-1].append((is_drafting, view.max_length.tokens, columns, group, longest))
@@ -58,10 +58,10 @@ def test_f2_every_pass_has_the_bound_of_its_own_batch(kind: str, family: str, tm
         recorder = Recorder(rig)
         rig.run(ASKS)
         assert len(recorder.passes) == len(rig.batches)
-        target_groups = {place for layer, (place, _) in rig.step.pool.layout.places.items()
+        target_groups = {place.group for layer, (place,) in rig.step.pool.layout.places.items()
                          if layer < rig.step.model.num_layers}
         assert rig.step.drafter is not None
-        num_drafter_groups = len({rig.step.pool.layout.places[layer.index][0]
+        num_drafter_groups = len({rig.step.pool.layout.places[layer.index][0].group
                                   for layer in rig.step.drafter.attention_layers})
         for batch, passes in zip(rig.batches, recorder.passes, strict=True):
             bound = max(batch.bounds)

@@ -147,7 +147,7 @@ def test_suppressed_tokens_are_not_guessed(tmp_path: Path) -> None:
 def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch, pair_of: Callable[[str, bool], Pair],
                               centroids: bool) -> None:
     """Target and assistant have nothing that waits for the device, so that their steps can be captured."""
-    monkeypatch.setattr("outrider.engine.build.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
     target, assistant = pair_of("moe", centroids)
     settings = {"speculative_config": config_of(assistant, 3), "overlap": False, "num_pages": 100}
     with Rig(load(target, torch.float64), **settings) as rig:
@@ -302,7 +302,7 @@ def spoil(rig: DraftRig) -> None:
 def preempt(rig: Rig, drafts_lost: list[int]) -> None:
     """Everyone, once, when three tokens are out; notes the drafts of theirs that are being checked at that time."""
     for request in list(rig.scheduler._running):
-        if len(request.output_token_ids) >= 3 and request.num_preemptions == 0:
+        if len(request.output_token_ids) >= 3 and request.stats.num_preemptions == 0:
             for batch in rig.scheduler._in_flight.values():
                 if request.id in batch.request_ids:
                     drafts_lost.append(batch.num_drafts[batch.request_ids.index(request.id)])

@@ -15,7 +15,8 @@ from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
-from outrider.sched.request import Request, State
+from outrider.sched.drafts import DraftPlan
+from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
 
@@ -106,17 +107,13 @@ class RandomDrafts:
     def __init__(self, rng: Random, most: int) -> None:
         self._rng, self._most = rng, most
 
-    def choose(self, requests: list[Request], exact: bool) -> int:
-        for request in requests:
-            if request.state is State.RUNNING:  # those who are about to start come here too
-                request.drafts_wanted = self._rng.randint(0, self._most)
-        return self._most if self._rng.random() < 0.8 else 0
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        # Those who are about to start come here too.
+        wanted = [self._rng.randint(0, self._most) if r.state is State.RUNNING else 0 for r in requests]
+        return DraftPlan(wanted, self._most if self._rng.random() < 0.8 else 0)
 
     def observe(self, request: Request, result: RequestResult) -> None:
         assert 0 <= result.num_accepted <= result.num_drafted
-
-    def observe_step(self, batch: ScheduledBatch, result: StepResult) -> None:
-        assert batch.step == result.step
 
     def forget(self, request: Request) -> None:
         assert request.state is State.FINISHED
@@ -155,13 +152,14 @@ class Driver:
             self._make_request(index)
         layout = make_layout(*scenario.groups, state_pages=scenario.state_pages, interval=scenario.interval,
                              num_drafter=scenario.num_drafter)
-        lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
+        lengths = [min(r.input.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
         self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
                                   lookahead=scenario.lookahead)
-        self.cache.pool = self.cache.checkpoints.pool = self.pool = WatchedPool(num_pages)
-        self.guesses = HostGuesses(self.rng, {r.id: r.seed for r in self.requests}) if scenario.host_drafts else None
+        self.cache.pool = self.cache.checkpoints.pool = self.cache.states.pool = self.pool = WatchedPool(num_pages)
+        seeds = {r.id: r.input.seed for r in self.requests}
+        self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),
                                    host_drafter=self.guesses)
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
@@ -173,7 +171,7 @@ class Driver:
 
     def run(self) -> Driver:
         """Until every request has ended, which takes a bounded number of steps."""
-        most = 50 + 4 * sum(r.end_len for r in self.requests)
+        most = 50 + 4 * sum(r.input.end_len for r in self.requests)
         turns = 0
         while self._arrivals or self.scheduler.has_work:
             self._disturb()
@@ -244,13 +242,13 @@ class Driver:
             prompt = (text[: rng.randint(1, len(text))] + prompt[: rng.randint(0, 3)])[: MAX_LEN - 1]
         end_len = min(MAX_LEN, len(prompt) + rng.randint(1, 12))
         seed = rng.randrange(4)
-        request = Request(
-            index, prompt, NO_HITS if rng.random() < 0.1 else PLAIN, end_len=end_len, seed=seed,
+        request = Request(index, prompt, RequestInput(
+            NO_HITS if rng.random() < 0.1 else PLAIN, end_len=end_len, seed=seed,
             eos_ids=(STOP_ID,) if rng.random() < 0.5 else (), priority=rng.randrange(scenario.num_priorities),
             cache_keys=(salt_of(seed),),
-        )  # fmt: skip
+        ))  # fmt: skip
         self.requests.append(request)
-        self.expected[index] = reference(prompt, seed, end_len, request.eos_ids)
+        self.expected[index] = reference(prompt, seed, end_len, request.input.eos_ids)
 
     def _disturb(self) -> None:
         scenario, rng, scheduler = self.scenario, self.rng, self.scheduler

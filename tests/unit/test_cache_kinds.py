@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.kinds import FullKind, Kind, SlidingKind, capacity, kind_of
+from outrider.cache.kinds import FullKind, FullSpec, Kind, SlidingKind, SlidingSpec, kind_of
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, SlidingSpec
 from outrider.core import Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 
@@ -71,7 +70,7 @@ def test_pages_held_stay_within_what_admission_asked_for(
     rng, limits = Random(seed), limits_of(budget, 40, drafts, steps=3)
     cache = CacheManager(make_layout((2**log_page, window), (4, 0)), 100, limits, lookahead=drafts)
     tokens = list(range(40))
-    cache.admit(0, 1, tokens[:1], cache.new_hashes(()))
+    cache.admit(0, 1, cache.find_start(tokens[:1], cache.new_hashes(())))
     settled, in_flight, farthest = Settled(), deque[int](), 0
     while settled.at_least < 40:
         if len(in_flight) < 3:
@@ -126,4 +125,4 @@ def test_a_kind_is_found_by_the_type_of_the_spec() -> None:
     limits = limits_of(4, 64)
     assert isinstance(kind_of(FullSpec(1, 1, 1), 16), FullKind)
     assert isinstance(kind_of(SlidingSpec(1, 1, 1, 8), 16), SlidingKind)
-    assert capacity(SlidingSpec(1, 1, 1, 8), 16, limits) == sliding(16, 8).capacity(limits)
+    assert kind_of(SlidingSpec(1, 1, 1, 8), 16).capacity(limits) == sliding(16, 8).capacity(limits)

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import MIN_GAIN, PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, AutoDrafts, Depth, FixedDrafts
-from outrider.sched.request import Request, State
+from outrider.sched.drafts import (
+    MIN_GAIN,
+    PROBE_ALL_AFTER,
+    PROBE_DEPTH_AFTER,
+    DraftCounts,
+    FixedDrafts,
+    UniformDraftDepth,
+    auto_drafts,
+)
+from outrider.sched.request import Request, RequestInput, State
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free
 STEEP = StepCosts((1, 64), (1.0, 64.0))  # every token costs as much as the first
@@ -21,109 +29,99 @@ STEEP = StepCosts((1, 64), (1.0, 64.0))  # every token costs as much as the firs
 
 def running(request_id: int, proposed: int = 8, **params: object) -> Request:
     """A request that yields tokens, with drafts waiting on the device."""
-    request = Request(request_id, [5, 6, 7], SamplingParams(**params), end_len=64, seed=0)  # type: ignore[arg-type]
-    request.known, request.bound.at_most, request.num_proposed = 3, 3, proposed
+    request = Request(request_id, [5, 6, 7], RequestInput(SamplingParams(**params), 64, 0))  # type: ignore[arg-type]
+    request.admitted_len, request.bound.at_most, request.num_proposed = 3, 3, proposed
     request.state = State.RUNNING
     return request
 
 
-def observed(chooser: AutoDrafts, request: Request, drafted: int, accepted: int, times: int = 20) -> None:
+def observed(chooser: DraftCounts, request: Request, drafted: int, accepted: int, times: int = 20) -> None:
     for _ in range(times):
         chooser.observe(request, RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted))
 
 
 def test_drafts_are_taken_where_tokens_are_free_and_left_where_they_are_not() -> None:
     for costs, wanted in ((FLAT, 4), (STEEP, 0)):
-        chooser, request = AutoDrafts(4, costs, always_propose=True), running(0)
-        chooser.choose([request], exact=False)
-        assert request.drafts_wanted == wanted
+        chooser, request = auto_drafts(4, costs, always_propose=True), running(0)
+        assert chooser.choose([request], is_exact=False).wanted == [wanted]
 
 
 def test_a_request_whose_drafts_fail_gets_none_while_its_neighbour_keeps_them() -> None:
     costs = StepCosts((1, 2, 16), (1.0, 1.2, 4.0))
-    chooser, good, bad = AutoDrafts(3, costs, always_propose=True), running(0), running(1)
+    chooser, good, bad = auto_drafts(3, costs, always_propose=True), running(0), running(1)
     observed(chooser, good, 3, 3)
     observed(chooser, bad, 3, 0)
-    chooser.choose([good, bad], exact=False)
-    assert (good.drafts_wanted, bad.drafts_wanted) == (3, 0)
+    assert chooser.choose([good, bad], is_exact=False).wanted == [3, 0]
 
 
 def test_it_tries_again_after_a_while() -> None:
     costs = StepCosts((1, 8), (1.0, 1.5))
-    chooser, request = AutoDrafts(2, costs, always_propose=True), running(0)
+    chooser, request = auto_drafts(2, costs, always_propose=True), running(0)
     observed(chooser, request, 2, 0)
-    chosen = []
-    for _ in range(400):
-        chooser.choose([request], exact=False)
-        chosen.append(request.drafts_wanted)
+    chosen = [chooser.choose([request], is_exact=False).wanted[0] for _ in range(400)]
     assert chosen[0] == 0 and 0 < sum(chosen) < 40  # now and then, and no more
 
 
 def test_a_drafter_that_costs_is_left_out_when_it_does_not_pay_but_for_a_look_now_and_then() -> None:
-    chooser, request = AutoDrafts(2, STEEP, always_propose=False), running(0)
-    proposals = [chooser.choose([request], exact=False) for _ in range(200)]
+    chooser, request = auto_drafts(2, STEEP, always_propose=False), running(0)
+    proposals = [chooser.choose([request], is_exact=False).propose for _ in range(200)]
     assert proposals.count(0) > 190 and 2 in proposals
 
 
 @pytest.mark.parametrize(("speculative", "most"), [(False, 0), (2, 2), (None, 4), (True, 4)])
 def test_a_request_sets_its_own_ceiling(speculative: bool | int | None, most: int) -> None:
-    for chooser in (AutoDrafts(4, FLAT, always_propose=True), FixedDrafts(4)):
+    for chooser in (auto_drafts(4, FLAT, always_propose=True), FixedDrafts(4)):
         request = running(0, speculative=speculative)
-        chooser.choose([request], exact=False)
-        assert request.drafts_wanted == most
+        assert chooser.choose([request], is_exact=False).wanted == [most]
 
 
 def test_when_the_device_is_known_no_more_is_asked_for_than_waits_there() -> None:
     request = running(0, proposed=1)
-    FixedDrafts(4).choose([request], exact=True)
-    assert request.drafts_wanted == 1
-    FixedDrafts(4).choose([request], exact=False)
-    assert request.drafts_wanted == 4
+    assert FixedDrafts(4).choose([request], is_exact=True).wanted == [1]
+    assert FixedDrafts(4).choose([request], is_exact=False).wanted == [4]
 
 
 def test_a_prompt_that_is_being_computed_has_no_drafts() -> None:
     request = running(0)
-    request.known = 10
+    request.admitted_len = 10
     for costs in (FLAT, replace(FLAT, is_padded=True)):
-        chooser = AutoDrafts(4, costs, always_propose=False)
+        chooser = auto_drafts(4, costs, always_propose=False)
         for _ in range(2):
-            assert chooser.choose([request], exact=False) == 4, "a drafter must see the prompt"
-            assert request.drafts_wanted == 0
-    assert AutoDrafts(4, STEEP, always_propose=False).choose([request], exact=False) == 0
+            assert chooser.choose([request], is_exact=False) == ([0], 4), "a drafter must see the prompt"
+    assert auto_drafts(4, STEEP, always_propose=False).choose([request], is_exact=False) == ([0], 0)
 
 
 def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed() -> None:
     costs = StepCosts((1, 64), (1.0, 1.2), (DraftCost(1, 0.01, 0.01),), is_padded=True)
-    chooser, requests = AutoDrafts(3, costs, always_propose=False), [running(0), running(1)]
+    chooser, requests = auto_drafts(3, costs, always_propose=False), [running(0), running(1)]
     for request in requests:
         observed(chooser, request, 3, 2)
-    proposals = [chooser.choose(requests, exact=False)]
-    assert [request.drafts_wanted for request in requests] == [0, 0], "nothing was proposed before"
-    proposals.append(chooser.choose(requests, exact=False))
-    assert [request.drafts_wanted for request in requests] == [2, 2]
-    assert proposals == [2, 2], "the third draft never held, and its pass is saved"
+    plans = [chooser.choose(requests, is_exact=False) for _ in range(2)]
+    assert plans[0].wanted == [0, 0], "nothing was proposed before"
+    assert plans[1].wanted == [2, 2]
+    assert [plan.propose for plan in plans] == [2, 2], "the third draft never held, and its pass is saved"
 
 
 def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
     """What is no longer tried goes back to what requests usually show."""
     costs = StepCosts((1, 64), (1.0, 1.02), (DraftCost(1, 0.05, 0.2),), is_padded=True)
-    chooser, usual, unlucky = AutoDrafts(2, costs, always_propose=False), running(0), running(1)
+    chooser, usual, unlucky = auto_drafts(2, costs, always_propose=False), running(0), running(1)
     observed(chooser, usual, 2, 2, times=60)
     observed(chooser, unlucky, 2, 1, times=6)
-    assert chooser.choose([unlucky], exact=False) == 1
+    assert chooser.choose([unlucky], is_exact=False).propose == 1
     observed(chooser, unlucky, 1, 1, times=60)
-    assert chooser.choose([unlucky], exact=False) == 2
+    assert chooser.choose([unlucky], is_exact=False).propose == 2
 
 
 def test_one_draft_more_is_tried_now_and_then() -> None:
-    depth = Depth(3)
+    depth = UniformDraftDepth(3)
     used, proposed = [], []
     for _ in range(3 * PROBE_DEPTH_AFTER + 1):
         used.append(depth.next(1))
         proposed.append(depth.proposed)
     assert used.count(2) == proposed.count(2) == 3 and used[0] == 0 and set(used[1:]) == {1, 2}
     assert all(now == before for before, now in zip(proposed, used[1:], strict=False))
-    depth = Depth(3)
+    depth = UniformDraftDepth(3)
     assert sum(depth.next(0) for _ in range(2 * PROBE_ALL_AFTER + 1)) == 2
 
 
@@ -133,10 +131,10 @@ def test_reading_the_context_is_part_of_the_choice() -> None:
     assert costs.read([10, 100]) == pytest.approx(0.17)
     assert replace(costs, row_seconds=1.0).read([10, 100]) == pytest.approx(2.17)
     for length, wanted in ((3, 0), (6000, 1)):
-        chooser, request = AutoDrafts(1, costs, always_propose=False), running(0)
+        chooser, request = auto_drafts(1, costs, always_propose=False), running(0)
         observed(chooser, request, 1, 1)
-        request.known = request.bound.at_most = length
-        assert chooser.choose([request], exact=False) == wanted
+        request.admitted_len = request.bound.at_most = length
+        assert chooser.choose([request], is_exact=False).propose == wanted
 
 
 def test_proposals_cost_by_the_number_of_requests() -> None:
@@ -156,19 +154,20 @@ def test_padded_steps_cost_what_all_requests_at_equal_counts_cost() -> None:
 def test_the_choice_is_the_best_of_all(history: list[tuple[int, int]], steps: list[float], is_padded: bool) -> None:
     seconds = tuple(itertools.accumulate(steps))
     costs = StepCosts((1, 3, 6, 12), seconds, (DraftCost(1, 0.1, 0.02),), is_padded=is_padded)
-    chooser = AutoDrafts(3, costs, always_propose=True)
+    chooser = auto_drafts(3, costs, always_propose=True)
     requests = [running(i) for i in range(len(history))]
     for request, (accepted, times) in zip(requests, history, strict=True):
         observed(chooser, request, 3, accepted, times)
-    gains = [chooser._gains(request) for request in requests]
-    chooser.choose(requests, exact=False)  # padded steps draft what the step before them proposed
+    gains = [chooser.acceptance.gains(request.id) for request in requests]
+    chooser.choose(requests, is_exact=False)  # padded steps draft what the step before them proposed
 
     def rate(counts: tuple[int, ...]) -> float:
         expected = len(requests) + sum(sum(gain[:n]) for gain, n in zip(gains, counts, strict=True))
-        return expected / (costs.step(len(requests) + sum(counts), len(requests)) + costs.draft(max(counts)))
+        # A padded step has as many tokens for every request as for the one with the most drafts.
+        tokens = len(requests) * (1 + max(counts)) if is_padded else len(requests) + sum(counts)
+        return expected / (costs.step(tokens, len(requests)) + costs.draft(max(counts)))
 
     best = max(map(rate, itertools.product(range(4), repeat=len(requests))))
-    chooser.choose(requests, exact=False)
-    chosen = tuple(request.drafts_wanted for request in requests)
+    chosen = tuple(chooser.choose(requests, is_exact=False).wanted)
     # Drafts are taken by falling chance, which is best for a given number; none unless the gain exceeds the noise.
     assert rate(chosen) >= min(best, rate((0,) * len(requests)) * MIN_GAIN) * (1 - 1e-9) or rate(chosen) >= 0.97 * best

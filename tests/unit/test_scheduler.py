@@ -10,8 +10,8 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import AutoDrafts, FixedDrafts
-from outrider.sched.request import Request, State
+from outrider.sched.drafts import FixedDrafts, auto_drafts
+from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
 from tests.unit.schedule_driver import Driver, Scenario, Totals
@@ -29,7 +29,7 @@ def scheduler(
 
 def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
     tokens = [index * 7 + i for i in range(prompt)]
-    return Request(index, tokens, PARAMS, end_len=prompt + new, seed=0, priority=priority)
+    return Request(index, tokens, RequestInput(PARAMS, end_len=prompt + new, seed=0, priority=priority))
 
 
 def result_of(batch: ScheduledBatch, finish: dict[int, Finish] | None = None) -> StepResult:
@@ -90,7 +90,7 @@ def test_one_token_for_everyone_goes_before_drafts() -> None:
 def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: bool) -> None:
     costs = StepCosts((1, 64), (1.0, 1.01), (DraftCost(1, 0.01, 0.01),), is_padded=is_padded)
     sched = scheduler(drafts=2)
-    sched._drafts = AutoDrafts(2, costs, always_propose=False)
+    sched._drafts = auto_drafts(2, costs, always_propose=False)
     sched.add(request(0, 5))
     batch = scheduled(sched)
     assert batch.admissions and batch.propose == 2 and max(batch.num_drafts) == 0

@@ -1,0 +1,90 @@
+"""How likely drafts are to be accepted, by request and position, learned from the results of steps.
+
+Counts are kept per request and position, with decay, and drift back to what requests usually show, so that a request
+that has stopped drafting tries again now and then. Knows no drafter by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DECAY = 0.9  # of one request's counts, per observation
+SHARED_DECAY = 0.999  # of the counts over all requests
+PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
+FORGETTING = 0.95  # of a request's counts, per step without drafts
+PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
+
+
+@dataclass(slots=True)
+class Rates:
+    """Acceptance by position: of the drafts that were reached, how many were accepted."""
+
+    tried: list[float]
+    hit: list[float]
+    gains: list[float] = field(default_factory=list)  # chance that draft j is reached and accepted
+    idle: int = 0  # steps without drafts
+
+    def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
+        """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
+        for j in range(min(accepted + 1, drafted, len(self.tried))):
+            self.tried[j] = self.tried[j] * decay + 1
+            self.hit[j] = self.hit[j] * decay + (j < accepted)
+        for j in range(drafted, len(self.tried)):
+            self.tried[j] *= forgetting
+            self.hit[j] *= forgetting
+
+    def fade(self, factor: float) -> None:
+        self.tried = [t * factor for t in self.tried]
+        self.hit = [h * factor for h in self.hit]
+
+
+class Acceptance:
+    """Rates of every request that has drafted, and those that all requests share."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
+        self._rates: dict[int, Rates] = {}
+
+    def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+        rates = self._rates.get(request_id)
+        if rates is None:
+            rates = self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k)
+        rates.observe(num_drafted, num_accepted, DECAY)
+        rates.gains = []
+        self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
+
+    def forget(self, request_id: int) -> None:
+        self._rates.pop(request_id, None)
+
+    def gains(self, request_id: int) -> list[float]:
+        """The chance that draft j of the request is reached and accepted, for every j."""
+        rates = self._rates.get(request_id)
+        if rates is not None and rates.gains:
+            return rates.gains
+        shared, gains, reached = self._shared, [], 1.0
+        for j in range(self._k):
+            prior = shared.hit[j] / shared.tried[j]
+            if rates is None:
+                reached *= prior
+            else:
+                reached *= (rates.hit[j] + PRIOR_WEIGHT * prior) / (rates.tried[j] + PRIOR_WEIGHT)
+            gains.append(reached)
+        if rates is not None:
+            rates.gains = gains
+        return gains
+
+    def is_probe_due(self, request_id: int) -> bool:
+        """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself
+        at any time, and without drafts nobody would notice."""
+        rates = self._rates.get(request_id)
+        if rates is None:
+            rates = self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k)
+            rates.idle = PROBE_AFTER * 3 // 4  # a new request is tried soon
+        rates.fade(FORGETTING)
+        rates.gains = []
+        rates.idle += 1
+        if rates.idle < PROBE_AFTER:
+            return False
+        rates.idle = 0
+        return True
