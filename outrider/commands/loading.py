@@ -16,10 +16,11 @@ from outrider.engine.build import Prepare, assemble, load_tokenizer, pick_device
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
-from outrider.models.loader import load_dummy, load_weights
-from outrider.models.registry import build_model
+from outrider.models.loader import Tensors, load_model
 from outrider.models.sources import resolve
 from outrider.runner.memory import enough_memory
+
+NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Loaded:
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer files, and text needs one: copy tokenizer.json beside the "
-                             "weights")
+            raise ValueError(NO_TOKENIZER.format(self.name))
         return self.tokenizer
 
 
@@ -48,17 +48,17 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     device = pick_device(config.device)
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)
+    tokenizer = load_tokenizer(source)
+    if needs_text and tokenizer is None:
+        raise ValueError(NO_TOKENIZER.format(source.name))
+
+    def watch(tensors: Tensors, count: int) -> Tensors:
+        return bar(tensors, total=count, desc=f"loading {source.name}", unit="tensors")
+
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
-    loaded = Loaded(source.name, model, device, load_tokenizer(source), source.eos_token_ids)
-    if needs_text:
-        loaded.need_tokenizer()
-    if config.load_format == "dummy":
-        load_dummy(model, config.seed)
-    else:
-        tensors = source.read(keep_quantized=config.keep_quantized)
-        load_weights(model, bar(tensors, total=len(model.weights()), desc=f"loading {source.name}", unit="tensors"))
-    return loaded
+        model = load_model(source, dtype=dtype, device=device, max_len=config.max_model_len, seed=config.seed,
+                           load_format=config.load_format, keep_quantized=config.keep_quantized, watch=watch)
+    return Loaded(source.name, model, device, tokenizer, source.eos_token_ids)
 
 
 def bar(items=None, **options):  # type: ignore[no-untyped-def]

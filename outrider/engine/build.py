@@ -24,8 +24,7 @@ from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.models.base import Model
-from outrider.models.loader import load_dummy, load_weights
-from outrider.models.registry import build_model
+from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import ModelSource
 from outrider.runner.graphs.costs import measure_costs
@@ -55,11 +54,8 @@ def build_engine(config: EngineConfig) -> Engine:
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
-    if config.load_format == "dummy":
-        load_dummy(model, config.seed)
-    else:
-        load_weights(model, source.read(keep_quantized=config.keep_quantized))
+        model = load_model(source, dtype=dtype, device=device, max_len=config.max_model_len, seed=config.seed,
+                           load_format=config.load_format, keep_quantized=config.keep_quantized)
     return assemble(config, model, device, tokenizer=load_tokenizer(source), eos_ids=source.eos_token_ids)
 
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from outrider.layers.rotary import FREQUENCIES, RopeParams
+from outrider.models.sources.base import ConfigError
 
 T = TypeVar("T", int, float, str, bool, list, dict)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-class ConfigError(ValueError):
-    """A config that cannot be served; the message names the key."""
 
 
 class ConfigReader:

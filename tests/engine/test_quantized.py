@@ -16,8 +16,9 @@ from outrider.kernels.quantized import QuantizedRows
 from outrider.layers.linear import find_linears
 from outrider.layers.whole import WholeLayer
 from outrider.models.base import Model
-from outrider.models.loader import WeightError, load_weights
+from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
+from outrider.models.sources.base import WeightError
 from tests.engine.harness import Ask, Rig, greedy
 
 CONFIG: dict[str, Any] = {

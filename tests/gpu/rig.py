@@ -26,7 +26,8 @@ from outrider.core.params import SamplingParams
 from outrider.engine.build import assemble
 from outrider.engine.engine import Engine
 from outrider.models.base import Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.runner.step import DeviceStep
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
 from tests.gpu.conftest import HAS_CARD
@@ -60,7 +61,7 @@ def scratch() -> Path:
 
 @functools.cache
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, on_cpu: bool = False) -> Model:
-    return load_model(folder, dtype=dtype, device="cpu" if on_cpu else str(DEVICE))
+    return load_model(resolve(folder), dtype=dtype, device="cpu" if on_cpu else str(DEVICE))
 
 
 class GpuRig:

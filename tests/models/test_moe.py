@@ -17,7 +17,11 @@ from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
 from outrider.layers.router import ExpertTally, Router, find_routers
-from outrider.models import ConfigError, build_model, load_weights, read_config, safetensors_tensors
+from outrider.models.config import ConfigError
+from outrider.models.loader import load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources.folder import read_config
+from outrider.models.sources.safetensors_files import safetensors_tensors
 from tests.models.oracle import MOE_FAMILIES, all_logits, greedy, hf_config, hf_model, load, make_folder, tokens_of
 from tests.unit.test_sample_host_reads import no_host_reads
 
