@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts

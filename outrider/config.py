@@ -6,6 +6,7 @@ What a caller leaves as None is decided here from what is known of the model and
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from outrider.core import Limits
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = ("auto", "torch", "cpu", "triton")
+BACKENDS = ["auto", "torch", "native", "cpu", "triton"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 CPU_CACHE_SHARE = 0.25  # of the memory that is free
@@ -88,7 +89,7 @@ class EngineConfig:
                       steps_in_flight=self.steps_in_flight(on_cuda))
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 

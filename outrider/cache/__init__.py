@@ -1,1 +1,1 @@
-"""The cache's accounting: specs, groups, pages, prefix hashes. No torch here but in `pool`."""
+"""The cache's accounting: kinds, groups, pages, prefix hashes, checkpoints. No torch here."""

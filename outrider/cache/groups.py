@@ -11,23 +11,36 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, RecurrentKind, kind_of
-from outrider.cache.spec import LayerCache, PagedSpec, RecurrentSpec
+from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
 
 PAGE_TOKENS = (16, 32, 64, 128)
 GROUP_COST = 0.01  # one more group (a table, host work each step) is worth this much padding
 MAX_PADDING = 0.10  # more is a defect of the plan, and is said at start-up
 
 
+CacheSpec = PagedSpec | RecurrentSpec
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's claim on the cache: its own pages, another layer's, which it can only read, or a state in every row. A
+    layer that keeps things of different kinds makes several claims, whose parts have different names."""
+
+    layer: int
+    spec: CacheSpec
+    reads: int | None = None  # the layer whose cache this one reads instead of keeping its own
+
+
 @dataclass(frozen=True)
 class Group:
-    """Layers that share one page table. `layers[i]` owns part i of the group's pages."""
+    """Layers that share one page table. `layers[i]` is member i, and owns that share of the group's pages."""
 
     index: int
     spec: PagedSpec
     layers: tuple[int, ...]
-    num_parts: int  # layers, and phantom ones where the split is not even
+    num_members: int  # layers, and phantom ones where the split is not even
     page_tokens: int
     is_target: bool = True  # some of the layers are the target's: without its pages a prefix cannot be served
 
@@ -40,14 +53,24 @@ class Group:
         return len(self.layers) * self.page_tokens * self.spec.token_bytes
 
 
+class Place(NamedTuple):
+    """Where one claim of a layer lies."""
+
+    group: int
+    member: int
+
+
 @dataclass(frozen=True)
 class CacheLayout:
-    """The groups of a model, and where each layer's cache lies: (group, part), its own or the one it reads."""
+    """The groups of a model, and where each layer's cache lies, its own or the one it reads: a place for each claim."""
 
     groups: tuple[Group, ...]
-    places: dict[int, tuple[int, int]]
+    places: dict[int, tuple[Place, ...]]
     page_bytes: int
     recurrent: RecurrentKind = RecurrentKind()
+
+    def groups_of(self, layer: int) -> tuple[Group, ...]:
+        return tuple(self.groups[place.group] for place in self.places[layer])
 
     @property
     def padding(self) -> float:
@@ -81,6 +104,10 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
     for layer in layers:
         if layer.reads is not None:
             places[layer.layer] = places[layer.reads]
+    for index in places:
+        names = [part.name for place in places[index] for part in groups[place.group].spec.parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"layer {index} declares two cache parts of one name: {', '.join(names)}")
     size = max(group.page_tokens for group in groups if group.is_target)
     kind = RecurrentKind(tuple(recurrent), size, layout.page_bytes, max(checkpoint_interval // size, 1) * size)
     return CacheLayout(groups, places, layout.page_bytes, kind)
@@ -105,13 +132,14 @@ def _best_split(buckets: dict[PagedSpec, list[int]], sizes: list[int]) -> CacheL
 def _split(buckets: dict[PagedSpec, list[int]], count: int, tokens: tuple[int, ...]) -> CacheLayout:
     """Groups of at most `count` layers; bucket i has pages of tokens[i] tokens."""
     groups: list[Group] = []
-    places: dict[int, tuple[int, int]] = {}
+    places: dict[int, tuple[Place, ...]] = {}
     for (spec, layers), page_tokens in zip(buckets.items(), tokens, strict=True):
         num_groups = -(-len(layers) // count)
-        parts = -(-len(layers) // num_groups)
-        for start in range(0, len(layers), parts):
-            members = tuple(layers[start : start + parts])
-            places.update({layer: (len(groups), part) for part, layer in enumerate(members)})
-            groups.append(Group(len(groups), spec, members, parts, page_tokens))
-    page_bytes = max(g.num_parts * g.page_tokens * g.spec.token_bytes for g in groups)
+        num_members = -(-len(layers) // num_groups)
+        for start in range(0, len(layers), num_members):
+            members = tuple(layers[start : start + num_members])
+            for member, layer in enumerate(members):
+                places[layer] = (*places.get(layer, ()), Place(len(groups), member))
+            groups.append(Group(len(groups), spec, members, num_members, page_tokens))
+    page_bytes = max(g.num_members * g.page_tokens * g.spec.token_bytes for g in groups)
     return CacheLayout(tuple(groups), places, page_bytes)

@@ -176,9 +176,6 @@ class CacheManager:
             for page in reversed(columns[first:]):  # tails are evicted first
                 self.pool.free(page)
 
-    def reset_prefix_cache(self) -> None:
-        self.pool.forget_all()
-
     # Looking
 
     def pages_held(self, request_id: int) -> list[int]:

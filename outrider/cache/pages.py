@@ -85,14 +85,6 @@ class PagePool:
         self._page_of[key] = page
         self._key[page] = key
 
-    def forget_all(self) -> None:
-        """Drop every known content, held or not."""
-        for page in list(self._cached):
-            del self._cached[page]
-            self._blank.append(page)
-        for page in list(self._page_of.values()):
-            self._forget(page)
-
     def blank_pages(self) -> list[int]:
         return list(self._blank)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
+from outrider.cache.groups import LayerCache
+from outrider.cache.kinds import RecurrentSpec
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import find_linears
 from outrider.layers.moe import Experts
@@ -114,13 +115,10 @@ class Traffic:
 
 def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:
     """What one step of a request moves of a layer's cache, in the mean over its answer."""
-    match layer.spec:
-        case RecurrentSpec() as spec:
-            return 2 * (spec.state_bytes + spec.tail_bytes)
-        case SlidingSpec() as spec:
-            return spec.token_bytes * mean_context(prompt, outputs, spec.window)
-        case FullSpec() as spec:
-            return spec.token_bytes * mean_context(prompt, outputs, None)
+    spec = layer.spec
+    if isinstance(spec, RecurrentSpec):
+        return 2 * spec.row_bytes
+    return spec.token_bytes * mean_context(prompt, outputs, spec.visible_tokens)
 
 
 def mean_context(prompt: int, outputs: int, window: int | None) -> float:

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.kinds import RecurrentSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import RecurrentSpec
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Limits
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
-from outrider.kernels import native, ops
 from outrider.layers.linear import find_linears
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
-from outrider.mixers.paged.native_backend import NativeBackend
-from outrider.mixers.paged.torch_backend import TorchBackend
+from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.models.base import Model
 from outrider.models.loader import load_model
@@ -220,25 +218,7 @@ def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dt
 
 
 def pick_backend(config: EngineConfig, model: Model, max_drafts: int = 0) -> Backend:
-    """The fastest that serves the model's type on its device, unless one is asked for by name."""
-    name = config.attention_backend
-    can_triton = model.device.type == "cuda" and model.dtype != torch.float64 and ops.triton_kernels() is not None
-    can_native = model.device.type == "cpu" and model.dtype == torch.float32 and native.available()
-    if name == "auto":
-        name = "triton" if can_triton else "cpu" if can_native else "torch"
-    match name:
-        case "triton" if can_triton:
-            from outrider.mixers.paged.triton_backend import TritonBackend
-
-            return TritonBackend(longest_short=1 + max_drafts)
-        case "cpu" if can_native:
-            return NativeBackend()
-        case "torch":
-            return TorchBackend()
-    raise ValueError(
-        f"attention_backend={name!r} does not serve {model.dtype} on {model.device.type}"
-        + (f" ({native.reason()})" if name == "cpu" else "") + ": use attention_backend='auto'"
-    )
+    return make_backend(config.attention_backend, model.device, model.dtype, max_drafts)
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:

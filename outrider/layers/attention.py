@@ -11,7 +11,8 @@ from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 
 
 class SelfAttention:
@@ -56,7 +57,8 @@ class SelfAttention:
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""
         layer = self.layer
-        out = attend.fused(layer.index, qkv, angles, None if self.head_norm is None else self.head_norm.norms)
+        paged: PagedLayer = attend.mixer(layer.index)
+        out = paged.fused(qkv, angles, None if self.head_norm is None else self.head_norm.norms)
         if out is not None:
             return out
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
@@ -64,4 +66,4 @@ class SelfAttention:
         if self.head_norm is not None:
             qk = self.head_norm(qk)
         qk = rotate(qk, angles)
-        return attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
+        return paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)

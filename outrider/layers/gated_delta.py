@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
-from outrider.mixers.recurrent.base import Gates, MixerParams
+from outrider.mixers.cached import Attend
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,5 @@ class GatedDelta:
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""
         conv_in, z, b, a = self.enter(x).split(tuple(self.enter.parts.values()), dim=-1)
-        return self.out(self.norm(attend.recurrent(self.index, conv_in, (a, b)), z))
+        recurrent: RecurrentLayer = attend.mixer(self.index)
+        return self.out(self.norm(recurrent(conv_in, (a, b)), z))

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
-from outrider.mixers.recurrent.base import Gates, MixerParams
+from outrider.mixers.cached import Attend
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,5 @@ class Mamba2:
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""
         z, conv_in, dt = self.enter(x).split(self.sizes, dim=-1)
-        return self.out(self.norm(attend.recurrent(self.index, conv_in, (dt,)), z))
+        recurrent: RecurrentLayer = attend.mixer(self.index)
+        return self.out(self.norm(recurrent(conv_in, (dt,)), z))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.linear import WeightSlot

@@ -14,7 +14,8 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import PagedLayer
 
 
 class WholeLayer:
@@ -32,7 +33,8 @@ class WholeLayer:
         if weights is None:
             return None
         norms = None if attention.head_norm is None else attention.head_norm.norms
-        return attend.whole(attention.layer.index, weights, delta, residual, angles, norms)
+        paged: PagedLayer = attend.mixer(attention.layer.index)
+        return paged.whole(weights, delta, residual, angles, norms)
 
     def _weights(self) -> LayerWeights | None:
         """None as long as a product is not native: before `pack`, and on other devices and types. Made anew when the

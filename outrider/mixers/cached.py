@@ -1,58 +1,86 @@
-"""CachedLayers: a model's attention layers with their parts of the pool. `on(view)` is what a forward calls.
+"""CachedLayers: a model's layers with their parts of the pool, served by one mixer for each kind of layer.
 
-Target and drafters each have one. It finds a layer's cache and its group's plan; which pages and lengths are meant
-comes from the view alone. What recurrent layers do with the step goes straight through.
+Target and drafters each have one. Which pages and lengths are meant comes from the view alone. `register_mixer` adds a
+kind of layer from outside the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from outrider.kernels.native import LayerWeights
+from outrider.cache.kinds import FullSpec, PagedSpec, SlidingSpec
+from outrider.core import Limits
 from outrider.mixers.batch import BatchView
-from outrider.mixers.paged.base import Attend, AttentionLayer, Backend, HeadNorms, LayerCacheView, Rope
+from outrider.mixers.paged.base import Backend, PagedMixer
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import Gates
-from outrider.mixers.recurrent.layers import RecurrentStep
+
+
+class Attend(Protocol):
+    """What a model calls wherever token rows of a request meet, during one step."""
+
+    def mixer(self, layer: int) -> Any:
+        """The layer's own part of the step. Its type goes with the kind of layer: `PagedLayer`, `RecurrentLayer`."""
+        ...
+
+
+class Mixer(Protocol):
+    """Layers of one kind: owns their views of the pool and their backend."""
+
+    def bind(self, view: BatchView) -> Mapping[int, Any]:
+        """What `Attend.mixer` returns for each of the layers in a step over this view."""
+        ...
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
+        """Called before steps are captured: allocates the buffers that captured steps share."""
+        ...
+
+
+class LayerParams(Protocol):
+    """A model's description of one layer, such as an `AttentionLayer`."""
+
+    @property
+    def index(self) -> int: ...
+
+
+MakeMixer = Callable[[Sequence[Any], DevicePool, Backend], Mixer]
+_MIXERS: dict[type[PagedSpec], MakeMixer] = {FullSpec: PagedMixer, SlidingSpec: PagedMixer}
+
+
+def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
+    """`make(layers, pool, backend)` serves the layers whose cache, or the first of whose caches, has such a spec."""
+    _MIXERS[spec] = make
 
 
 class CachedLayers:
-    def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
-        self.layers = {layer.index: layer for layer in layers}
-        self.caches = {index: LayerCacheView(*pool.layer(index)) for index in self.layers}
-        self.group_of = {index: pool.layout.groups[pool.layout.places[index][0]] for index in self.layers}
-        self.groups = tuple({group.index: group for group in self.group_of.values()}.values())
-        self.backend = backend
+    def __init__(self, layers: Sequence[LayerParams], pool: DevicePool, backend: Backend) -> None:
+        self._device = pool.data.device
+        groups = {layer.index: pool.layout.groups_of(layer.index) for layer in layers}
+        self.groups = tuple({group.index: group for own in groups.values() for group in own}.values())
+        by_kind: dict[MakeMixer, list[LayerParams]] = {}
+        for layer in layers:
+            by_kind.setdefault(_MIXERS[type(groups[layer.index][0].spec)], []).append(layer)
+        self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
 
-    def on(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Attend:
-        """Attention over one view: plans every group once, now. `recurrent` serves the same batch's other layers."""
-        return _Attention(self, {group.index: self.backend.plan(view, group) for group in self.groups}, recurrent)
+    def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> Attend:
+        """The layers in a step over one view. `others`: layers of the same model that are bound already."""
+        bound = dict(others or {})
+        for mixer in self.mixers:
+            bound.update(mixer.bind(view))
+        return BoundLayers(bound)
+
+    def prepare_capture(self, limits: Limits) -> None:
+        for mixer in self.mixers:
+            mixer.prepare_capture(self._device, limits)
 
 
-class _Attention:
-    def __init__(self, cached: CachedLayers, plans: dict[int, Any], recurrent: RecurrentStep | None) -> None:
-        self._cached, self._plans, self._recurrent = cached, plans, recurrent
+class BoundLayers:
+    """All layers of a model in one step."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        cached = self._cached
-        plan = self._plans[cached.group_of[layer].index]
-        return cached.backend.run(cached.layers[layer], cached.caches[layer], q, k, v, plan)
+    def __init__(self, layers: Mapping[int, Any]) -> None:
+        self._layers = layers
 
-    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        cached = self._cached
-        plan = self._plans[cached.group_of[layer].index]
-        return cached.backend.run_fused(cached.layers[layer], cached.caches[layer], qkv, rope, norms, plan)
-
-    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
-              norms: HeadNorms | None) -> torch.Tensor | None:
-        cached = self._cached
-        plan = self._plans[cached.group_of[layer].index]
-        return cached.backend.run_whole(cached.layers[layer], cached.caches[layer], weights, delta, residual, rope,
-                                        norms, plan)
-
-    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
-        assert self._recurrent is not None, f"layer {layer} is recurrent and this model's rows keep no states"
-        return self._recurrent(layer, conv_in, gates)
+    def mixer(self, layer: int) -> Any:
+        return self._layers[layer]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import CacheLayout
+from outrider.cache.kinds import MODEL_DTYPE, Part
 
 
 class DevicePool:
@@ -18,16 +19,24 @@ class DevicePool:
         assert layout.page_bytes % dtype.itemsize == 0
         self.data = torch.zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer: [pages, page tokens, kv heads, dim] each, views of the pool."""
-        group_index, part = self.layout.places[layer]
-        group = self.layout.groups[group_index]
-        spec = group.spec
-        tensor = group.page_tokens * spec.num_kv_heads * spec.head_dim
-        shape = (self.data.shape[0], group.page_tokens, spec.num_kv_heads, spec.head_dim)
-        strides = (self.data.stride(0), spec.num_kv_heads * spec.head_dim, spec.head_dim, 1)
-        k, v = (self.data.as_strided(shape, strides, (2 * part + i) * tensor) for i in range(2))
-        return k, v
+    def layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parts of one layer's cache by name: [pages, page tokens, *shape] each, views of the pool."""
+        views: dict[str, torch.Tensor] = {}
+        for group_index, member in self.layout.places[layer]:
+            group = self.layout.groups[group_index]
+            start = member * group.page_tokens * group.spec.token_bytes
+            for part in group.spec.parts:
+                views[part.name] = self._view(part, group.page_tokens, start)
+                start += group.page_tokens * part.token_bytes
+        return views
+
+    def _view(self, part: Part, page_tokens: int, start: int) -> torch.Tensor:
+        """A part of one layer, which begins `start` bytes into every page."""
+        data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
+        assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
+        in_page = torch.empty(page_tokens, *part.shape, device="meta")
+        shape, strides = (len(data), *in_page.shape), (data.stride(0), *in_page.stride())
+        return data.as_strided(shape, strides, start // part.itemsize)
 
     def clear(self, pages: torch.Tensor) -> None:
         self.data.index_fill_(0, pages, 0)

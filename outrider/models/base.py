@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.cache.groups import LayerCache
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import Delta, RMSNorm, stream
 from outrider.layers.rotary import Angles, Rotary
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.config import ConfigReader, Sizes
 
 

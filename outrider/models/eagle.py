@@ -17,7 +17,8 @@ from outrider.kernels import ops
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, Rotary
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
     FULL,

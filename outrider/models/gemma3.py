@@ -12,7 +12,8 @@ from outrider.layers.linear import WeightSlot
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
 from outrider.layers.rotary import Angles, RopeParams, Rotary
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,

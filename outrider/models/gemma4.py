@@ -11,7 +11,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.kernels.moe import RouteRule
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import FusedLinear, Linear, WeightSlot
@@ -20,7 +20,8 @@ from outrider.layers.moe import Experts
 from outrider.layers.norm import Delta, RMSNorm, Unnormed, stream, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
-from outrider.mixers.paged.base import Attend, HeadNorms
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import HeadNorms, PagedLayer
 from outrider.models.base import Decoder, Hidden
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
@@ -65,17 +66,18 @@ class Gemma4Attention:
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]."""
         layer = self.layer
+        paged: PagedLayer = attend.mixer(layer.index)
         qkv = self.qkv(x)
         norms = HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
-        out = attend.fused(layer.index, qkv, angles, norms)
+        out = paged.fused(qkv, angles, norms)
         if out is not None:
             return self.out(out)
         q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
         if not layer.writes:
-            return self.out(attend(layer.index, q, None, None))
+            return self.out(paged(q, None, None))
         kv = qkv[:, self.q_size :].view(-1, 1 + self.has_v, layer.num_kv_heads, layer.head_dim)
         k, v = rotate(self.k_norm(kv[:, 0]), angles), self.v_norm(kv[:, -1])
-        return self.out(attend(layer.index, q, k, v))
+        return self.out(paged(q, k, v))
 
 
 class PerLayerInputs:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import Delta, RMSNorm
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.cache.groups import LayerCache
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.rotary import Rotary
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError

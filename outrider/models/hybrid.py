@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.layers.linear import WeightSlot
 from outrider.layers.moe import FeedForward
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 from outrider.mixers.recurrent.base import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
@@ -32,7 +32,7 @@ class TokenMixer(Protocol):
 
 
 class HybridDecoder(Decoder):
-    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.recurrent` is called
+    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.mixer` is asked
 
     def cache_layers(self) -> list[LayerCache]:
         claims = [LayerCache(index, mixer.spec) for index, mixer in self.recurrent_layers.items()]

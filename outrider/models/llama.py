@@ -14,7 +14,8 @@ from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary
 from outrider.layers.whole import WholeLayer
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,

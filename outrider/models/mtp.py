@@ -17,7 +17,8 @@ from outrider.kernels import ops
 from outrider.layers.linear import Linear, WeightSlot
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder, DecoderLayer, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.head import DraftHead, SlotRotary

@@ -15,7 +15,8 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.layers.router import Router
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, TokenMixer, read_limits, with_values
 
@@ -33,7 +34,8 @@ class UnplacedAttention(SelfAttention):
         q, k, v = qkv.unflatten(1, (-1, layer.head_dim)).split(
             (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1
         )
-        return attend(layer.index, q, k, v)
+        paged: PagedLayer = attend.mixer(layer.index)
+        return paged(q, k, v)
 
 
 class PlainMLP:

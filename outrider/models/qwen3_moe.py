@@ -15,7 +15,8 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary
 from outrider.layers.router import Router
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 

@@ -18,7 +18,8 @@ from outrider.layers.moe import Experts, FeedForward, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule
@@ -58,7 +59,8 @@ class GatedAttention(SelfAttention):
         gate, qk, v = qkv.split((self.gate_size, self.qk_size, qkv.shape[1] - self.gate_size - self.qk_size), dim=1)
         qk = rotate(norm(qk.unflatten(1, (-1, layer.head_dim))), angles)
         v = v.unflatten(1, (-1, layer.head_dim))
-        out = attend(layer.index, qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
+        paged: PagedLayer = attend.mixer(layer.index)
+        out = paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
         return out * gate.sigmoid()
 
 

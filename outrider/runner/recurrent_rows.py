@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.cache.kinds import RecurrentKind
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.recurrent import SHORT_RUN

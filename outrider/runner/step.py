@@ -84,7 +84,7 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        self._cached = CachedLayers(model.attention_layers, pool, backend)
+        self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._folded: torch.Tensor | None = None  # by the last host writes
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
@@ -136,7 +136,8 @@ class DeviceStep:
 
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
-        return self.model.forward(view.token_ids, view.positions, self._cached.on(view, recurrent), taps)
+        bound = None if recurrent is None else recurrent.bind()
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Committed]:
         state, logit_rows = self.state, inputs.logit_rows

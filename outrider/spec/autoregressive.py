@@ -20,14 +20,13 @@ from typing import Protocol
 
 import torch
 
-from outrider.cache.groups import Group
-from outrider.cache.spec import LayerCache, SlidingSpec
+from outrider.cache.groups import Group, LayerCache
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.mixers.batch import BatchView
-from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import Attend, AttentionLayer
+from outrider.mixers.cached import Attend, CachedLayers
+from outrider.mixers.paged.base import AttentionLayer
 from outrider.sample.philox import gumbel
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.views import (
@@ -88,7 +87,7 @@ class AutoregressiveDrafter(Drafter):
         self._cached, self._device = cached, device
         self._one_each = OneEach(limits, device)
         # Tails lie with the pages of one group; a sliding one may not hold a hit's last page.
-        is_full = [group for group in cached.groups if not isinstance(group.spec, SlidingSpec)]
+        is_full = [group for group in cached.groups if group.spec.visible_tokens is None]
         self._filled = Filled(
             groups=cached.groups, tail_group=(is_full or cached.groups)[0], least=self._least, max_len=limits.max_len,
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
@@ -126,13 +125,13 @@ class AutoregressiveDrafter(Drafter):
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._first_view(step, passes)
-        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
+        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
         output, feedback = ops.take_rows(output, feedback, passes.choosing.last)
         drafts = torch.empty_like(passes.choosing.positions)
         self._choose(step, passes.choosing, output, 0, drafts)
         for index in range(1, step.most):
             view = self._next_view(step, passes, index, drafts[index - 1])
-            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.on(view))
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.bind(view))
             self._choose(step, passes.choosing, output, index, drafts)
         return Drafts(drafts.t(), passes.choosing.counts)
 
@@ -230,5 +229,5 @@ class AutoregressiveDrafter(Drafter):
         cells = cells_of(single, own.groups, begin, is_live)
         alone = PassRows(begin, cells, torch.where(is_live, begin + 1, 0), is_live.long(), own.valid_from[rows])
         view = self._moved(single, step, 1, tokens, alone)
-        self.network.forward(view.token_ids, view.positions, hidden, self._cached.on(view))
+        self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
         own.filled.index_copy_(0, rows, begin + 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.mixers.batch import ForwardBatch
 from outrider.mixers.cached import CachedLayers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.mixers.cached import CachedLayers
 from outrider.spec.base import Drafter, Drafts, Step

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from outrider.cache.spec import LayerCache
-from outrider.kernels.native import LayerWeights
-from outrider.mixers.paged.base import Attend, HeadNorms, Rope
+from outrider.cache.groups import LayerCache
+from outrider.mixers.cached import Attend
 from outrider.models.base import Model
 from outrider.spec.base import Step
 
@@ -19,18 +19,8 @@ class _Shifted:
     def __init__(self, attend: Attend, first: int) -> None:
         self._attend, self._first = attend, first
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        return self._attend(layer + self._first, q, k, v)
-
-    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        return self._attend.fused(layer + self._first, qkv, rope, norms)
-
-    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
-              norms: HeadNorms | None) -> torch.Tensor | None:
-        return self._attend.whole(layer + self._first, weights, delta, residual, rope, norms)
-
-    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self._attend.recurrent(layer + self._first, conv_in, gates)
+    def mixer(self, layer: int) -> Any:
+        return self._attend.mixer(layer + self._first)
 
 
 class DraftModelNetwork:

@@ -9,9 +9,9 @@ import logging
 
 import torch
 
-from outrider.cache.spec import LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.config import SpeculativeConfig
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend
 from outrider.models.config import ConfigReader
 from outrider.models.eagle import build_eagle
 from outrider.models.head import DraftHead, load_head

@@ -57,7 +57,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     def propose(self, step: Step) -> Drafts:
         reading = reading_pass(step, self._max_len, self._behind)
         choosing, tokens, positions = reading.choosing, reading.tokens, reading.rope_positions
-        attend = self._cached.on(self.view(step, reading))
+        attend = self._cached.bind(self.view(step, reading))
         drafts = torch.empty_like(choosing.positions)
         feedback = step.hidden.final[choosing.last]
         for index in range(step.most):

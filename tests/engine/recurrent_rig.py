@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.cache.groups import plan_groups
-from outrider.cache.spec import FullSpec, LayerCache
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape

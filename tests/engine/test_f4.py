@@ -252,7 +252,7 @@ def test_f4_batches_and_results_are_plain_data() -> None:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_f4_a_step_reads_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.build.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
     config = Cell(17, "scripted", True, False, False).settings
     with StateRig(hybrid(family), drafter=scripted(family, 4), compares=False, **config) as rig:
         guard = guard_steps(rig, torch.inference_mode)

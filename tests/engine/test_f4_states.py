@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.kinds import RecurrentKind
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import Axis, Limits, ScheduledBatch
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, split

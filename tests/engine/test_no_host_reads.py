@@ -109,7 +109,7 @@ def guard_steps(rig: Rig, mode: Callable[[], AbstractContextManager[None]]) -> N
 
 
 def quiet_rig(monkeypatch: pytest.MonkeyPatch, family: str, **options: Any) -> Rig:
-    monkeypatch.setattr("outrider.engine.build.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
     return Rig(tiny_model(family), overlap=False, **options)
 
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.groups import CacheLayout, Group, plan_groups
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
+from outrider.cache.groups import CacheLayout, Group, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, Limits, PageWrite, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.mixers.batch import BatchView, check_rows
-from outrider.mixers.paged.base import AttentionLayer, LayerCacheView
+from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.runner.batch import Inputs, PaddedSize, build_inputs, pack_host
@@ -144,14 +144,14 @@ def attention(inputs: Inputs, view: BatchView, layer: int, seed: int = 0) -> tup
     pool = DevicePool(LAYOUT, 100, torch.float64, CPU)
     pool.data.normal_(generator=generator)
     pool.data[NULL_PAGE] = 0
-    cache = LayerCacheView(*pool.layer(layer))
+    cache = KeyValueCache(**pool.layer(layer))
     total = inputs.batch.padded.num_tokens
     sizes = [(total, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     is_live = inputs.batch.padded.slots(LAYOUT.groups[0]) >= 0
     for tensor in (q, k, v):
         tensor[~is_live] = torch.nan
-    group = LAYOUT.groups[LAYOUT.places[layer][0]]
+    group = LAYOUT.groups_of(layer)[0]
     backend = TorchBackend()
     plan = backend.plan(view, group)
     own = slice(0, view.num_tokens)

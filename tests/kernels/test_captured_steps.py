@@ -71,9 +71,10 @@ class AsCaptured:
 def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
     captured = AsCaptured(rig)
     backend = TritonBackend(longest_short=1 + rig.engine.limits.max_drafts)
-    rig.step.backend = rig.step._cached.backend = backend
-    if rig.step.drafter is not None and hasattr(rig.step.drafter, "_cached"):
-        rig.step.drafter._cached.backend = backend
+    rig.step.backend = backend
+    for cached in (rig.step.cached, getattr(rig.step.drafter, "_cached", None)):
+        for mixer in () if cached is None else cached.mixers:
+            mixer.backend = backend  # type: ignore[attr-defined]
     if rig.step.recurrent.layers:
         rig.step.recurrent.backend.use_kernels = True
     patches = [(batch_module, "step_kernels", kernels), (step_module, "step_kernels", kernels),

@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.cache.groups import plan_groups  # noqa: E402
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec  # noqa: E402
+from outrider.cache.groups import (
+    LayerCache,  # noqa: E402
+    plan_groups,  # noqa: E402
+)
+from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Axis, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402

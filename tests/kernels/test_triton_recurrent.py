@@ -11,8 +11,8 @@ from random import Random
 import pytest
 import torch
 
-from outrider.cache.groups import plan_groups
-from outrider.cache.spec import FullSpec, LayerCache
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape

@@ -7,6 +7,7 @@ Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `HYBRI
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,9 @@ class DenseAttend:
         self.mixers: dict[int, RecurrentMixer] = getattr(model, "recurrent_layers", {})
         self.states: dict[int, RecurrentState] = {}
 
+    def mixer(self, layer: int) -> Any:
+        return partial(self.recurrent, layer) if layer in self.mixers else DenseLayer(self, layer)
+
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
         mixer = self.mixers[layer]
         spec, wide = mixer.spec, torch.promote_types(conv_in.dtype, torch.float32)
@@ -235,10 +239,7 @@ class DenseAttend:
         self.states[layer] = RecurrentState(scanned.state, scanned.tail)
         return scanned.y
 
-    def fused(self, layer: int, qkv: torch.Tensor, rope: Any, norms: Any) -> None:
-        return None
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         spec, owner = self.layers[layer], self.owner[layer]
         if k is not None and v is not None:
             assert spec.writes
@@ -255,6 +256,19 @@ class DenseAttend:
         visible = behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+
+
+class DenseLayer:
+    """One attention layer of a DenseAttend."""
+
+    def __init__(self, dense: DenseAttend, layer: int) -> None:
+        self._dense, self._layer = dense, layer
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        return self._dense.attend(self._layer, q, k, v)
+
+    def fused(self, qkv: torch.Tensor, rope: Any, norms: Any) -> None:
+        return None
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import pages_for
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec, pages_for
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, SlidingSpec
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.models.config import ConfigError, ConfigReader

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.cache.spec import FullSpec, SlidingSpec
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from tests.models.oracle import FAMILIES, DenseAttend, all_logits, greedy, hf_model, load, make_folder, tokens_of
 
 Folders = Callable[[str], Path]

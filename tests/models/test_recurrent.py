@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.cache.spec import FullSpec, RecurrentSpec
+from outrider.cache.kinds import FullSpec, RecurrentSpec
 from outrider.models import nemotron_h
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.hybrid import HybridDecoder, read_limits

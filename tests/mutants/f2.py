@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.mixers.batch import BatchView, LengthBound
-from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import Attend
+from outrider.mixers.cached import Attend, CachedLayers
 
 NAME = "f2: bound is max_model_len"
 TESTS = ["tests/spec/test_f2_bounds.py"]
 
 
 def apply() -> None:
-    on = CachedLayers.on
+    bind = CachedLayers.bind
 
     def unbounded(self: CachedLayers, view: BatchView) -> Attend:
         group = self.groups[0]
         longest = view.page_tables[group.index].shape[1] * group.page_tokens
-        return on(self, replace(view, max_length=LengthBound(longest)))
+        return bind(self, replace(view, max_length=LengthBound(longest)))
 
-    CachedLayers.on = unbounded  # type: ignore[method-assign]
+    CachedLayers.bind = unbounded  # type: ignore[method-assign]

@@ -25,7 +25,8 @@ ASKS = trained_asks(5, (1, 9, 15, 16, 17, 30, 33, 50), max_tokens=14)
 def watch_plans(rig: DraftRig) -> list[tuple[BatchView, Group]]:
     """Every view the drafter plans attention over, with the group."""
     drafter: Any = rig.step.drafter
-    backend, seen = drafter._cached.backend, []
+    (mixer,), seen = drafter._cached.mixers, []
+    backend = mixer.backend
 
     class Watched:
         name = backend.name
@@ -37,7 +38,7 @@ def watch_plans(rig: DraftRig) -> list[tuple[BatchView, Group]]:
         def __getattr__(self, name: str) -> Any:
             return getattr(backend, name)
 
-    drafter._cached.backend = Watched()
+    mixer.backend = Watched()
     return seen
 
 

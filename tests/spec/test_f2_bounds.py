@@ -58,10 +58,10 @@ def test_f2_every_pass_has_the_bound_of_its_own_batch(kind: str, family: str, tm
         recorder = Recorder(rig)
         rig.run(ASKS)
         assert len(recorder.passes) == len(rig.batches)
-        target_groups = {place for layer, (place, _) in rig.step.pool.layout.places.items()
+        target_groups = {place.group for layer, (place,) in rig.step.pool.layout.places.items()
                          if layer < rig.step.model.num_layers}
         assert rig.step.drafter is not None
-        num_drafter_groups = len({rig.step.pool.layout.places[layer.index][0]
+        num_drafter_groups = len({rig.step.pool.layout.places[layer.index][0].group
                                   for layer in rig.step.drafter.attention_layers})
         for batch, passes in zip(rig.batches, recorder.passes, strict=True):
             bound = max(batch.bounds)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from outrider.cache.groups import CacheLayout, Group
-from outrider.cache.kinds import RecurrentKind
-from outrider.cache.spec import FullSpec, RecurrentSpec, SlidingSpec
+from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.core import (
     NULL_PAGE,
     NULL_ROW,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.groups import MAX_PADDING, PAGE_TOKENS, CacheLayout, plan_groups
-from outrider.cache.spec import CacheSpec, FullSpec, LayerCache, SlidingSpec
+from outrider.cache.groups import MAX_PADDING, PAGE_TOKENS, CacheLayout, CacheSpec, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, SlidingSpec
 
 FULL = FullSpec(num_kv_heads=1, head_dim=256, itemsize=2)
 SLIDING = SlidingSpec(num_kv_heads=1, head_dim=256, itemsize=2, window=512)
@@ -28,11 +28,11 @@ def check(layout: CacheLayout, claims: list[LayerCache]) -> None:
     spec_of = {layer.layer: layer.spec for layer in claims}
     for index, group in enumerate(layout.groups):
         assert group.index == index and group.page_tokens in PAGE_TOKENS
-        assert len(group.layers) <= group.num_parts
+        assert len(group.layers) <= group.num_members
         assert all(spec_of[layer] == group.spec for layer in group.layers)
-        assert group.num_parts * group.page_tokens * group.spec.token_bytes <= layout.page_bytes
+        assert group.num_members * group.page_tokens * group.spec.token_bytes <= layout.page_bytes
         for part, layer in enumerate(group.layers):
-            assert layout.places[layer] == (index, part)
+            assert layout.places[layer] == ((index, part),)
     assert 0 <= layout.padding < 1
 
 

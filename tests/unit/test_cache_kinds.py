@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.kinds import FullKind, Kind, SlidingKind, capacity, kind_of
+from outrider.cache.kinds import FullKind, FullSpec, Kind, SlidingKind, SlidingSpec, kind_of
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, SlidingSpec
 from outrider.core import Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 
@@ -126,4 +125,4 @@ def test_a_kind_is_found_by_the_type_of_the_spec() -> None:
     limits = limits_of(4, 64)
     assert isinstance(kind_of(FullSpec(1, 1, 1), 16), FullKind)
     assert isinstance(kind_of(SlidingSpec(1, 1, 1, 8), 16), SlidingKind)
-    assert capacity(SlidingSpec(1, 1, 1, 8), 16, limits) == sliding(16, 8).capacity(limits)
+    assert kind_of(SlidingSpec(1, 1, 1, 8), 16).capacity(limits) == sliding(16, 8).capacity(limits)

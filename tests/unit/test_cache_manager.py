@@ -196,14 +196,6 @@ def test_tails_are_evicted_before_heads() -> None:
     assert compute(cache, 2, TOKENS[:9]) == 8
 
 
-def test_resetting_the_prefix_cache_forgets_everything() -> None:
-    cache = manager((4, 0))
-    compute(cache, 0, TOKENS[:9])
-    cache.reset_prefix_cache()
-    cache.check_integrity()
-    assert compute(cache, 1, TOKENS[:9]) == 0
-
-
 @pytest.mark.parametrize("broken", ["doubled", "dropped by name only", "wide", "two groups"])
 def test_check_integrity_sees_what_is_wrong(broken: str) -> None:
     cache = manager((4, 0), (4, 6))

@@ -88,17 +88,6 @@ def test_a_fresh_page_takes_the_place_of_one_that_nobody_holds() -> None:
     pool.check({})
 
 
-def test_forgetting_leaves_holders_their_pages() -> None:
-    pool = PagePool(4)
-    held = pool.allocate(0)[0]
-    pool.publish(held, key(1))
-    cached(pool, 2)
-    pool.forget_all()
-    assert pool.find(key(1)) is pool.find(key(2)) is None
-    assert pool.is_held(held) and len(pool.blank_pages()) == 2
-    pool.check({held: 1})
-
-
 def test_misuse_is_noticed() -> None:
     pool = PagePool(3)
     page = pool.allocate(0)[0]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from outrider.cache.groups import plan_groups
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 from tests.unit.schedule_driver import Scenario
@@ -110,7 +110,7 @@ def test_which_groups_are_the_targets() -> None:
     joined = plan_groups(target, drafter=[LayerCache(3, full)])
     assert [group.is_target for group in joined.groups] == [True], "it joins a group of its geometry"
     apart = plan_groups(target, drafter=[LayerCache(3, other), LayerCache(4, SlidingSpec(2, 16, 2, 8))])
-    assert {layer: apart.groups[place].is_target for layer, (place, _) in apart.places.items()} == {
+    assert {layer: apart.groups[place].is_target for layer, ((place, _),) in apart.places.items()} == {
         0: True, 1: True, 3: False, 4: False,
     }  # fmt: skip
     size = max(group.page_tokens for group in apart.groups if group.is_target)

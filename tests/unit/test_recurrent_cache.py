@@ -10,10 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from outrider.cache.checkpoints import Reach
-from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import RecurrentKind
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
-from outrider.cache.spec import FullSpec, LayerCache, RecurrentSpec, SlidingSpec
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts

@@ -4,7 +4,7 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 """
 
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
-from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.attention import decode_attention, prepare_counters
 from outrider.kernels.triton.attention_cut import Work, list_work, pays_listing
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
@@ -53,6 +53,7 @@ __all__ = [
     "pays_listing",
     "join_embedding",
     "prefill_attention",
+    "prepare_counters",
     "prepare_step",
     "query_tiles",
     "relu2",

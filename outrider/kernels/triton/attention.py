@@ -203,6 +203,11 @@ def _counters(device: torch.device, size: int) -> torch.Tensor:
     return _counters_of[device, size]
 
 
+def prepare_counters(device: torch.device) -> None:
+    """Allocates the counters of all usual launches, so that none is the first to need them while it is captured."""
+    _counters(device, _COUNTERS)
+
+
 def _check_bounds(
     name: str, max_query: int, max_length: int, columns: int, page_size: int, split_size: int | None,
     num_splits: int | None,

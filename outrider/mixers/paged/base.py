@@ -1,18 +1,22 @@
-"""The protocol of attention backends, and what a model calls for attention.
+"""Attention over keys and values in pages: the protocol of its backends, and what a model calls.
 
 A backend plans once per step and group and runs once per layer.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from outrider.cache.groups import Group
+from outrider.core import Limits
 from outrider.kernels.native import LayerWeights
 from outrider.mixers.batch import BatchView
+from outrider.mixers.pool import DevicePool
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
-class LayerCacheView:
-    """One layer's part of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary."""
+class KeyValueCache:
+    """One layer's parts of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -59,46 +63,77 @@ class HeadNorms(NamedTuple):
     has_v: bool = True  # False: values are the keys before norm and rope
 
 
-class Attend(Protocol):
-    """What a model calls for attention."""
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both where the layer reads another's
-        cache. Returns [tokens, heads * dim]."""
-        ...
-
-    def fused(self, layer: int, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
-        step by step. May overwrite qkv if it does not return None."""
-        ...
-
-    def whole(self, layer: int, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
-              norms: HeadNorms | None) -> torch.Tensor | None:
-        """A whole decoder layer in one go: residual += delta, then attention and MLP of it. Returns what the MLP adds,
-        perhaps in delta's memory; or None, with nothing done, if the layer must be done in parts."""
-        ...
-
-    def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The mixer of a recurrent layer over each request's tokens: conv_in [tokens, conv_dim], gates [tokens, n]
-        each. Returns [tokens, out_dim]."""
-        ...
-
-
-class Backend(Protocol):
+class Backend(ABC):
     """Plans never outlive their step. `run` writes k and v at the view's slots, then attends over the cache."""
 
     name: str
 
+    @abstractmethod
     def plan(self, view: BatchView, group: Group) -> Any: ...
 
-    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+    @abstractmethod
+    def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Any) -> torch.Tensor: ...
 
-    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
-                  norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
+    def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
+                  norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
+        """See `PagedLayer.fused`."""
+        return None
 
-    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
-                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Any) -> torch.Tensor | None: ...
+    def run_whole(self, layer: AttentionLayer, cache: KeyValueCache, weights: LayerWeights, delta: torch.Tensor | None,
+                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
+        """See `PagedLayer.whole`."""
+        return None
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
+        """Called before steps are captured: allocates the buffers that captured steps share. Memory that a step
+        allocates while it is captured belongs to that capture alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """One attention layer in one step, as a model calls it."""
+
+    _backend: Backend
+    _layer: AttentionLayer
+    _cache: KeyValueCache
+    _plan: Any
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both where the layer reads another's
+        cache. Returns [tokens, heads * dim]."""
+        return self._backend.run(self._layer, self._cache, q, k, v, self._plan)
+
+    def fused(self, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
+        step by step. May overwrite qkv if it does not return None."""
+        return self._backend.run_fused(self._layer, self._cache, qkv, rope, norms, self._plan)
+
+    def whole(self, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
+              norms: HeadNorms | None) -> torch.Tensor | None:
+        """A whole decoder layer in one go: residual += delta, then attention and MLP of it. Returns what the MLP adds,
+        perhaps in delta's memory; or None, with nothing done, if the layer must be done in parts."""
+        return self._backend.run_whole(self._layer, self._cache, weights, delta, residual, rope, norms, self._plan)
+
+
+class PagedMixer:
+    """A model's attention layers with their keys and values in the pool."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
+        self.backend = backend
+        self._layers = [(layer, KeyValueCache(**pool.layer(layer.index)), pool.layout.groups_of(layer.index)[0])
+                        for layer in layers]
+        self._groups = tuple({group.index: group for _, _, group in self._layers}.values())
+
+    def bind(self, view: BatchView) -> dict[int, PagedLayer]:
+        """Plans every group once, now."""
+        backend = self.backend
+        plans = {group.index: backend.plan(view, group) for group in self._groups}
+        return {layer.index: PagedLayer(backend, layer, cache, plans[group.index])
+                for layer, cache, group in self._layers}  # fmt: skip
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
+        self.backend.prepare_capture(device, limits)
 
 
 def check_writes(layer: AttentionLayer) -> None:

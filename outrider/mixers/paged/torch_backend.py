@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels.native import LayerWeights
 from outrider.mixers.batch import BatchView, check_rows
-from outrider.mixers.paged.base import AttentionLayer, HeadNorms, LayerCacheView, Rope, check_writes
+from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
 
@@ -38,7 +37,7 @@ class Plan:
     num_tokens: int
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     name = "torch"
 
     def plan(self, view: BatchView, group: Group) -> Plan:
@@ -52,7 +51,7 @@ class TorchBackend:
         parts = [_part(view, group, members, lengths, starts) for members in [short, *([r] for r in long)] if members]
         return Plan(parts, slots[live_rows], live_rows, view.num_tokens)
 
-    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+    def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
             check_writes(layer)
@@ -64,16 +63,8 @@ class TorchBackend:
             out[rows[part.is_query]] = result[part.is_query]
         return out
 
-    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
-                  norms: HeadNorms | None, plan: Plan) -> None:
-        return None
 
-    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
-                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Plan) -> None:
-        return None
-
-
-def write_cache(cache: LayerCacheView, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
     page_tokens = cache.k.shape[1]
     pages, offsets = plan.write_slots // page_tokens, plan.write_slots % page_tokens
     cache.k[pages, offsets] = k[plan.write_rows].to(cache.k.dtype)
@@ -99,7 +90,7 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
     )
 
 
-def _attend(layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, part: Part) -> torch.Tensor:
+def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: Part) -> torch.Tensor:
     requests, query = part.token_rows.shape
     key_positions = torch.arange(part.pages.shape[1] * cache.k.shape[1], device=q.device)
     exists = key_positions < part.lengths[:, None]  # [requests, keys]

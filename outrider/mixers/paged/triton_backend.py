@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels.native import LayerWeights
+from outrider.core import Limits
 from outrider.kernels.triton import (
     QueryTiles,
     Work,
@@ -22,11 +22,12 @@ from outrider.kernels.triton import (
     list_work,
     pays_listing,
     prefill_attention,
+    prepare_counters,
     query_tiles,
     rope_cache_write,
 )
 from outrider.mixers.batch import BatchView, check_rows
-from outrider.mixers.paged.base import AttentionLayer, HeadNorms, LayerCacheView, Rope, check_writes
+from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 
 ENOUGH_LAYERS = 4  # of a group, that a list of splits pays for
 
@@ -69,7 +70,7 @@ class Plan:
         return self.tiles
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     name = "triton"
 
     def __init__(self, longest_short: int = 16) -> None:
@@ -95,25 +96,24 @@ class TritonBackend:
                     short_live, max(short, default=0), long_lens,
                     may_list=len(group.layers) >= ENOUGH_LAYERS)
 
-    def run(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, k: torch.Tensor | None,
+    def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
             check_writes(layer)
             cache_write(k, v, plan.slots, cache.k, cache.v)
         return self._attend(layer, cache, q, plan)
 
-    def run_fused(self, layer: AttentionLayer, cache: LayerCacheView, qkv: torch.Tensor, rope: Rope,
+    def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
         q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)  # type: ignore[arg-type]
         q = rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
                              v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
         return self._attend(layer, cache, q, plan)
 
-    def run_whole(self, layer: AttentionLayer, cache: LayerCacheView, weights: LayerWeights, delta: torch.Tensor | None,
-                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Plan) -> None:
-        return None
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
+        prepare_counters(device)
 
-    def _attend(self, layer: AttentionLayer, cache: LayerCacheView, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
                                    "key_starts": plan.key_starts}

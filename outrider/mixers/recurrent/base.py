@@ -6,14 +6,18 @@ mixer knows nothing of rows, pages or drafts: whoever keeps the states decides w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from outrider.cache.spec import RecurrentSpec
+from outrider.cache.kinds import RecurrentSpec
 
 Gates = tuple[torch.Tensor, ...]
+RecurrentLayer = Callable[[torch.Tensor, Gates], torch.Tensor]
+"""One recurrent layer in one step, as a model calls it: conv_in [tokens, conv_dim] and gates [tokens, n] each in,
+[tokens, out_dim] out; 0 for dead and padded token rows."""
 
 
 class Stepped(NamedTuple):

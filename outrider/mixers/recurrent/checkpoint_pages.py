@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.kinds import RecurrentKind
-from outrider.cache.spec import RecurrentSpec
 from outrider.mixers.recurrent.base import RecurrentState
 
 
@@ -33,7 +32,7 @@ class CheckpointPages:
         self._state_dtype = state_dtype(dtype)
         self._specs = dict(kind.layers)
         self._pieces = {
-            layer: split(start, start + _num_bytes(self._specs[layer]), kind.page_bytes)
+            layer: split(start, start + self._specs[layer].row_bytes, kind.page_bytes)
             for layer, start in self.starts.items()
         }
 
@@ -81,7 +80,3 @@ def split(start: int, stop: int, page_bytes: int) -> list[Piece]:
         pieces.append(Piece(slice(page, page + max(1, whole)), columns, slice(at - start, end - start)))
         at = end
     return pieces
-
-
-def _num_bytes(spec: RecurrentSpec) -> int:
-    return spec.state_bytes + spec.tail_bytes

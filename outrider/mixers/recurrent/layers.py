@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from outrider.kernels import ops
 from outrider.kernels.recurrent import SHORT_RUN
-from outrider.mixers.recurrent.base import Gates, RecurrentMixer, RecurrentState
+from outrider.mixers.recurrent.base import Gates, RecurrentLayer, RecurrentMixer, RecurrentState
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages
 
 
@@ -174,6 +175,9 @@ class RecurrentStep:
         # [requests] known tokens that go with everyone's, one by one.
         lens = torch.where(self._is_live, counts.num_known, 0)
         self._short_lens = torch.where(lens <= SHORT_RUN, lens, 0)
+
+    def bind(self) -> dict[int, RecurrentLayer]:
+        return {layer: partial(self, layer) for layer in self._layers.mixers}
 
     def __call__(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
         """conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and padded ones."""

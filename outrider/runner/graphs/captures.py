@@ -38,6 +38,7 @@ class CapturedStep:
 class StepGraphs:
     def __init__(self, step: DeviceStep, limits: Limits) -> None:
         self._step = step
+        step.cached.prepare_capture(limits)
         self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._missed: Counter[GraphKey] = Counter()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.cache.spec import SlidingSpec
 from outrider.core import Limits
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -63,8 +62,7 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     seconds = _best(lambda: sample.amax(), data.device) / (sample.numel() * sample.element_size())
     bytes_by_window: dict[int | None, int] = {}
     for group in step.groups:
-        window = group.spec.window if isinstance(group.spec, SlidingSpec) else None
-        size = len(group.layers) * group.spec.token_bytes
+        window, size = group.spec.visible_tokens, len(group.layers) * group.spec.token_bytes
         bytes_by_window[window] = bytes_by_window.get(window, 0) + size
     row_bytes = step.recurrent.num_bytes / step.recurrent.pending.shape[0]
     reading = tuple(ReadCost(window, size * seconds) for window, size in bytes_by_window.items())

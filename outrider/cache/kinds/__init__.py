@@ -1,0 +1,38 @@
+"""Kinds of cache, one file each: what a layer declares, how many pages a request may hold, which prefixes cached pages
+serve, and which pages a commit frees. `register_kind` adds one from outside the package."""
+
+from outrider.cache.kinds.base import (
+    MODEL_DTYPE,
+    Capacity,
+    Kind,
+    PagedSpec,
+    Part,
+    kind_of,
+    pages_for,
+    register_kind,
+)
+from outrider.cache.kinds.full import FullKind, FullSpec
+from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
+from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
+
+__all__ = [
+    "CHECKPOINT_INTERVAL",
+    "MODEL_DTYPE",
+    "Capacity",
+    "FullKind",
+    "FullSpec",
+    "Kind",
+    "PagedSpec",
+    "Part",
+    "RecurrentKind",
+    "RecurrentSpec",
+    "RowCapacity",
+    "SlidingKind",
+    "SlidingSpec",
+    "kind_of",
+    "pages_for",
+    "register_kind",
+]
+
+register_kind(FullSpec, FullKind)
+register_kind(SlidingSpec, SlidingKind)

@@ -1,0 +1,106 @@
+"""Recurrent layers: a state in every row that each token overwrites. A running state is never a page; a checkpoint is a
+list of pages, with the layers' states and tails one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from outrider.cache.kinds.base import pages_for
+from outrider.core import Limits
+
+CHECKPOINT_INTERVAL = 1024  # tokens
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """What one layer keeps in every row."""
+
+    conv_dim: int  # inputs of the causal convolution per token
+    conv_width: int  # its kernel; the tail holds the last conv_width - 1 inputs, before the convolution
+    state_shape: tuple[int, ...]  # float32, or float64 in a float64 model
+    gate_sizes: tuple[int, ...]  # further inputs per token that a fold needs
+    out_dim: int  # of the output per token
+    itemsize: int  # bytes of one input in the model's dtype
+
+    @property
+    def state_itemsize(self) -> int:
+        """A narrower state would round where steps end, and the text would depend on acceptance."""
+        return max(4, self.itemsize)
+
+    @property
+    def state_bytes(self) -> int:
+        return math.prod(self.state_shape) * self.state_itemsize
+
+    @property
+    def tail_bytes(self) -> int:
+        return (self.conv_width - 1) * self.conv_dim * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """State and tail: what a checkpoint keeps of the layer."""
+        return self.state_bytes + self.tail_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        """What a row keeps of one draft until it is folded or rejected."""
+        return (self.conv_dim + sum(self.gate_sizes)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class RowCapacity:
+    """Sizes of a model's recurrent layers for one request."""
+
+    row_bytes: int  # its state, tail and window in all of them
+    window_bytes: int  # of these, what the drafts take: the only part that grows with their number
+    checkpoint_pages: int  # pages of one checkpoint
+    max_checkpoints: int  # that it can hold at once
+
+
+@dataclass(frozen=True)
+class RecurrentKind:
+    """All recurrent layers of a model, or none."""
+
+    layers: tuple[tuple[int, RecurrentSpec], ...] = ()
+    page_tokens: int = 1  # checkpoints are taken at multiples of this, where the pages of all the target's groups end
+    page_bytes: int = 1
+    interval: int = CHECKPOINT_INTERVAL
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(spec.row_bytes for _, spec in self.layers)
+
+    def capacity(self, limits: Limits) -> RowCapacity:
+        window = limits.max_drafts * sum(spec.input_bytes for _, spec in self.layers)
+        # A step may pass several intervals, a prompt's end and a last boundary; one more was written before.
+        per_step = limits.max_batched_tokens // self.interval + 2
+        return RowCapacity(
+            row_bytes=self.checkpoint_bytes + window,
+            window_bytes=window,
+            checkpoint_pages=pages_for(self.checkpoint_bytes, self.page_bytes),
+            max_checkpoints=limits.steps_in_flight * per_step + 1 if self.layers else 0,
+        )
+
+    def starts(self) -> dict[int, int]:
+        """Where each layer's bytes begin in a checkpoint."""
+        sizes = [spec.row_bytes for _, spec in self.layers]
+        return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
+
+    def is_kept(self, boundary: int, prompt_len: int) -> bool:
+        """Taken for good, and not only until the next one: at intervals, and last before the prompt's end."""
+        return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
+
+    def last_boundary(self, tokens: int) -> int:
+        """The last one from which at least one of the tokens is left to compute."""
+        return max(0, tokens - 1) // self.page_tokens * self.page_tokens
+
+    def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
+        """The longest prefix of at most `candidate` tokens whose state is known; without layers all of it."""
+        if not self.layers:
+            return candidate
+        for boundary in range(candidate // self.page_tokens * self.page_tokens, 0, -self.page_tokens):
+            if has_checkpoint(boundary):
+                return boundary
+        return 0

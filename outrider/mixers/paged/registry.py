@@ -1,0 +1,75 @@
+"""The attention backends by name: which serves a device and a dtype, which one `auto` takes, how one is made.
+
+`register_backend` adds one from outside the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from outrider.config import BACKENDS as SETTINGS
+from outrider.kernels import native, ops
+from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.native_backend import NativeBackend
+from outrider.mixers.paged.torch_backend import TorchBackend
+
+ALIASES = {"cpu": "native"}
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend that can be asked for by name."""
+
+    name: str
+    refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None where it does
+    make: Callable[[int], Backend]  # for at most so many drafts of a request
+
+
+_BACKENDS: dict[str, BackendEntry] = {}  # in the order in which `auto` prefers them
+
+
+def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
+    """`preferred`: `auto` asks this backend before all others; else after them."""
+    others = {name: other for name, other in _BACKENDS.items() if name != entry.name}
+    _BACKENDS.clear()
+    _BACKENDS.update({entry.name: entry} | others if preferred else others | {entry.name: entry})
+    if entry.name not in SETTINGS:
+        SETTINGS.append(entry.name)
+
+
+def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0) -> Backend:
+    """The backend of that name; for "auto" the first one that serves the dtype on the device."""
+    refusals: dict[str, str | None] = {}
+    for entry in _BACKENDS.values() if name == "auto" else [_BACKENDS[ALIASES.get(name, name)]]:
+        refusals[entry.name] = entry.refusal(device, dtype)
+        if refusals[entry.name] is None:
+            return entry.make(max_drafts)
+    reasons = "; ".join(f"{asked}: {refusal}" for asked, refusal in refusals.items())
+    raise ValueError(f"attention_backend={name!r} does not serve {dtype} on {device.type} ({reasons}): "
+                     "use attention_backend='auto'")
+
+
+def _refuses_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype == torch.float64:
+        return "its kernels are for CUDA and at most 32 bits"
+    return None if ops.triton_kernels() is not None else "the triton package is missing"
+
+
+def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu" or dtype != torch.float32:
+        return "its kernels are for float32 on a CPU"
+    return None if native.available() else native.reason()
+
+
+def _make_triton(max_drafts: int) -> Backend:
+    from outrider.mixers.paged.triton_backend import TritonBackend
+
+    return TritonBackend(longest_short=1 + max_drafts)
+
+
+register_backend(BackendEntry("triton", _refuses_triton, _make_triton))
+register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend()))
+register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend()))
