@@ -89,6 +89,15 @@ class EngineConfig:
                       steps_in_flight=self.steps_in_flight(on_cuda))
 
 
+def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig:
+    """The config of a front such as LLM, from its keyword arguments."""
+    known = EngineConfig.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}")
+    return EngineConfig(model=str(model), **settings)
+
+
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -21,11 +21,12 @@ DUMMY_RANGE = 1e-3
 
 Stored: TypeAlias = torch.Tensor | QuantizedRows  # a file's tensor as numbers, or in its own bits
 Tensors: TypeAlias = Iterator[tuple[str, Stored]]
+Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None,
                load_format: str = "auto", seed: int = 0, keep_quantized: bool = False,
-               watch: Callable[[Tensors, int], Tensors] | None = None) -> Model:
+               watch: Watch | None = None) -> Model:
     """The model of a source, ready to run. load_format "dummy" needs its config alone and draws weights by `seed`.
     `watch` gets the tensors, and how many there are, and hands them on: a progress bar."""
     model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=source.name)
