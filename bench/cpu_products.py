@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import native, ops
 from outrider.kernels.native.products import PACKED_FOR_ROWS, make_product
 from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedRows
 
@@ -138,7 +138,7 @@ def bench_attention(repeats: int) -> None:
         q = torch.randn(tokens, HEADS, DIM)
         starts, length, live = torch.tensor([0, tokens]), torch.tensor([context]), torch.tensor([tokens])
         runs: dict[str, Callable[[], object]] = {
-            "native": partial(native.paged_attention, q, k_cache, v_cache, table, starts, length, live, DIM**-0.5),
+            "native": partial(ops.paged_attention, q, k_cache, v_cache, table, starts, length, live, DIM**-0.5),
             "gathered": partial(gathered_attention, q, k_cache, v_cache, table, context),
         }
         show(f"{tokens} tokens at {context}", interleaved(runs, repeats * 3))
@@ -161,16 +161,16 @@ class LeanStep:
         table = self.caches[0][2]
         slots = table[0].long()[positions // PAGE] * PAGE + positions % PAGE
         residual = torch.randn(rows, HIDDEN)
-        x = native.rms_norm(residual, self.norm, 1e-5)
+        x = ops.rms_norm(residual, self.norm, 1e-5)
         for layer, (k_cache, v_cache, _) in enumerate(self.caches):
             qkv = self.products["qkv"][layer](x)
-            native.rope_write(qkv, positions, self.cos, self.sin, slots, k_cache, v_cache)
+            ops.rope_write(qkv, positions, self.cos, self.sin, slots, k_cache, v_cache)
             q = qkv[:, : HEADS * DIM].view(rows, HEADS, DIM)
-            attended = native.paged_attention(q, k_cache, v_cache, table, starts, lengths, live, 0.125)
+            attended = ops.paged_attention(q, k_cache, v_cache, table, starts, lengths, live, 0.125)
             x = self.products["o"][layer](attended.view(rows, HEADS * DIM))
-            x, residual = native.add_rms_norm(x, residual, self.norm, 1e-5)
-            x = self.products["down"][layer](native.silu_mul(self.products["gate_up"][layer](x)))
-            x, residual = native.add_rms_norm(x, residual, self.norm, 1e-5)
+            x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
+            x = self.products["down"][layer](ops.silu_mul(self.products["gate_up"][layer](x)))
+            x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
         return self.products["head"][0](x).argmax(-1)
 
 

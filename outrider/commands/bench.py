@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import platform
 import random
@@ -30,12 +31,15 @@ from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, Ran, run_prompts
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.layers.router import ExpertTally, SpreadRouting, find_routers
+from outrider.layers.base import find_modules
+from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.device import pick_device
 from outrider.runner.worker import Worker
 from outrider.spec.base import Drafter
+
+log = logging.getLogger("outrider")
 
 LOWEST_ID, HIGHEST_ID = 100, 30000
 WARM_UP = (64, 16)  # tokens in and out
@@ -167,7 +171,7 @@ def _versions() -> dict[str, str]:
 
 
 def _spread(model: Model, drafter: Drafter | None) -> None:
-    routers = find_routers((model, drafter))
+    routers = find_modules([model, *([] if drafter is None else drafter.modules())], Router)
     if not routers:
         raise UsageError("--routing spread: this model has no experts")
     override = SpreadRouting(routers, device=model.device)
@@ -193,6 +197,7 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
     row: dict[str, Any] = {"case": work.shape.name, "s": round(best.seconds, 3),
                            "out_tok_s": round(best.tokens_per_second, 1)}
     stats = llm.engine.stats.since(before)
+    log.info("%s: %s", work.shape.name, stats.uncaptured_line)
     if llm.engine.limits.max_drafts:
         row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
                 "accepted": stats.num_accepted_tokens,
@@ -213,7 +218,7 @@ def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
     """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
     counting disturbs no measurement."""
     model = worker.device_step.model
-    routers = find_routers(model)
+    routers = find_modules([model], Router)
     if not routers:
         return None
     most = work.shape.batch * (1 + llm.engine.limits.max_drafts)

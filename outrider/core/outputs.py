@@ -61,6 +61,7 @@ class OutputIncrement(NamedTuple):
     token_ids: list[int]
     text: str
     metrics: RequestMetrics  # of the whole request so far; the engine goes on counting in it
+    seed: int  # of the request
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -75,6 +76,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    seed: int | None = None  # given with the request or drawn for it: with it a request gives the same text again
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @classmethod
@@ -96,7 +98,7 @@ class RequestOutput:
         if increment.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = increment.finish_reason, increment.stop_reason
             sample.error = increment.error
-        self.metrics = increment.metrics
+        self.metrics, self.seed = increment.metrics, increment.seed
 
     def copy(self) -> RequestOutput:
         """The output as it is now, with lists of its own."""

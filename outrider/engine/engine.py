@@ -15,8 +15,9 @@ from itertools import count
 from typing import NamedTuple
 
 from outrider.core import Finish, Limits, StepResult
+from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics
-from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
+from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, request_seed
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
@@ -64,6 +65,7 @@ class Engine:
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
+        self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
         self._owner: dict[int, _Live] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -96,18 +98,23 @@ class Engine:
     def queue(self, request_id: str, checked: CheckedRequest, *, priority: int = 0,
               cache_salt: str | None = None) -> None:
         """Raises ValueError, with nothing changed, if the id is in use or the pool too small."""
+        check_value("request_id", Text, request_id)
+        check_value("priority", Priority, priority)
+        check_value("cache_salt", str | None, cache_salt)
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
         token_ids, params = checked
+        seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
         live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), {}, None, params.n)
-        for request in [self._new_request(token_ids, params, i, priority, cache_salt) for i in range(params.n)]:
+        for request in [self._new_request(token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]:
             self.scheduler.add(request)
             live.samples[request.id] = SampleOutput(request_id, request.input.sample_index, params, self.tokenizer,
-                                                    live.metrics)
+                                                    live.metrics, seed)
             self._owner[request.id] = live
         if params.prompt_logprobs is not None:
             live.prompt_logprobs = PromptLogprobsOutput(len(token_ids), self._decode)
         self._live[request_id] = live
+        self._num_accepted += 1
         self.stats.add(len(token_ids), params.n)
 
     def abort(self, request_id: str) -> None:
@@ -118,6 +125,8 @@ class Engine:
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
         limits = self.limits
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -126,10 +135,10 @@ class Engine:
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
         for token in prompt_token_ids:
-            if not isinstance(token, int):
-                raise ValueError(f"prompt token ids must be integers, got {token!r}")
+            if type(token) is not int:
+                raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
             if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
+                raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
@@ -193,12 +202,12 @@ class Engine:
             self.scheduler.fail_step(f"a step failed: {error!r}")
             return []
         self._in_flight.popleft()
+        self.stats.observe_step(result)
         return self.scheduler.update(result)
 
-    def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,
+    def _new_request(self, prompt: list[int], params: SamplingParams, seed: int, index: int, priority: int,
                      salt: str | None) -> Request:
         limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        seed = self._seed if params.seed is None else params.seed
         asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
                              () if salt is None else (f"salt={salt}",))
         return Request(next(self._ids), prompt, asked)

@@ -20,9 +20,10 @@ class SampleOutput:
     """Turns the runs of one request into increments of its output."""
 
     def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer | None,
-                 metrics: RequestMetrics) -> None:
+                 metrics: RequestMetrics, seed: int) -> None:
         self.is_finished = False
-        self._request_id, self._index, self._params, self._metrics = request_id, index, params, metrics
+        self._request_id, self._index, self._params = request_id, index, params
+        self._of_all = (metrics, seed)  # which all samples of the request share
         own = tokenizer if params.detokenize else None
         self._tokenizer = own
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
@@ -46,22 +47,22 @@ class SampleOutput:
             logprobs = [name_logprobs(entry, self._decode) for entry in result.logprobs[: len(run)]]
         if stop is not None:
             self.is_finished = True
-            return OutputIncrement(self._request_id, self._index, run, text, self._metrics, logprobs, "stop", stop)
+            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, "stop", stop)
         if not is_last:
-            return OutputIncrement(self._request_id, self._index, run, text, self._metrics, logprobs)
+            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs)
         self.is_finished = True
         by_id = result.finish is Finish.STOP and bool(run) and run[-1] in (self._params.stop_token_ids or ())
-        return OutputIncrement(self._request_id, self._index, run, text, self._metrics, logprobs, result.finish.reason,
+        return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, result.finish.reason,
                                run[-1] if by_id else None, result.error)
 
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         """The host ends the request."""
         self.is_finished = True
-        return OutputIncrement(self._request_id, self._index, [], "", self._metrics, finish_reason=finish.reason,
+        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, finish_reason=finish.reason,
                                error=error)
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob] | None]) -> OutputIncrement:
-        return OutputIncrement(self._request_id, self._index, [], "", self._metrics, prompt_logprobs=entries)
+        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, prompt_logprobs=entries)
 
     def _decode(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -26,6 +26,7 @@ from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import WorkerDied, WorkerInfo
 
 CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
+TORCH_FREE = ("builtins", "outrider.core", "outrider.models.sources", "outrider.models.config_reader")
 log = logging.getLogger("outrider")
 
 
@@ -40,7 +41,7 @@ class Failure:
     @classmethod
     def from_error(cls, error: BaseException) -> Failure:
         # The nearest type that the parent can import without torch.
-        kind = next(t for t in type(error).__mro__ if t.__module__.startswith(("builtins", "outrider.models.sources")))
+        kind = next(t for t in type(error).__mro__ if t.__module__.startswith(TORCH_FREE))
         return cls(kind, str(error), "".join(traceback.format_exception(error)))
 
     def to_error(self) -> BaseException:

@@ -18,27 +18,18 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _deliver(result: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
-    return result.to(like.dtype) if out is None else out.copy_(result)
-
-
 # Norms
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, plus_one: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; plus_one multiplies by 1 + weight."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
     wide = _widened(x)
-    factor = _widened(weight) + 1 if plus_one else _widened(weight)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor
-    return _deliver(normed, x, out)
+    return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, plus_one: bool = False
-) -> tuple[Tensor, Tensor]:
-    """residual += x in place; returns (rms_norm(residual), residual)."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps, out, plus_one), residual
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds x to the residual in place; returns the norm of the sum."""
+    return rms_norm(residual.add_(x), weight, eps)
 
 
 def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, gate_first: bool) -> Tensor:
@@ -55,16 +46,16 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
 # Activations
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [tokens, 2 x width], gate first: silu(gate) * up."""
     gate, up = _widened(gate_up).chunk(2, dim=-1)
-    return _deliver(F.silu(gate) * up, gate_up, out)
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def gelu_tanh_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As silu_mul, with the tanh form of gelu."""
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Like silu_mul, with the tanh form of gelu."""
     gate, up = _widened(gate_up).chunk(2, dim=-1)
-    return _deliver(F.gelu(gate, approximate="tanh") * up, gate_up, out)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -116,7 +107,6 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    plus_one: bool = False,
     rotary_dim: int | None = None,
 ) -> None:
     """qkv [tokens, (heads + 2 kv heads) x dim]: norms and rotates q and k in place, writes k and v to their slots.
@@ -130,7 +120,7 @@ def rope_write(
     q, k, v = qkv.view(qkv.shape[0], -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     angles = cos[positions], sin[positions]
     for part, weight in ((q, q_norm), (k, k_norm)):
-        normed = part if weight is None else rms_norm(part, weight, eps, plus_one=plus_one)
+        normed = part if weight is None else rms_norm(part, weight, eps)
         part.copy_(rotate(_widened(normed), *angles, rotary_dim or dim))
     write_slots(k_cache, k, slots)
     write_slots(v_cache, v, slots)
@@ -160,7 +150,6 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    out: Tensor | None = None,
     key_starts: Tensor | None = None,
 ) -> Tensor:
     """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
@@ -171,7 +160,7 @@ def paged_attention(
     page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
     """
     if lengths.shape[0] == 0:
-        return _deliver(torch.zeros_like(q), q, out)
+        return torch.zeros_like(q)
     request, position, is_live = token_places(query_starts, lengths, live, q.shape[0])
     key = torch.arange(page_table.shape[1] * k_cache.shape[1], device=q.device)
     visible = is_live[:, None] & (key <= position[:, None])
@@ -185,7 +174,7 @@ def paged_attention(
         _attend(q_rows, k_cache, v_cache, table[rows], seen, scale, softcap)
         for q_rows, rows, seen in zip(q.split(chunk), request.split(chunk), visible.split(chunk), strict=True)
     ]
-    return _deliver(torch.cat(parts) if parts else torch.zeros_like(q), q, out)
+    return torch.cat(parts).to(q.dtype) if parts else torch.zeros_like(q)
 
 
 def _attend(

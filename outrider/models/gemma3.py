@@ -5,10 +5,12 @@ Knows nothing of images: a checkpoint with a vision tower is another architectur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import DecoderLayer, Module
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
 from outrider.layers.rotary import Angles, RopeParams, Rotary
@@ -30,7 +32,7 @@ ROPES = (FULL, SLIDING)  # the order of the model's rotaries
 DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 
-class Gemma3Layer:
+class Gemma3Layer(DecoderLayer):
     """Attention and MLP, each between two norms; what leaves the second norm adds to the residual stream."""
 
     def __init__(
@@ -55,20 +57,15 @@ class Gemma3Layer:
             sizes.hidden_size, sizes.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device
         )
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         return (
-            self.input_norm.weights(f"{prefix}.input_layernorm")
-            | self.attention.weights(f"{prefix}.self_attn")
-            | self.attention_norm.weights(f"{prefix}.post_attention_layernorm")
-            | self.mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
-            | self.mlp.weights(f"{prefix}.mlp")
-            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm")
+            ("input_layernorm", self.input_norm),
+            ("self_attn", self.attention),
+            ("post_attention_layernorm", self.attention_norm),
+            ("pre_feedforward_layernorm", self.mlp_norm),
+            ("mlp", self.mlp),
+            ("post_feedforward_layernorm", self.output_norm),
         )
-
-    def finalize(self) -> None:
-        parts = (self.input_norm, self.attention, self.attention_norm, self.mlp_norm, self.mlp, self.output_norm)
-        for part in parts:
-            part.finalize()
 
     def __call__(
         self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend
@@ -81,6 +78,8 @@ class Gemma3Layer:
 
 class Gemma3(Decoder):
     """Gemma3ForCausalLM."""
+
+    norm_offset = True
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -95,10 +94,12 @@ class Gemma3(Decoder):
             Rotary(read_rope(config, kind, sizes), max_len=max_len or sizes.max_positions, dtype=dtype, device=device)
             for kind in ROPES
         ]
-        scale = config.get("query_pre_attn_scalar", float, 256.0) ** -0.5
+        scalar = config.get("query_pre_attn_scalar", float, 256.0)
+        if scalar <= 0:
+            raise config.refusal("query_pre_attn_scalar", "it must be greater than 0")
         softcap = config.optional("attn_logit_softcapping", float)
         self.attention_layers = [
-            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window, softcap)
+            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scalar**-0.5, window, softcap)
             for index, window in enumerate(read_windows(config))
         ]
         bias = config.get("attention_bias", bool, False)
@@ -106,13 +107,12 @@ class Gemma3(Decoder):
             Gemma3Layer(layer, sizes, attention_bias=bias, dtype=dtype, device=device)
             for layer in self.attention_layers
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True)
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
     """`layer_types`, or the older `sliding_window_pattern`: every so many layers one sees everything."""
     num_layers = config.required("num_hidden_layers", int)
-    pattern = config.get("sliding_window_pattern", int, 6)
+    pattern = config.get("sliding_window_pattern", int, 6, least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
     return layer_windows(config, config.get("layer_types", list, kinds))
 

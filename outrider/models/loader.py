@@ -11,31 +11,34 @@ from typing import TypeAlias
 
 import torch
 
-from outrider.kernels.quantized import QuantizedRows
-from outrider.layers.linear import WeightSlot
+from outrider.formats import StoredWeight, WeightSlot
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
 
 DUMMY_RANGE = 1e-3
 
-Stored: TypeAlias = torch.Tensor | QuantizedRows  # a file's tensor as numbers, or in its own bits
+Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
 Tensors: TypeAlias = Iterator[tuple[str, Stored]]
 Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 
 
-def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None,
-               load_format: str = "auto", seed: int = 0, keep_quantized: bool = False,
-               watch: Watch | None = None) -> Model:
-    """The model of a source, ready to run. load_format "dummy" needs its config alone and draws weights by `seed`.
-    `watch` gets the tensors, and how many there are, and hands them on: a progress bar."""
-    model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=source.name)
-    if load_format == "dummy":
-        load_dummy(model, seed)
-    else:
-        tensors = source.read(keep_quantized=keep_quantized)
-        load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
+def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
+               seed: int = 0) -> Model:
+    """The model of a source, ready to run."""
+    model = build_model(source.config, dtype=dtype, device=device, source=source.name)
+    fill_model(model, source, load_format=load_format, seed=seed)
     return model
+
+
+def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
+               keep_quantized: bool = False, watch: Watch | None = None) -> None:
+    """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` gets the tensors,
+    and how many there are, and hands them on: a progress bar."""
+    if load_format == "dummy":
+        return load_dummy(model, seed)
+    tensors = source.read(keep_quantized=keep_quantized)
+    load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
@@ -91,11 +94,11 @@ def load_dummy(model: Model, seed: int) -> None:
 def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
-    if isinstance(tensor, QuantizedRows):
-        if slot.keep is not None:
+    if not isinstance(tensor, torch.Tensor):
+        if slot.keep(tensor):
             if not tensor.is_finite():
                 raise WeightError(f"tensor {name} holds NaN or Inf")
-            return slot.keep(tensor)
+            return
         tensor = tensor.dequantize()
     if not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")

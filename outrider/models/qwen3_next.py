@@ -5,23 +5,24 @@ Qwen3.5 differs in the form of its checkpoints and is derived from this in a fil
 
 from __future__ import annotations
 
-import re
-
 import torch
 
+from outrider.formats import HeadLayout
 from outrider.kernels.moe import RouteRule
 from outrider.layers.attention import SelfAttention
-from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape, InterleavedSlot
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.base import DecoderLayer, FeedForward, TokenMixer
+from outrider.layers.decoder import LayerNames, PreNormLayer
+from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, FeedForward, MoE
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.moe import Experts, MoE
+from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, with_values
+from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ACTIVATION = "silu"
@@ -39,18 +40,9 @@ class GatedAttention(SelfAttention):
         norm = HeadNorm(*heads, eps, dtype=dtype, device=device, offset=True)
         super().__init__(layer, hidden_size, qkv_bias=bias, out_bias=bias, head_norm=norm, dtype=dtype, device=device)
         self.gate_size = layer.num_heads * layer.head_dim
-        parts = {"gate": self.gate_size} | self.qkv.parts
-        self.qkv = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots, layer = super().weights(prefix), self.layer
-        for kind, tensor in (("weight", self.qkv.format.weight), ("bias", self.qkv.format.bias)):
-            if tensor is not None:
-                del slots[f"{prefix}.gate.{kind}"]
-                slots[f"{prefix}.q_proj.{kind}"] = InterleavedSlot.split(
-                    tensor[: 2 * self.gate_size], layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True
-                )
-        return slots
+        stored = self.qkv.stored | {"q_proj": 2 * self.gate_size}
+        layout = HeadLayout(layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True)
+        self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
@@ -67,8 +59,8 @@ class GatedAttention(SelfAttention):
 class Qwen3Next(HybridDecoder):
     """Qwen3NextForCausalLM."""
 
+    norm_offset = True
     is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
-    weight_prefix = "model"
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -86,25 +78,16 @@ class Qwen3Next(HybridDecoder):
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, GatedDelta)}
         mlps = [self._feed_forward(index, is_sparse(config, index)) for index in range(sizes.num_layers)]
         self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
-        self.norm = self._norm()
 
-    def weights(self) -> dict[str, WeightSlot]:
-        return {re.sub(r"^model\b", self.weight_prefix, name): slot for name, slot in super().weights().items()}
-
-    def attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
-
-    def full_layer(self, index: int) -> tuple[HybridLayer, AttentionLayer]:
+    def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         """One more layer with attention, and with experts if any layer has them."""
         all_sparse = with_values(self.config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
         mlp = self._feed_forward(index, is_sparse(all_sparse, index))
-        return self._layer(self._attention(index), mlp), self.attention_layer(index)
+        return [self._layer(self._attention(index), mlp)], [self.attention_layer(index)]
 
-    def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> HybridLayer:
+    def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> PreNormLayer:
         name = "linear_attn" if isinstance(mixer, GatedDelta) else "self_attn"
-        names = LayerNames("input_layernorm", name, "post_attention_layernorm", "mlp")
-        return HybridLayer(self._norm(), mixer, self._norm(), mlp, names)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, LayerNames(mixer=name))
 
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
         config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
@@ -129,9 +112,6 @@ class Qwen3Next(HybridDecoder):
             self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype, device=self.device
         )
 
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device, offset=True)
-
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)
         return GatedAttention(self.attention_layer(index), self.sizes.hidden_size, self.sizes.eps, bias=bias,
@@ -145,11 +125,9 @@ class Qwen3Next(HybridDecoder):
 def read_kinds(config: ConfigReader) -> list[str]:
     """The kind of each layer: `layer_types`, or every so many attend."""
     num_layers = config.required("num_hidden_layers", int)
-    interval = config.get("full_attention_interval", int, 4)
-    if interval < 1:
-        raise config.refusal("full_attention_interval", "it must be at least 1")
+    interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    kinds = config.get("layer_types", list, default)
+    kinds = config.get("layer_types", list[str], default)
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
     return kinds
@@ -161,7 +139,7 @@ def read_shape(config: ConfigReader) -> GatedDeltaShape:
         num_value_heads=config.required("linear_num_value_heads", int),
         key_dim=config.required("linear_key_head_dim", int),
         value_dim=config.required("linear_value_head_dim", int),
-        conv_width=config.get("linear_conv_kernel_dim", int, 4),
+        conv_width=config.get("linear_conv_kernel_dim", int, 4, least=1),
     )
     if shape.num_key_heads < 1 or shape.num_value_heads % shape.num_key_heads:
         raise config.refusal("linear_num_key_heads", "it must divide linear_num_value_heads")

@@ -55,7 +55,10 @@ def build_model(
     """A model without its weights. max_len: positions it must serve, the config's own by default."""
     reader = ConfigReader(config, source)
     architectures = reader.required("architectures", list)
-    if not architectures or architectures[0] not in _ARCHITECTURES:
+    if not architectures or str(architectures[0]) not in _ARCHITECTURES:
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
     model_class: Any = _ARCHITECTURES[architectures[0]]
+    positions = reader.text_section().optional("max_position_embeddings", int)
+    if max_len is not None and positions is not None and max_len > positions:  # before tables of that length are made
+        raise ValueError(f"max_model_len ({max_len}) exceeds the {positions} positions the model was made for")
     return model_class(reader, dtype=dtype, device=torch.device(device), max_len=max_len)

@@ -8,7 +8,7 @@ from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.kinds import RecurrentSpec
 from outrider.config import EngineConfig
 from outrider.core import Limits
-from outrider.layers.linear import find_linears
+from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.registry import make_backend
@@ -73,7 +73,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         synthetic.bind(limits.max_drafts, device)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
+    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
     backend = make_backend(config.attention_backend, device, model.dtype, max_drafts)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,

@@ -17,7 +17,8 @@ import torch
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.models.base import Model
-from outrider.models.loader import Watch, load_model
+from outrider.models.loader import Watch, fill_model
+from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
@@ -39,8 +40,10 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, source, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        return load_model(source, dtype=dtype, device=device, max_len=config.max_model_len, seed=config.seed,
-                          load_format=config.load_format, keep_quantized=config.keep_quantized, watch=watch)
+        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+    fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
+               watch=watch)
+    return model
 
 
 class Worker:

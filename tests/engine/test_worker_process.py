@@ -1,4 +1,4 @@
-"""A worker in a spawned process: the same tokens as in a thread, errors as they are, and an end that nobody waits for."""
+"""A worker in a spawned process: the same tokens as in a thread, the same errors, and an end that nobody waits for."""
 
 from __future__ import annotations
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import stat
+import struct
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native, reference
+from outrider.kernels import native, ops, reference
 from outrider.kernels.native import build as native_build
+from outrider.kernels.native import structures
 
 NAN = float("nan")
 
@@ -29,12 +33,19 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Every test that uses this runs with the C code and without it."""
     if request.param == "switched off":
         monkeypatch.setenv("OUTRIDER_NATIVE", "0")
-    native._load.cache_clear()
+    look_again()
     if request.param == "native" and not native.available():
         pytest.skip(f"no native kernels here: {native.reason()}")
     yield request.param
     monkeypatch.undo()
-    native._load.cache_clear()
+    look_again()
+
+
+def look_again() -> None:
+    """Whether there is a library is asked once by those who load it, and once by each operation."""
+    native_build.load.cache_clear()
+    for operation in ops.operations().values():
+        operation.force("")
 
 
 def refuse_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,45 +54,44 @@ def refuse_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("handed over to the reference")
 
-    for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rope_write", "paged_attention", "linear"):
-        monkeypatch.setattr(native.reference, name, refuse)
+    for operation in ops.operations().values():
+        monkeypatch.setattr(operation, "reference", refuse)
 
 
 # Norms and activations
 
 
 @pytest.mark.parametrize("width", [1, 15, 64, 577])
-@pytest.mark.parametrize("plus_one", [False, True])
-def test_norms(kernels: str, width: int, plus_one: bool) -> None:
+def test_norms(kernels: str, width: int) -> None:
     x = torch.randn(5, width + 3)[:, :width]  # rows at a distance
     weight, residual = torch.randn(width), torch.randn(5, width)
-    want = reference.rms_norm(x, weight, 1e-5, plus_one=plus_one)
-    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5, plus_one=plus_one), want)
-    want, want_residual = reference.add_rms_norm(x, residual.clone(), weight, 1e-5, plus_one=plus_one)
-    out = torch.full((5, width), NAN)
-    got, got_residual = native.add_rms_norm(x, residual, weight, 1e-5, out, plus_one)
-    assert got is out and got_residual is residual
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    want_residual = residual.clone()
+    want = reference.add_rms_norm(x, want_residual, weight, 1e-5)
+    got = ops.add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close((got, residual), (want, want_residual))
 
 
-def test_norm_into_a_strided_output(kernels: str) -> None:
-    x, weight, wide = torch.randn(3, 8), torch.randn(8), torch.zeros(3, 16)
-    native.rms_norm(x, weight, 1e-5, out=wide[:, ::2])
-    torch.testing.assert_close(wide[:, ::2], reference.rms_norm(x, weight, 1e-5))
-    assert not wide[:, 1::2].any()
+def test_a_column_stride_goes_to_the_reference(kernels: str) -> None:
+    wide, weight = torch.randn(3, 16), torch.randn(8)
+    residual = wide.clone()[:, ::2]
+    torch.testing.assert_close(ops.rms_norm(wide[:, ::2], weight, 1e-5), reference.rms_norm(residual, weight, 1e-5))
+    want = reference.rms_norm(2 * residual, weight, 1e-5)
+    torch.testing.assert_close(ops.add_rms_norm(residual.clone(), residual, weight, 1e-5), want)
+    assert not torch.equal(residual, wide[:, ::2]), "the sum is where the residual was"
 
 
 @pytest.mark.parametrize("width", [1, 31, 64, 1536])
 def test_activations(kernels: str, width: int) -> None:
     gate_up = torch.randn(4, 2 * width + 1)[:, : 2 * width] * 4
     gate_up[0, 0], gate_up[1, 0], gate_up[2, 0], gate_up[3, 0] = 100.0, -100.0, -1e30, 0.0
-    torch.testing.assert_close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
-    torch.testing.assert_close(native.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+    torch.testing.assert_close(ops.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), rtol=1e-5, atol=1e-6)
 
 
 def test_activations_keep_nan(kernels: str) -> None:
     gate_up = torch.tensor([[NAN, 1.0, 1.0, 2.0]])
-    assert native.silu_mul(gate_up).isnan().tolist() == [[True, False]]
+    assert ops.silu_mul(gate_up).isnan().tolist() == [[True, False]]
 
 
 # Rope and cache write
@@ -124,8 +134,8 @@ def test_rope_write(kernels: str, case: RopeCase) -> None:
     norms = [torch.randn(case.dim), torch.randn(case.dim)] if case.normed else [None, None]
     caches = page_views(5, page_size, case.kv_heads, case.dim, NAN)
     want, want_caches = qkv.clone(), page_views(5, page_size, case.kv_heads, case.dim, NAN)
-    reference.rope_write(want, positions, cos, sin, slots, *want_caches, *norms, 1e-5, True, case.rotary_dim)
-    native.rope_write(qkv, positions, cos, sin, slots, *caches, *norms, 1e-5, True, case.rotary_dim)
+    reference.rope_write(want, positions, cos, sin, slots, *want_caches, *norms, 1e-5, case.rotary_dim)
+    ops.rope_write(qkv, positions, cos, sin, slots, *caches, *norms, 1e-5, case.rotary_dim)
     torch.testing.assert_close(qkv, want)
     torch.testing.assert_close(caches, want_caches, equal_nan=True)
     written = [slot for slot in slots.tolist() if slot >= 0]
@@ -137,7 +147,7 @@ def test_rope_write(kernels: str, case: RopeCase) -> None:
 def test_rope_writes_nothing_without_slots(kernels: str) -> None:
     caches = page_views(2, 4, 1, 16, NAN)
     table, none = torch.ones(4, 8), torch.full((3,), -1)
-    native.rope_write(torch.randn(3, 48), torch.arange(3), table, table, none, *caches)
+    ops.rope_write(torch.randn(3, 48), torch.arange(3), table, table, none, *caches)
     assert caches[0].isnan().all() and caches[1].isnan().all()
 
 
@@ -147,7 +157,7 @@ def test_rope_refuses_what_is_out_of_range(kernels: str, position: int, slot: in
         pytest.skip("torch has its own range checks, and wraps negative positions")
     caches, table = page_views(2, 4, 1, 16, 0.0), torch.ones(4, 8)
     with pytest.raises(IndexError, match="1 token rows"):
-        native.rope_write(
+        ops.rope_write(
             torch.randn(1, 48), torch.tensor([position]), table, table, torch.tensor([slot]), *caches
         )  # fmt: skip
 
@@ -237,7 +247,7 @@ def test_paged_attention(kernels: str, name: str, softcap: float) -> None:
     batch = BATCHES[name]
     arguments = batch.build()
     scale = batch.dim**-0.5
-    got = native.paged_attention(*arguments, scale, batch.window, softcap)
+    got = ops.paged_attention(*arguments, scale, batch.window, softcap)
     assert got.isfinite().all()
     torch.testing.assert_close(got, dense_attention(batch, arguments, scale, softcap), rtol=2e-5, atol=2e-6)
     assert not got[int(arguments[4][-1]) :].any()
@@ -257,9 +267,9 @@ def test_a_token_does_not_depend_on_its_batch(threads: int, window: int, monkeyp
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        whole = native.paged_attention(q, k_cache, v_cache, table, starts, lengths, live, 0.125, window)
+        whole = ops.paged_attention(q, k_cache, v_cache, table, starts, lengths, live, 0.125, window)
         for first, count in ((0, 1), (127, 1), (128, 1), (130, 5), (255, 8), (299, 1)):
-            part = native.paged_attention(
+            part = ops.paged_attention(
                 q[first : first + count], k_cache, v_cache, table, torch.tensor([0, count]),
                 torch.tensor([first + count]), torch.tensor([count]), 0.125, window,
             )  # fmt: skip
@@ -273,11 +283,11 @@ def test_attention_refuses_a_table_that_is_too_short() -> None:
         pytest.skip(native.reason())
     q, k_cache, v_cache, table, starts, lengths, live = Batch([1], [1], [100]).build()
     with pytest.raises(IndexError, match="page table is too short"):
-        native.paged_attention(q, k_cache, v_cache, table[:, :2], starts, lengths, live, 1.0)
+        ops.paged_attention(q, k_cache, v_cache, table[:, :2], starts, lengths, live, 1.0)
     with pytest.raises(IndexError, match="do not fit"):
-        native.paged_attention(q, k_cache, v_cache, table, starts, lengths, live + 1, 1.0)
+        ops.paged_attention(q, k_cache, v_cache, table, starts, lengths, live + 1, 1.0)
     with pytest.raises(AssertionError, match="differ"):
-        native.paged_attention(q, k_cache, v_cache, table, starts, lengths, torch.ones(2, dtype=torch.int32), 1.0)
+        ops.paged_attention(q, k_cache, v_cache, table, starts, lengths, torch.ones(2, dtype=torch.int32), 1.0)
 
 
 # Hand-over and building
@@ -285,7 +295,7 @@ def test_attention_refuses_a_table_that_is_too_short() -> None:
 
 def test_gradients_go_to_the_reference() -> None:
     x = torch.randn(2, 8, requires_grad=True)
-    native.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
+    ops.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
     assert x.grad is not None
 
 
@@ -294,15 +304,15 @@ def test_common_shapes_stay_native(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(native.reason())
     refuse_reference(monkeypatch)
     x, weight = torch.randn(3, 32), torch.randn(32)
-    native.rms_norm(x, weight, 1e-5)
-    native.add_rms_norm(x, x.clone(), weight, 1e-5)
-    native.silu_mul(x)
-    native.gelu_tanh_mul(x)
+    ops.rms_norm(x, weight, 1e-5)
+    ops.add_rms_norm(x, x.clone(), weight, 1e-5)
+    ops.silu_mul(x)
+    ops.gelu_tanh_mul(x)
     native.linear(x, torch.randn(5, 32))
     table = torch.ones(4, 8)
-    native.rope_write(torch.randn(1, 48), torch.zeros(1).long(), table, table, torch.zeros(1).long(),
+    ops.rope_write(torch.randn(1, 48), torch.zeros(1).long(), table, table, torch.zeros(1).long(),
                       *page_views(2, 4, 1, 16, 0.0))  # fmt: skip
-    native.paged_attention(*Batch([1], [1], [9]).build(), 1.0)
+    ops.paged_attention(*Batch([1], [1], [9]).build(), 1.0)
 
 
 TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done;'
@@ -346,15 +356,15 @@ def test_broken_compiler_falls_back(
 ) -> None:
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    native._load.cache_clear()
+    look_again()
     try:
         assert not native.available()
         assert re.search(message, native.reason()), native.reason()
         x, weight = torch.randn(2, 8), torch.randn(8)
-        assert torch.equal(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     finally:
         monkeypatch.undo()
-        native._load.cache_clear()
+        look_again()
 
 
 def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +408,7 @@ def test_attention_sees_no_key_before_its_start(window: int) -> None:
             v[table[request, position // 16], position % 16] = torch.nan
     q = torch.randn(7, 4, 32, generator=generator)
     arguments = (q, k, v, table, starts, lengths, live, 0.2, window)
-    got = native.paged_attention(*arguments, key_starts=first)
+    got = ops.paged_attention(*arguments, key_starts=first)
     torch.testing.assert_close(got, reference.paged_attention(*arguments, key_starts=first))
     assert got.isfinite().all()
 
@@ -442,8 +452,8 @@ class LayerCase:
                                 slots, k_cache, v_cache, *norms)  # fmt: skip
         counts = torch.tensor(self.scheduled)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-        attention = native.Attention(table, starts, torch.tensor(self.lengths), counts, 0.2, self.window)
-        return weights, rope, attention
+        requests = native.Requests(table, starts, torch.tensor(self.lengths), counts)
+        return weights, rope, native.Attention(requests, 0.2, self.window)
 
 
 def layer_in_parts(
@@ -454,16 +464,16 @@ def layer_in_parts(
     input_norm, mlp_norm, gate_up, down = weights._owners
     dim, gelu = rope.k_cache.shape[3], weights.packed[-4] == 1
     if delta is None:
-        x = native.rms_norm(residual, input_norm, 1e-5)
+        x = ops.rms_norm(residual, input_norm, 1e-5)
     else:
-        x, _ = native.add_rms_norm(delta, residual, input_norm, 1e-5)
+        x = ops.add_rms_norm(delta, residual, input_norm, 1e-5)
     qkv = native.product(x, weights.qkv)
-    native.rope_write(qkv, *rope)
+    ops.rope_write(qkv, *rope)
     q = qkv[:, : weights.out.inputs].view(qkv.shape[0], -1, dim)
-    table, starts, lengths, live, scale, window, softcap, _ = attention
-    mixed = native.paged_attention(q, rope.k_cache, rope.v_cache, table, starts, lengths, live, scale, window, softcap)
-    x, _ = native.add_rms_norm(native.product(mixed.flatten(1), weights.out), residual, mlp_norm, 1e-5)
-    gated = native.gelu_tanh_mul if gelu else native.silu_mul
+    table, starts, lengths, live, _ = attention.requests._owners
+    mixed = ops.paged_attention(q, rope.k_cache, rope.v_cache, table, starts, lengths, live, *attention[1:])
+    x = ops.add_rms_norm(native.product(mixed.flatten(1), weights.out), residual, mlp_norm, 1e-5)
+    gated = ops.gelu_tanh_mul if gelu else ops.silu_mul
     return native.product(gated(native.product(x, gate_up)), down)
 
 
@@ -517,11 +527,51 @@ def test_a_whole_layer_refuses_bad_slots_and_tables() -> None:
     if not native.available():
         pytest.skip(native.reason())
     weights, rope, attention = LayerCase([2], [20]).build()
+    table, *counts = attention.requests._owners
     residual = torch.randn(2, 80)
     with pytest.raises(IndexError, match="1 token rows have a position or slot outside"):
         native.decoder_layer(weights, None, residual, rope._replace(slots=torch.tensor([1024, -1])), attention)
     with pytest.raises(IndexError, match="page table is too short"):
-        short = attention._replace(page_table=attention.page_table[:, :1])
-        native.decoder_layer(weights, None, residual, rope, short)
+        short = native.Requests(table[:, :1], *counts)
+        native.decoder_layer(weights, None, residual, rope, attention._replace(requests=short))
     with pytest.raises(AssertionError, match="differ"):
-        native.decoder_layer(weights, None, residual, rope, attention._replace(live=torch.ones(2, dtype=torch.int64)))
+        native.Requests(table, counts[0], counts[1], torch.ones(2, dtype=torch.int64))
+
+
+def test_loading_compares_the_structures_with_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    narrow = structures.Structure("Cache", **dict.fromkeys(structures.CACHE.kinds, structures.INT32))
+    monkeypatch.setattr(native_build, "STRUCTURES", (structures.MATRIX, narrow))
+    native_build.load.cache_clear()
+    with pytest.raises(structures.LayoutError, match="Cache has size"):
+        native.available()
+    monkeypatch.undo()
+    look_again()
+
+
+@pytest.mark.parametrize("structure", structures.STRUCTURES, ids=lambda structure: structure.name)
+def test_fields_in_another_order_are_noticed(structure: structures.Structure, tmp_path: Path) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    structure.check(native_build.library())
+    first, second, *rest = structure.kinds
+    kinds = {name: structure.kinds[name] for name in (second, first, *rest)}
+    wrong = structures.Structure(structure.name, **kinds)
+    source = f'#include <stddef.h>\n#include "native.h"\n{wrong.layout_source()}'
+    subprocess.run([*native_build._compiler(), "-shared", "-fPIC", f"-I{native_build.HERE}", "-x", "c", "-", "-o",
+                    str(tmp_path / "layout.so")], input=source, text=True, check=True)  # fmt: skip
+    with pytest.raises(structures.LayoutError, match=structure.name):
+        wrong.check(ctypes.CDLL(str(tmp_path / "layout.so")))
+
+
+def test_a_structure_is_packed_by_names() -> None:
+    pair = structures.Structure("Pair", flag=structures.INT32, value=structures.INT64)
+    assert pair.offsets == [0, 8] and pair.size == 16
+    assert pair.pack(value=2, flag=1) == struct.pack("@iq", 1, 2)
+    both = structures.Structure("Both", small=structures.INT32, first=pair, last=structures.FLOAT)
+    assert both.offsets == [0, 8, 24] and both.size == 32
+    with pytest.raises(AssertionError, match="value"):
+        pair.pack(flag=1)
+    with pytest.raises(KeyError):
+        pair.pack(flag=1, worth=2)

@@ -11,8 +11,6 @@ from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton import (  # noqa: E402
     add_rms_norm,
     cache_write,
-    clear_pages,
-    copy_pages,
     gelu_tanh_mul,
     norm_add_norm,
     rms_norm,
@@ -35,16 +33,15 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 96, 1000])
-@pytest.mark.parametrize("plus_one", [False, True])
-def test_norms(device: torch.device, dtype: torch.dtype, width: int, plus_one: bool) -> None:
+def test_norms(device: torch.device, dtype: torch.dtype, width: int) -> None:
     x, residual, weight = (rows(device, dtype, 3, width, seed=i) for i in range(3))
     weight = weight[0]
-    wanted = reference.rms_norm(x.double(), weight.double(), 1e-5, None, plus_one)
-    assert_close(rms_norm(x, weight, 1e-5, plus_one), wanted)
+    wanted = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    assert_close(rms_norm(x, weight, 1e-5), wanted)
     summed = residual + x
-    normed = add_rms_norm(x, residual, weight, 1e-5, plus_one)
+    normed = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, summed), "the residual is updated in place, rounded once"
-    assert torch.equal(normed, rms_norm(summed, weight, 1e-5, plus_one)), "fused equals add, then norm"
+    assert torch.equal(normed, rms_norm(summed, weight, 1e-5)), "fused equals add, then norm"
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])
@@ -89,15 +86,15 @@ def make_rope(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rot", "page"), [(9, 3, 16, 16, 16), (4, 1, 80, 32, 64), (2, 2, 24, 6, 16)]
 )
-@pytest.mark.parametrize("norm", [None, False, True], ids=["plain", "norm", "norm plus one"])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
 def test_rope_and_cache_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, page: int,
-    norm: bool | None,
+    has_norm: bool,
 ) -> None:
     qkv, positions, table, slots, pool = make_rope(device, dtype, heads, kv_heads, dim, rot, page)
-    weights = [None, None] if norm is None else [rows(device, dtype, 1, dim, seed=i)[0] for i in (5, 6)]
+    weights = [rows(device, dtype, 1, dim, seed=i)[0] for i in (5, 6)] if has_norm else [None, None]
     before = qkv.clone()
-    q = rope_cache_write(qkv, positions, table, slots, pool[:, 0], pool[:, 1], *weights, 1e-6, bool(norm))
+    q = rope_cache_write(qkv, positions, table, slots, pool[:, 0], pool[:, 1], *weights, 1e-6)
     assert torch.equal(qkv, before)
 
     wide = torch.full(pool.shape, NAN, dtype=torch.float64, device=device)
@@ -105,7 +102,7 @@ def test_rope_and_cache_write(
     cos, sin = table.double().chunk(2, dim=-1)
     wide_weights = [None if w is None else w.double() for w in weights]
     reference.rope_write(doubled, positions.clamp(max=39), cos, sin, slots, wide[:, 0], wide[:, 1], *wide_weights,
-                         1e-6, bool(norm), rot)
+                         1e-6, rot)
     assert_close(q, doubled[:, : heads * dim].view(5, heads, dim))
     written = ~wide.isnan()
     assert int(written.sum()) == 3 * 2 * kv_heads * dim
@@ -131,21 +128,6 @@ def test_cache_write(device: torch.device, dtype: torch.dtype, kv_heads: int, di
     assert torch.equal(pool.nan_to_num(7), wanted.nan_to_num(7)), "no token has a slot"
 
 
-def test_pages_are_cleared_and_copied(device: torch.device) -> None:
-    for page_bytes in (4096 * 3 + 8, 20, 7):
-        pool = torch.randint(0, 255, (6, page_bytes + 8), dtype=torch.uint8, device=device)[:, :page_bytes]
-        wanted = pool.clone()
-        ids = torch.tensor([9, 1, -1, 3], dtype=torch.int32, device=device)[1:]
-        clear_pages(pool, ids)
-        wanted[1] = 0
-        wanted[3] = 0
-        assert torch.equal(pool, wanted)
-        copy_pages(pool, torch.tensor([2, -1, 5], dtype=torch.int32, device=device),
-                   torch.tensor([0, 4, 1], dtype=torch.int32, device=device))
-        wanted[0], wanted[1] = wanted[2], wanted[5]
-        assert torch.equal(pool, wanted)
-
-
 def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     x = rows(device, dtype, 2, 32)
     with pytest.raises(ValueError, match="silu_mul: x "):
@@ -154,9 +136,6 @@ def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -
         rms_norm(x, x[0, :31], 1e-5)
     with pytest.raises(ValueError, match="add_rms_norm: residual "):
         add_rms_norm(x, x[:1], x[0], 1e-5)
-    with pytest.raises(ValueError, match="clear_pages: page_ids "):
-        ids = torch.zeros(2, dtype=torch.int64, device=device)
-        clear_pages(torch.zeros(2, 8, dtype=torch.uint8, device=device), ids)
     qkv, positions, table, slots, pool = make_rope(device, dtype, 4, 2, 16, 16, 16)
     good = {"qkv": qkv, "positions": positions, "cos_sin": table, "slots": slots}
     good |= {"k_cache": pool[:, 0], "v_cache": pool[:, 1]}

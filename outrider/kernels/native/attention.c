@@ -1,5 +1,5 @@
 /* Paged attention in float32: keys and values are read where they lie, in tiles of KEYS keys anchored at position 0.
- * Knows pointers, sizes and strides; shapes and types are checked in native.py, the meaning is its twin in reference.py.
+ * Knows pointers, sizes and strides; shapes and types are checked in Python, the meaning is its twin in reference.py.
  */
 #include "native.h"
 
@@ -78,15 +78,18 @@ static void transpose(const float *const *from, int64_t at, float *to, int64_t s
 /* Where the keys [from, to) of a tile lie. False if the table does not reach or names a page that is not there. */
 static int find_keys(const Attention *a, const Item *item, int64_t base, int64_t from, int64_t to,
                      const float **k_rows, const float **v_rows) {
-    int64_t token_stride = a->kv_heads * a->dim;
+    const Requests *requests = &a->requests;
+    const Cache *cache = &a->cache;
+    int64_t token_stride = cache->kv_heads * cache->dim;
     for (int64_t j = from; j < to;) {
-        int64_t column = (base + j) / a->page_size, offset = (base + j) % a->page_size;
-        if (column >= a->table_width) return 0;
-        int64_t page = integer(a->page_table, a->wide_table, item->request * a->table_stride + column);
-        if (page < 0 || page >= a->num_pages) return 0;
-        const float *k = a->k_cache + page * a->k_stride + item->head * a->dim;
-        const float *v = a->v_cache + page * a->v_stride + item->head * a->dim;
-        for (; offset < a->page_size && j < to; offset++, j++) {
+        int64_t column = (base + j) / cache->page_size, offset = (base + j) % cache->page_size;
+        if (column >= requests->table_width) return 0;
+        int64_t at = item->request * requests->table_stride + column;
+        int64_t page = integer(requests->page_table, requests->wide_table, at);
+        if (page < 0 || page >= cache->num_pages) return 0;
+        const float *k = cache->k + page * cache->k_stride + item->head * cache->dim;
+        const float *v = cache->v + page * cache->v_stride + item->head * cache->dim;
+        for (; offset < cache->page_size && j < to; offset++, j++) {
             k_rows[j] = k + offset * token_stride;
             v_rows[j] = v + offset * token_stride;
         }
@@ -109,12 +112,12 @@ static void score_keys(const Attention *a, Scratch *s, int64_t rows, int64_t fro
     for (int64_t j = from; j < to;) {
         int64_t width = to - j >= NV * VL ? NV * VL : VL;
         for (int64_t v = 0; v < width; v += VL)
-            for (int64_t d = 0; d < a->dim; d += VL)
+            for (int64_t d = 0; d < a->cache.dim; d += VL)
                 transpose(s->k_rows + j + v, d, s->keys + d * NV * VL + v, NV * VL);
         if (width > VL)
-            outer_wide(s->scaled_q, a->dim, s->key_lines, 0, 0, a->dim, s->scores + j, KEYS, rows);
+            outer_wide(s->scaled_q, a->cache.dim, s->key_lines, 0, 0, a->cache.dim, s->scores + j, KEYS, rows);
         else
-            outer_narrow(s->scaled_q, a->dim, s->key_lines, 0, 0, a->dim, s->scores + j, KEYS, rows);
+            outer_narrow(s->scaled_q, a->cache.dim, s->key_lines, 0, 0, a->cache.dim, s->scores + j, KEYS, rows);
         j += width;
     }
 }
@@ -146,7 +149,7 @@ static float weigh(float *scores, int64_t from, int64_t to, int64_t first, int64
 
 /* One tile of keys for all rows of an item: part[row] = max, sum, weighted values. */
 static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scratch *s, float *part) {
-    int64_t group = a->heads / a->kv_heads, rows = item->count * group, base = tile * KEYS, dim = a->dim;
+    int64_t group = a->heads / a->cache.kv_heads, rows = item->count * group, base = tile * KEYS, dim = a->cache.dim;
     int64_t begin = item->first_key - base; /* as seen from this tile */
     int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
     int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
@@ -189,23 +192,23 @@ static void clear(float *merged, int64_t rows, int64_t dim) {
 }
 
 static void finish(const Attention *a, const Item *item, int64_t row, const float *merged) {
-    int64_t group = a->heads / a->kv_heads;
-    float *out = a->out + ((item->token + row / group) * a->heads + item->head * group + row % group) * a->dim;
-    for (int64_t d = 0; d < a->dim; d += VL) store(out + d, load(merged + 2 + d) / merged[1]);
+    int64_t group = a->heads / a->cache.kv_heads;
+    float *out = a->out + ((item->token + row / group) * a->heads + item->head * group + row % group) * a->cache.dim;
+    for (int64_t d = 0; d < a->cache.dim; d += VL) store(out + d, load(merged + 2 + d) / merged[1]);
 }
 
 static int attend(const Attention *a, const Item *item, Scratch *s) {
-    int64_t group = a->heads / a->kv_heads, rows = item->count * group, width = a->dim + 2;
+    int64_t group = a->heads / a->cache.kv_heads, rows = item->count * group, dim = a->cache.dim, width = dim + 2;
     for (int64_t r = 0; r < rows; r++) {
-        const float *q = a->q + (item->token + r / group) * a->q_stride + (item->head * group + r % group) * a->dim;
-        for (int64_t d = 0; d < a->dim; d += VL) store(s->scaled_q + r * a->dim + d, load(q + d) * a->scale);
+        const float *q = a->q + (item->token + r / group) * a->q_stride + (item->head * group + r % group) * dim;
+        for (int64_t d = 0; d < dim; d += VL) store(s->scaled_q + r * dim + d, load(q + d) * a->scale);
     }
-    for (int64_t d = 0; d < a->dim; d++) s->key_lines[d] = s->keys + d * NV * VL;
+    for (int64_t d = 0; d < dim; d++) s->key_lines[d] = s->keys + d * NV * VL;
     if (item->partial) return attend_tile(a, item, item->from, s, item->partial);
-    clear(s->merged, rows, a->dim);
+    clear(s->merged, rows, dim);
     for (int64_t tile = item->from; tile < item->to; tile++) {
         if (!attend_tile(a, item, tile, s, s->part)) return 0;
-        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, s->part + r * width, a->dim);
+        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, s->part + r * width, dim);
     }
     for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
     return 1;
@@ -213,34 +216,37 @@ static int attend(const Attention *a, const Item *item, Scratch *s) {
 
 /* Merges the partial results of consecutive items that share their tokens and head; `item` is the first. */
 static void join(const Attention *a, const Item *item, Scratch *s) {
-    int64_t rows = item->count * (a->heads / a->kv_heads), width = a->dim + 2;
-    clear(s->merged, rows, a->dim);
+    int64_t rows = item->count * (a->heads / a->cache.kv_heads), width = a->cache.dim + 2;
+    clear(s->merged, rows, a->cache.dim);
     for (int64_t i = 0; i < item->to - item->from; i++)
-        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, item[i].partial + r * width, a->dim);
+        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, item[i].partial + r * width, a->cache.dim);
     for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
 }
 
 /* Lists the work. With `items` null only counts. Tiles are shared among threads if `share`; each item then covers
  * one tile, keeping in `to` the end of the whole range as seen from the first. Returns the count, or -1. */
 static int64_t list_items(const Attention *a, int share, Item *items, float *partials) {
-    int64_t group = a->heads / a->kv_heads, per_tile = group >= TILE_ROWS ? 1 : TILE_ROWS / group, n = 0;
-    for (int64_t r = 0; r < a->requests; r++) {
-        int64_t start = integer(a->query_starts, a->wide_starts, r);
-        int64_t end = integer(a->query_starts, a->wide_starts, r + 1);
-        int64_t live = integer(a->live, a->wide_live, r), length = integer(a->lengths, a->wide_lengths, r);
+    const Requests *requests = &a->requests;
+    int64_t group = a->heads / a->cache.kv_heads, per_tile = group >= TILE_ROWS ? 1 : TILE_ROWS / group, n = 0;
+    for (int64_t r = 0; r < requests->count; r++) {
+        int64_t start = integer(requests->query_starts, requests->wide_starts, r);
+        int64_t end = integer(requests->query_starts, requests->wide_starts, r + 1);
+        int64_t live = integer(requests->live, requests->wide_live, r);
+        int64_t length = integer(requests->lengths, requests->wide_lengths, r);
         if (start < 0 || start > end || end > a->tokens || live > end - start || live > length) return -1;
-        if (a->key_starts && live > 0 && (a->key_starts[r] < 0 || a->key_starts[r] > length - live)) return -1;
+        int64_t first_key = requests->key_starts && live > 0 ? requests->key_starts[r] : 0;
+        if (first_key < 0 || first_key > length - live) return -1;
         for (int64_t t = 0; t < live; t += per_tile) {
             int64_t count = live - t < per_tile ? live - t : per_tile, position = length - live + t;
-            int64_t first_key = a->key_starts ? a->key_starts[r] : 0, low = first_key;
+            int64_t low = first_key;
             if (a->window > 0 && position - a->window + 1 > low) low = position - a->window + 1;
             low /= KEYS;
             int64_t high = (position + count - 1) / KEYS + 1;
-            for (int64_t h = 0; h < a->kv_heads; h++)
+            for (int64_t h = 0; h < a->cache.kv_heads; h++)
                 for (int64_t from = low; from < high; from = share ? from + 1 : high, n++)
                     if (items) {
                         items[n] = (Item){r, start + t, count, position, h, from, high, first_key, share ? partials : NULL};
-                        if (share) partials += count * group * (a->dim + 2);
+                        if (share) partials += count * group * (a->cache.dim + 2);
                     }
         }
     }
@@ -249,9 +255,10 @@ static int64_t list_items(const Attention *a, int share, Item *items, float *par
 
 /* Tokens that are not live: zeros. */
 static void zero_dead(const Attention *a) {
-    int64_t width = a->heads * a->dim, cursor = 0;
-    for (int64_t r = 0; r < a->requests; r++) {
-        int64_t start = integer(a->query_starts, a->wide_starts, r), live = integer(a->live, a->wide_live, r);
+    int64_t width = a->heads * a->cache.dim, cursor = 0;
+    for (int64_t r = 0; r < a->requests.count; r++) {
+        int64_t start = integer(a->requests.query_starts, a->requests.wide_starts, r);
+        int64_t live = integer(a->requests.live, a->requests.wide_live, r);
         if (live <= 0) continue;
         memset(a->out + cursor * width, 0, (start - cursor) * width * sizeof(float));
         cursor = start + live;
@@ -264,7 +271,7 @@ static _Thread_local size_t scratch_size, items_size, partials_size;
 
 /* Returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */
 int list_attention(const Attention *a, int threads, AttentionWork *work) {
-    int64_t group = a->heads / a->kv_heads, n = list_items(a, 0, NULL, NULL);
+    int64_t group = a->heads / a->cache.kv_heads, n = list_items(a, 0, NULL, NULL);
     if (n < 0) return 1;
     zero_dead(a);
     int share = 0;
@@ -275,7 +282,7 @@ int list_attention(const Attention *a, int threads, AttentionWork *work) {
     }
     int64_t rows = group > TILE_ROWS ? group : TILE_ROWS;
     float *partials = NULL;
-    if (share) partials = kept(&kept_partials, &partials_size, n * rows * (a->dim + 2) * sizeof(float));
+    if (share) partials = kept(&kept_partials, &partials_size, n * rows * (a->cache.dim + 2) * sizeof(float));
     Item *items = kept(&kept_items, &items_size, (n + 1) * sizeof(Item));
     if (!items || (share && !partials)) return 3;
     list_items(a, share, items, partials);

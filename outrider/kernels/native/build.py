@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from outrider.kernels.native.structures import STRUCTURES, layout_source
+
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "attention.c"))
 HEADER = HERE / "native.h"
@@ -24,7 +26,7 @@ BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _F, _I]),
+    "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I]),
     "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
@@ -53,7 +55,7 @@ def build() -> Path:
         version = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS, check=True
         ).stdout
-        code = [file.read_text() for file in (HEADER, *SOURCES)]
+        code = [*(file.read_text() for file in (HEADER, *SOURCES)), layout_source()]
         identity = "\n".join([*code, version, *compiler, *FLAGS, _processor()])
         target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():
@@ -90,8 +92,10 @@ def _compile(compiler: list[str], target: Path) -> None:
     os.close(handle)
     try:
         for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
-            command = [*compiler, *flags, *map(str, SOURCES), "-o", name, "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            # The layout file comes through the standard input.
+            sources = [*map(str, SOURCES), f"-I{HERE}", "-x", "c", "-", "-x", "none"]
+            command = [*compiler, *flags, *sources, "-o", name, "-lm"]
+            done = subprocess.run(command, input=layout_source(), capture_output=True, text=True, timeout=BUILD_SECONDS)
             if done.returncode == 0:
                 return os.replace(name, target)
         raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
@@ -101,7 +105,7 @@ def _compile(compiler: list[str], target: Path) -> None:
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why."""
+    """The library, or None and why. Raises if the structures of Python and of C differ."""
     if os.environ.get("OUTRIDER_NATIVE") == "0":
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:
@@ -111,4 +115,22 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+    for structure in STRUCTURES:
+        structure.check(lib)
     return lib, ""
+
+
+def available() -> bool:
+    return load()[0] is not None
+
+
+def reason() -> str:
+    """Why the native kernels are not available; empty if they are."""
+    return load()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The library, for those who have been told that it is available."""
+    found = load()[0]
+    assert found is not None
+    return found

@@ -1,13 +1,12 @@
 /* Small float32 operations of a step on the CPU (norms, activations, rope with cache write) and a whole decoder layer
  * made of them, of products (product.c) and of attention (attention.c). Knows pointers, sizes and
- * strides; shapes and types are checked in native.py and the meaning of each function is its twin in reference.py.
+ * strides; shapes and types are checked in Python and the meaning of each function is its twin in reference.py.
  */
 #include "native.h"
 
 /* ---- norms and activations ---- */
 
-static void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps,
-                     float offset) {
+static void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps) {
     vf total = {0};
     int64_t i = 0;
     float rest = 0;
@@ -19,22 +18,22 @@ static void norm_row(const float *x, float *residual, const float *weight, float
     for (i = 0; i + VL <= width; i += VL) total = fused(load(from + i), load(from + i), total);
     for (; i < width; i++) rest += from[i] * from[i];
     float scale = 1.0f / sqrtf((sum_lanes(total) + rest) / (float)width + eps);
-    for (i = 0; i + VL <= width; i += VL) store(out + i, load(from + i) * scale * (load(weight + i) + offset));
-    for (; i < width; i++) out[i] = from[i] * scale * (weight[i] + offset);
+    for (i = 0; i + VL <= width; i += VL) store(out + i, load(from + i) * scale * load(weight + i));
+    for (; i < width; i++) out[i] = from[i] * scale * weight[i];
 }
 
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
-                float *out, int64_t tokens, int64_t width, float eps, float offset) {
+                float *out, int64_t tokens, int64_t width, float eps) {
 #pragma omp for
     for (int64_t t = 0; t < tokens; t++)
         norm_row(x + t * x_stride, residual ? residual + t * residual_stride : NULL, weight, out + t * width, width,
-                 eps, offset);
+                 eps);
 }
 
 void rms_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
-              float *out, int64_t tokens, int64_t width, float eps, float offset, int threads) {
+              float *out, int64_t tokens, int64_t width, float eps, int threads) {
     if (tokens * width < 65536) threads = 1;
-    PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps, offset);
+    PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps);
 }
 
 /* silu(x) = x s(x); gelu by tanh is x s(2u) with u = sqrt(2/pi) (x + 0.044715 x^3): one sigmoid serves both. */
@@ -86,19 +85,19 @@ static void rotate_head(float *x, const float *cosine, const float *sine, int64_
 }
 
 static void rope_write_row(float *row, int64_t position, int64_t slot, const Rope *r) {
-    int64_t head_bytes = r->dim * (int64_t)sizeof(float);
-    float *k = row + r->heads * r->dim, *v = k + r->kv_heads * r->dim;
+    int64_t head_bytes = r->cache.dim * (int64_t)sizeof(float);
+    float *k = row + r->heads * r->cache.dim, *v = k + r->cache.kv_heads * r->cache.dim;
     const float *cosine = r->cos + position * r->cos_stride, *sine = r->sin + position * r->sin_stride;
-    for (int64_t h = 0; h < r->heads + r->kv_heads; h++) {
-        float *head = row + h * r->dim;
+    for (int64_t h = 0; h < r->heads + r->cache.kv_heads; h++) {
+        float *head = row + h * r->cache.dim;
         const float *weight = h < r->heads ? r->q_norm : r->k_norm;
-        if (weight) norm_row(head, NULL, weight, head, r->dim, r->eps, r->offset);
+        if (weight) norm_row(head, NULL, weight, head, r->cache.dim, r->eps);
         rotate_head(head, cosine, sine, r->rotary / 2, r->second);
     }
     if (slot < 0) return;
-    int64_t page = slot / r->page_size, offset = (slot % r->page_size) * r->kv_heads * r->dim;
-    memcpy(r->k_cache + page * r->k_stride + offset, k, r->kv_heads * head_bytes);
-    memcpy(r->v_cache + page * r->v_stride + offset, v, r->kv_heads * head_bytes);
+    int64_t page = slot / r->cache.page_size, offset = (slot % r->cache.page_size) * r->cache.kv_heads * r->cache.dim;
+    memcpy(r->cache.k + page * r->cache.k_stride + offset, k, r->cache.kv_heads * head_bytes);
+    memcpy(r->cache.v + page * r->cache.v_stride + offset, v, r->cache.kv_heads * head_bytes);
 }
 
 /* Counts in `bad` the tokens whose position or slot is out of range; those are left alone. */
@@ -106,7 +105,7 @@ static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const R
 #pragma omp for
     for (int64_t t = 0; t < tokens; t++) {
         int64_t position = r->positions[t], slot = r->slots[t];
-        if (position < 0 || position >= r->max_len || slot >= r->num_pages * r->page_size) {
+        if (position < 0 || position >= r->max_len || slot >= r->cache.num_pages * r->cache.page_size) {
 #pragma omp atomic
             *bad += 1;
             continue;
@@ -118,19 +117,12 @@ static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const R
 /* Returns the number of tokens out of range. */
 int64_t rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int threads) {
     int64_t bad = 0;
-    if (tokens * (r->heads + r->kv_heads) * r->dim < 16384) threads = 1;
+    if (tokens * (r->heads + r->cache.kv_heads) * r->cache.dim < 16384) threads = 1;
     PARALLEL(threads) share_rope_write(qkv, stride, tokens, r, &bad);
     return bad;
 }
 
 /* ---- a decoder layer ---- */
-
-typedef struct {
-    Matrix qkv, out, gate_up, down;
-    const float *input_norm, *mlp_norm;
-    float eps;
-    int gelu;
-} Layer;
 
 static _Thread_local void *kept_layer;
 static _Thread_local size_t layer_size;
@@ -155,14 +147,14 @@ int64_t decoder_layer(const Layer *l, const Rope *rope, const Attention *attenti
     if (error) return error;
     PARALLEL(threads) {
         if (has_delta)
-            share_norm(delta, hidden, residual, hidden, l->input_norm, x, tokens, hidden, l->eps, 0);
+            share_norm(delta, hidden, residual, hidden, l->input_norm, x, tokens, hidden, l->eps);
         else
-            share_norm(residual, hidden, NULL, 0, l->input_norm, x, tokens, hidden, l->eps, 0);
+            share_norm(residual, hidden, NULL, 0, l->input_norm, x, tokens, hidden, l->eps);
         share_product(&l->qkv, x, hidden, spread, tokens, threads);
         share_rope_write(spread, l->qkv.outputs, tokens, rope, &bad);
         share_attention(&work, &failed);
         share_product(&l->out, gathered, mixed, delta, tokens, threads);
-        share_norm(delta, hidden, residual, hidden, l->mlp_norm, x, tokens, hidden, l->eps, 0);
+        share_norm(delta, hidden, residual, hidden, l->mlp_norm, x, tokens, hidden, l->eps);
         share_product(&l->gate_up, x, hidden, spread, tokens, threads);
         share_gated(spread, 2 * inner, gathered, tokens, inner, l->gelu);
         share_product(&l->down, gathered, inner, delta, tokens, threads);

@@ -1,4 +1,4 @@
-/* What the native files share: vectors, the structs that native.py packs, and the operations by name.
+/* What the native files share: vectors, the structs that Python packs (structures.py), and the operations by name.
  *
  * The result of a token row never depends on the other rows: a product sums over the inputs in one order for
  * every number of rows, and attention works in tiles of keys anchored at position 0, merged in order.
@@ -155,27 +155,46 @@ typedef struct {
     int64_t row_bytes, inputs, outputs, kind;
 } Matrix;
 
+/* The requests of a step: [requests] counts, and a page table of `table_width` columns. */
 typedef struct {
+    const void *page_table, *query_starts, *lengths, *live;
+    const int64_t *key_starts; /* first key a request may see, or null */
+    int64_t table_stride, table_width, count;
+    int wide_table, wide_starts, wide_lengths, wide_live; /* 64-bit integers, or 32 */
+} Requests;
+
+/* A layer's keys and values [pages, page_size, kv_heads, dim]; strides are of pages. */
+typedef struct {
+    float *k, *v;
+    int64_t k_stride, v_stride, num_pages, page_size, kv_heads, dim;
+} Cache;
+
+typedef struct {
+    Cache cache;
     const float *cos, *sin;
     const int64_t *positions, *slots; /* of each token */
-    float *k_cache, *v_cache;
     int64_t cos_stride, sin_stride, max_len, rotary, second; /* second: where a table holds the other half's angles */
-    int64_t heads, kv_heads, dim, page_size, num_pages, k_stride, v_stride;
-    const float *q_norm, *k_norm;
-    float eps, offset;
+    int64_t heads;
+    const float *q_norm, *k_norm; /* or null */
+    float eps;
 } Rope;
 
 typedef struct {
-    const float *q, *k_cache, *v_cache;
+    Requests requests;
+    Cache cache;
+    const float *q;
     float *out;
-    int64_t q_stride, k_stride, v_stride; /* of a token, a page, a page */
-    const void *page_table, *query_starts, *lengths, *live;
-    const int64_t *key_starts; /* first key a request may see, or null */
-    int64_t table_stride, table_width, num_pages, page_size;
-    int64_t tokens, requests, heads, kv_heads, dim, window; /* window 0: all keys */
-    float scale, softcap;                                   /* softcap 0: none */
-    int wide_table, wide_starts, wide_lengths, wide_live;   /* 64-bit integers, or 32 */
+    int64_t q_stride, tokens, heads, window; /* q_stride: of a token; window 0: all keys */
+    float scale, softcap;                    /* softcap 0: none */
 } Attention;
+
+/* The weights of a decoder layer. */
+typedef struct {
+    Matrix qkv, out, gate_up, down;
+    const float *input_norm, *mlp_norm;
+    float eps;
+    int gelu;
+} Layer;
 
 /* The work of one attention call, listed. */
 typedef struct Item Item;
@@ -190,7 +209,7 @@ typedef struct {
 
 /* residual may be null: then out = norm(x); otherwise residual += x and out = norm(residual). */
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
-                float *out, int64_t tokens, int64_t width, float eps, float offset);
+                float *out, int64_t tokens, int64_t width, float eps);
 /* y[t, o] = sum_i x[t, i] w[o, i] + bias[o] */
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads);
 void share_attention(const AttentionWork *work, int64_t *failed);

@@ -11,8 +11,11 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import native, reference
+from outrider.kernels import drafting, reference, step
+from outrider.kernels.native import checks
+from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
+    FLOAT32,
     UP_TO_FLOAT32,
     Kernel,
     Operation,
@@ -41,54 +44,67 @@ def triton_kernels() -> ModuleType | None:
     return triton
 
 
-def _kernels(x: torch.Tensor) -> ModuleType | None:
-    if x.is_cuda:
-        return None if x.dtype == torch.float64 else triton_kernels()
-    return native if x.dtype == torch.float32 and native.available() else None
+# Norms
+
+rms_norm = Operation(
+    reference.rms_norm,
+    native_kernel("outrider.kernels.native:rms_norm", FLOAT32, checks.takes_rms_norm),
+    triton_kernel("outrider.kernels.triton.norm:rms_norm", UP_TO_FLOAT32, conditions.is_matrix),
+)
+add_rms_norm = Operation(
+    reference.add_rms_norm,
+    native_kernel("outrider.kernels.native:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
+    triton_kernel("outrider.kernels.triton.norm:add_rms_norm", UP_TO_FLOAT32),
+)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    kernels = _kernels(x)
-    if kernels is None or x.dim() != 2:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
-    result: torch.Tensor = kernels.rms_norm(x, weight, eps)
-    return result
-
-
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to the residual in place; returns the norm of the sum."""
-    kernels = _kernels(x)
-    if kernels is None:
-        return rms_norm(residual.add_(x), weight, eps)
-    result = kernels.add_rms_norm(x, residual, weight, eps)
-    return result[0] if isinstance(result, tuple) else result
-
-
-def norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                  factor: float = 1.0) -> torch.Tensor:
+def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                   factor: float = 1.0) -> torch.Tensor:
     """residual becomes factor * residual + norm(x) in place; returns the norm of that."""
-    kernels = _kernels(x)
-    if kernels is not None and x.is_cuda:
-        result: torch.Tensor = kernels.norm_add_norm(x, post_weight, residual, weight, eps, factor=factor)
-        return result
     if factor != 1.0:
         residual.mul_(factor)
     return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of [tokens, gate | up]."""
-    module = _kernels(gate_up) or reference
-    operation = module.silu_mul if activation == "silu" else module.gelu_tanh_mul
-    result: torch.Tensor = operation(gate_up)
-    return result
-
-
+norm_add_norm = Operation(
+    _norm_add_norm,
+    triton_kernel("outrider.kernels.triton.norm:norm_add_norm", UP_TO_FLOAT32),
+    name="norm_add_norm",
+)
 gated_norm = Operation(
     reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32)
 )
+
+# Activations
+
+silu_mul = Operation(
+    reference.silu_mul,
+    native_kernel("outrider.kernels.native:silu_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.triton.activation:silu_mul", UP_TO_FLOAT32),
+)
+gelu_tanh_mul = Operation(
+    reference.gelu_tanh_mul,
+    native_kernel("outrider.kernels.native:gelu_tanh_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.triton.activation:gelu_tanh_mul", UP_TO_FLOAT32),
+)
 relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32))
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of [tokens, gate | up]."""
+    return silu_mul(gate_up) if activation == "silu" else gelu_tanh_mul(gate_up)
+
+
+# Attention on the CPU; on a GPU a backend plans its launches (mixers/paged)
+
+rope_write = Operation(
+    reference.rope_write,
+    native_kernel("outrider.kernels.native:rope_write", FLOAT32, checks.takes_rope_write),
+)
+paged_attention = Operation(
+    reference.paged_attention,
+    native_kernel("outrider.kernels.native:paged_attention", FLOAT32, checks.takes_paged_attention),
+)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -206,7 +222,7 @@ def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) ->
 
 find_ngram = Operation(
     reference.find_ngram,
-    native_kernel("outrider.kernels.native:find_ngram"),
+    native_kernel("outrider.kernels.native:find_ngram", takes=checks.takes_find_ngram),
     triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
 )
 
@@ -238,6 +254,23 @@ def choose(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
         return None
     result: torch.Tensor = kernels.choose_scaled(scaled, row, position, kernels.Keys(*keys))
     return result
+
+
+# Steps and proposals
+
+
+prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
+                         subject=lambda packet, *_, **__: packet.rows)
+commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"))
+store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"))
+plan_draft_passes = Operation(drafting.plan_draft_passes,
+                              triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
+                              subject=lambda requests, *_, **__: requests.rows)
+plan_reading_pass = Operation(drafting.plan_reading_pass,
+                              triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
+                              subject=lambda requests, *_, **__: requests.rows)
+forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
+                         subject=lambda requests, *_, **__: requests.rows)
 
 
 def _triton() -> ModuleType:

@@ -31,7 +31,7 @@ BFLOAT16 = (torch.bfloat16,)
 UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 ANY_DTYPE: tuple[torch.dtype, ...] = ()
 
-REFERENCE = "reference"
+_Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a kernel takes a call, and the kernel
 _operations: dict[str, Operation[..., Any]] = {}
 
 
@@ -59,22 +59,23 @@ class Kernel:
     device_type: str  # of the subject
     function: str | Callable[..., Any]  # "module:function" is imported when it is first needed
     dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # of the subject
-    takes: Callable[..., bool] | None = None  # asked at every call, with the arguments of the call
+    takes: str | Callable[..., bool] | None = None  # asked at every call, with the arguments of the call
     is_available: Callable[[], bool] = lambda: True  # asked once
 
-    def load(self) -> Callable[..., Any]:
-        if callable(self.function):
-            return self.function
-        module, _, name = self.function.partition(":")
-        loaded: Callable[..., Any] = getattr(import_module(module), name)
-        return loaded
+    def load(self) -> _Candidate:
+        return None if self.takes is None else _load(self.takes), _load(self.function)
+
+
+def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    loaded: Callable[..., Any] = getattr(import_module(module), name)
+    return loaded
 
 
 native_kernel = partial(Kernel, "native", "cpu", is_available=has_native)
 triton_kernel = partial(Kernel, "triton", "cuda", is_available=has_triton)
-
-
-_Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a kernel takes a call, and the kernel
 
 
 class Operation(Generic[P, R]):
@@ -120,7 +121,7 @@ class Operation(Generic[P, R]):
     def _find_candidates(self, subject: torch.Tensor) -> list[_Candidate]:
         key = subject.device, subject.dtype
         if key not in self._candidates:
-            self._candidates[key] = [(kernel.takes, kernel.load()) for kernel in self._serving(subject)]
+            self._candidates[key] = [kernel.load() for kernel in self._serving(subject)]
         return self._candidates[key]
 
     def _serving(self, subject: torch.Tensor) -> Iterator[Kernel]:

@@ -26,16 +26,13 @@ _MAX_WIDTH = 65536
 @triton.jit
 def _rms_norm_kernel(
     x, post_weight, residual, weight, out, x_stride, residual_stride, out_stride, width, eps, factor,
-    HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLUS_ONE: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     valid = column < width
     gain = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
-    if PLUS_ONE:
-        gain += 1.0
     if HAS_POST:
         post = tl.load(post_weight + column, mask=valid, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
@@ -57,7 +54,7 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    kernel: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool,
+    kernel: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     out: torch.Tensor | None, pdl: bool | None, post_weight: torch.Tensor | None = None, factor: float = 1.0,
 ) -> torch.Tensor:
     pdl = uses_pdl(x.device) if pdl is None else pdl
@@ -78,31 +75,31 @@ def _launch(
     _rms_norm_kernel[(num_tokens,)](
         x, weight if post_weight is None else post_weight, residual if residual is not None else x, weight, out,
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0), width, eps, factor,
-        HAS_POST=post_weight is not None, HAS_RESIDUAL=residual is not None, PLUS_ONE=plus_one, COLUMNS=columns,
+        HAS_POST=post_weight is not None, HAS_RESIDUAL=residual is not None, COLUMNS=columns,
         PDL=pdl, num_warps=min(16, max(1, columns // 512)), **pdl_options(pdl),
     )
     return out
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *,
     out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """x [tokens, width] -> x / rms(x) * weight (or 1 + weight)."""
-    return _launch("rms_norm", x, None, weight, eps, plus_one, out, pdl)
+    """x [tokens, width] -> x / rms(x) * weight."""
+    return _launch("rms_norm", x, None, weight, eps, out, pdl)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False, *,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *,
     out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """Adds x [tokens, width] to residual in place and returns the norm of the sum."""
-    return _launch("add_rms_norm", x, residual, weight, eps, plus_one, out, pdl)
+    return _launch("add_rms_norm", x, residual, weight, eps, out, pdl)
 
 
 def norm_add_norm(
-    x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *,
-    factor: float = 1.0, out: torch.Tensor | None = None, pdl: bool | None = None,
+    x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+    factor: float = 1.0, *, out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """residual [tokens, width] becomes factor * residual + rms_norm(x, post_weight), in place; returns its norm."""
-    return _launch("norm_add_norm", x, residual, weight, eps, False, out, pdl, post_weight, factor)
+    return _launch("norm_add_norm", x, residual, weight, eps, out, pdl, post_weight, factor)

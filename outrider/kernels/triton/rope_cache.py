@@ -29,7 +29,7 @@ _HEADS = 8  # heads per program
 def _rotate(
     source, target, row, head, valid_head, store, cos_sin, norm_weight, source_head_stride, target_head_stride, eps,
     D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    HAS_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
 ):
     """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest."""
     half = tl.arange(0, HALF_PAD)
@@ -49,13 +49,12 @@ def _rotate(
         if D > ROT:
             square += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / D + eps)[:, None]
-        shift: tl.constexpr = 1.0 if PLUS_ONE else 0.0
-        gain = tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32) + shift
+        gain = tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32)
         low *= scale * gain[None, :]
-        gain = tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32) + shift
+        gain = tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32)
         high *= scale * gain[None, :]
         if D > ROT:
-            rest_gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32) + shift
+            rest_gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32)
             rest *= scale * rest_gain[None, :]
     cos = tl.load(cos_sin + row * ROT + half, mask=in_half, other=0.0)[None, :]
     sin = tl.load(cos_sin + row * ROT + ROT // 2 + half, mask=in_half, other=0.0)[None, :]
@@ -74,7 +73,7 @@ def _rope_cache_kernel(
     v_page_stride, v_token_stride, v_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PLUS_ONE: tl.constexpr, V_NORM: tl.constexpr, V_FROM_K: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr, V_FROM_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -89,7 +88,7 @@ def _rope_cache_kernel(
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
         _rotate(source, q_out + token * q_token_stride, row, head, head < Q_HEADS, True, cos_sin, q_weight,
-                D, q_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, Q_NORM, PLUS_ONE, HEADS)
+                D, q_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, Q_NORM, HEADS)
     else:
         slot = tl.load(slots + token)
         page = slot // PAGE
@@ -98,7 +97,7 @@ def _rope_cache_kernel(
             head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
             target = k_cache + page * k_page_stride + offset * k_token_stride
             _rotate(source + Q_HEADS * D, target, row, head, head < KV_HEADS, slot >= 0, cos_sin, k_weight,
-                    D, k_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, K_NORM, PLUS_ONE, HEADS)
+                    D, k_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, K_NORM, HEADS)
         else:
             head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
             dim = tl.arange(0, D_PAD)
@@ -116,7 +115,7 @@ def rope_cache_write(
     qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6, plus_one: bool = False, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
+    eps: float = 1e-6, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
     out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
@@ -159,6 +158,6 @@ def rope_cache_write(
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),
         PAGE=page_size, HEADS=_HEADS, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
-        PLUS_ONE=plus_one, V_NORM=v_norm, V_FROM_K=v_from_k, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        V_NORM=v_norm, V_FROM_K=v_from_k, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
     return out

@@ -1,5 +1,5 @@
 """The `native` backend: native paged attention in float32, with norm, rope and cache write as one operation before it,
-and whole decoder layers as one native call.
+and decoder layers as one native call.
 
 Reads keys and values where they lie; nothing is gathered. Other types and machines without a compiler use `torch`.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels import native, reference
-from outrider.mixers.batch import BatchView, check_rows
-from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
+from outrider.kernels import native, ops, reference
+from outrider.mixers.batch import BatchView, KeysFrom, check_rows
+from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, PagedLayer, Rope, check_writes
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Plan:
     view: BatchView
     page_table: torch.Tensor
     slots: torch.Tensor
+    requests: native.Requests | None  # None if the C code does not take them
 
 
 class NativeBackend(Backend):
@@ -28,7 +29,9 @@ class NativeBackend(Backend):
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        return Plan(view, view.page_table(group), view.slots(group).contiguous())
+        table = view.page_table(group)
+        requests = native.make_requests(table, view.query_starts, view.lengths, view.live, _first_keys(view))
+        return Plan(view, table, view.slots(group).contiguous(), requests)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -43,26 +46,31 @@ class NativeBackend(Backend):
         write = _rope_write(layer, cache, rope, norms, plan)
         if write is None:
             return None
-        native.rope_write(qkv, *write)
+        ops.rope_write(qkv, *write)
         q = qkv[:, : layer.num_heads * layer.head_dim].view(-1, layer.num_heads, layer.head_dim)
         return self._attend(layer, cache, q, plan)
 
-    def run_whole(self, layer: AttentionLayer, cache: KeyValueCache, weights: native.LayerWeights,
-                  delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope, norms: HeadNorms | None,
-                  plan: Plan) -> torch.Tensor | None:
-        write = _rope_write(layer, cache, rope, norms, plan)
-        if write is None:
+    def decoder_layer(self, paged: PagedLayer, weights: native.LayerWeights, delta: torch.Tensor | None,
+                      residual: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        """residual += delta, then attention and MLP of it, in one native call. Returns what the MLP adds, perhaps in
+        delta's memory; or None, with nothing done, if the layer must be done in parts."""
+        layer, plan = paged.layer, paged.plan
+        write = _rope_write(layer, paged.cache, rope, norms, plan)
+        if write is None or plan.requests is None:
             return None
-        view = plan.view
-        attention = native.Attention(plan.page_table, view.query_starts, view.lengths, view.live, layer.scale,
-                                     layer.window or 0, layer.softcap or 0.0, view.key_starts)
+        attention = native.Attention(plan.requests, layer.scale, layer.window or 0, layer.softcap or 0.0)
         return native.decoder_layer(weights, delta, residual, write, attention)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
-        out = native.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                     layer.scale, layer.window or 0, layer.softcap or 0.0, key_starts=view.key_starts)
+        out = ops.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
+                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view))
         return out.view(-1, layer.num_heads * layer.head_dim)
+
+
+def _first_keys(view: BatchView) -> torch.Tensor | None:
+    """As the native call takes them: none where every key may be seen."""
+    return view.visible.starts if isinstance(view.visible, KeysFrom) else None
 
 
 def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: HeadNorms | None,
@@ -73,4 +81,4 @@ def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: 
     cos, sin = rope.halves
     q_norm, k_norm, eps = (None, None, 1e-6) if norms is None else norms[:3]
     return native.RopeWrite(rope.positions, cos, sin, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
-                            rotary_dim=2 * cos.shape[1])
+                            2 * cos.shape[1])

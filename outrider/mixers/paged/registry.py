@@ -67,7 +67,7 @@ def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:
 def _make_triton(max_drafts: int) -> Backend:
     from outrider.mixers.paged.triton_backend import TritonBackend
 
-    return TritonBackend(longest_short=1 + max_drafts)
+    return TritonBackend(decode_kernel_max_query=1 + max_drafts)
 
 
 register_backend(BackendEntry("triton", _refuses_triton, _make_triton))

@@ -22,10 +22,6 @@ class SourceError(ValueError):
     """A model's files are missing, damaged or not supported. The message says which, and what to do."""
 
 
-class ConfigError(ValueError):
-    """A config that cannot be served; the message names the key."""
-
-
 class WeightError(ValueError):
     """Weights that do not fit the model, or a file that cannot be read."""
 

@@ -1,0 +1,58 @@
+"""Products with a weight matrix by the C code, which reads weights as floats, halves or the blocks of GGUF."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.native.build import available, library
+from outrider.kernels.native.checks import is_matrix, is_vector
+from outrider.kernels.native.structures import MATRIX
+
+# How native.h numbers the ways to store a weight.
+FLOATS, HALVES, Q8_0, Q4_0, Q4_1 = range(5)
+_DENSE = {torch.float32: FLOATS, torch.bfloat16: HALVES}
+
+
+class Matrix:
+    """A weight [outputs, inputs] and perhaps a bias, as the C code reads them. Keeps both alive."""
+
+    def __init__(self, data: Tensor, bias: Tensor | None, kind: int, inputs: int) -> None:
+        self.data, self.bias, self.kind = data, bias, kind
+        self.outputs, self.inputs = data.shape[0], inputs
+        self.packed = MATRIX.pack(
+            data=data.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
+            row_bytes=data.stride(0) * data.element_size(), inputs=inputs, outputs=self.outputs, kind=kind,
+        )  # fmt: skip
+
+
+def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
+    """A float32 weight, or bfloat16 that stands for the same float32 numbers; None if the C code does not take it."""
+    outputs, inputs = weight.shape
+    is_good = weight.dtype in _DENSE and weight.is_cpu and weight.stride(1) == 1 and is_vector(bias, outputs)
+    return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
+
+
+def product(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [tokens, inputs] float32, rows at any distance, times the matrix.
+
+    The cost is nearly flat up to eight token rows, and rows do not depend on each other."""
+    assert is_matrix(x) and x.shape[1] == matrix.inputs
+    out = torch.empty(x.shape[0], matrix.outputs)
+    library().product(
+        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], torch.get_num_threads()
+    )  # fmt: skip
+    return out
+
+
+def dequantize(matrix: Matrix, first: int, out: Tensor) -> None:
+    """Weight rows [first, first + rows of out) as float32; the matrix is stored in blocks."""
+    assert matrix.kind > HALVES and first + out.shape[0] <= matrix.outputs
+    assert out.is_contiguous() and out.dtype is torch.float32 and out.shape[1] == matrix.inputs
+    library().dequantize(matrix.packed, first, out.shape[0], out.data_ptr(), torch.get_num_threads())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` with a weight as it comes: see `dense_matrix`."""
+    assert weight.is_cpu and weight.stride(1) == 1
+    return product(x, Matrix(weight, bias, _DENSE[weight.dtype], weight.shape[1]))

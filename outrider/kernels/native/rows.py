@@ -1,0 +1,56 @@
+"""Norms, activations and lookups of token rows by the C code. Arguments are as `checks.py` says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.native.build import library
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    tokens, width = x.shape
+    out = torch.empty(tokens, width)
+    library().rms_norm(
+        x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), tokens, width, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    tokens, width = x.shape
+    out = torch.empty(tokens, width)
+    library().rms_norm(
+        x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr(), tokens,
+        width, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, width)
+    library().gated(
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), tokens, width, gelu, torch.get_num_threads()
+    )  # fmt: skip
+    return out
+
+
+def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
+               max_n: int) -> tuple[Tensor, Tensor]:
+    requests, width = rows.shape[0], min(width, tokens.shape[1])
+    drafts, counts = torch.empty(requests, most, dtype=torch.int64), torch.empty(requests, dtype=torch.int64)
+    library().find_ngram(
+        tokens.data_ptr(), tokens.stride(0), known.data_ptr(), rows.data_ptr(), requests, width, most, min_n, max_n,
+        drafts.data_ptr(), counts.data_ptr(),
+    )  # fmt: skip
+    return drafts, counts

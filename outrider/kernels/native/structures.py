@@ -1,0 +1,87 @@
+"""The structs that Python hands to the C code, declared once here; loading the library compares them with native.h.
+
+Packing bytes is several times cheaper than a ctypes.Structure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from operator import itemgetter
+
+POINTER, INT64, INT32, FLOAT = "P", "q", "i", "f"
+
+
+class LayoutError(RuntimeError):
+    """A structure of this file is not the one of native.h."""
+
+
+class Structure:
+    """A struct of native.h: its name there, and its fields in order, each with its type or the structure that it is."""
+
+    def __init__(self, name: str, **kinds: str | Structure) -> None:
+        self.name, self.kinds = name, kinds
+        # Fields are aligned as C does it; a structure within another starts like a pointer, and so ends every one.
+        codes = [f"0P{kind.size}s" if isinstance(kind, Structure) else kind for kind in kinds.values()]
+        starts = [f"0{'P' if isinstance(kind, Structure) else kind}" for kind in kinds.values()]
+        self.offsets = [struct.calcsize("@" + "".join(codes[:at]) + start) for at, start in enumerate(starts)]
+        self._packer = struct.Struct("@" + "".join(codes) + "0P")
+        self._in_order = itemgetter(*kinds)
+
+    @property
+    def size(self) -> int:
+        return self._packer.size
+
+    def pack(self, **values: int | float | bytes) -> bytes:
+        """All fields by their names; a structure within this one as its bytes."""
+        assert len(values) == len(self.kinds), f"{self.name}: {sorted(set(values) ^ set(self.kinds))}"
+        return self._packer.pack(*self._in_order(values))
+
+    def layout_source(self) -> str:
+        """C code that states the size and the offsets."""
+        offsets = ", ".join(f"offsetof({self.name}, {field})" for field in self.kinds)
+        return f"const int64_t layout_{self.name}[] = {{sizeof({self.name}), {offsets}}};\n"
+
+    def check(self, library: ctypes.CDLL) -> None:
+        here = [self.size, *self.offsets]
+        stated = list((ctypes.c_int64 * len(here)).in_dll(library, f"layout_{self.name}"))
+        if stated != here:
+            raise LayoutError(f"{self.name} has size and offsets {stated} in C, and {here} here")
+
+
+MATRIX = Structure("Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64)
+
+REQUESTS = Structure(
+    "Requests", page_table=POINTER, query_starts=POINTER, lengths=POINTER, live=POINTER, key_starts=POINTER,
+    table_stride=INT64, table_width=INT64, count=INT64, wide_table=INT32, wide_starts=INT32, wide_lengths=INT32,
+    wide_live=INT32,
+)  # fmt: skip
+
+CACHE = Structure(
+    "Cache", k=POINTER, v=POINTER, k_stride=INT64, v_stride=INT64, num_pages=INT64, page_size=INT64, kv_heads=INT64,
+    dim=INT64,
+)  # fmt: skip
+
+ROPE = Structure(
+    "Rope", cache=CACHE, cos=POINTER, sin=POINTER, positions=POINTER, slots=POINTER, cos_stride=INT64,
+    sin_stride=INT64, max_len=INT64, rotary=INT64, second=INT64, heads=INT64, q_norm=POINTER, k_norm=POINTER,
+    eps=FLOAT,
+)  # fmt: skip
+
+ATTENTION = Structure(
+    "Attention", requests=REQUESTS, cache=CACHE, q=POINTER, out=POINTER, q_stride=INT64, tokens=INT64, heads=INT64,
+    window=INT64, scale=FLOAT, softcap=FLOAT,
+)  # fmt: skip
+
+LAYER = Structure(
+    "Layer", qkv=MATRIX, out=MATRIX, gate_up=MATRIX, down=MATRIX, input_norm=POINTER, mlp_norm=POINTER, eps=FLOAT,
+    gelu=INT32,
+)  # fmt: skip
+
+STRUCTURES = (MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER)
+
+
+def layout_source() -> str:
+    """A C file that states how the compiler lays out every structure."""
+    lines = [structure.layout_source() for structure in STRUCTURES]
+    return "".join(["#include <stddef.h>\n", '#include "native.h"\n', *lines])
