@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outrider.commands.loading import load
-from outrider.commands.parser import UsageError, engine_config, number_list
+from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
 from outrider.commands.run_prompts import Ask, Ran, run_prompts
 from outrider.core.params import SamplingParams
@@ -38,9 +38,7 @@ class Cell:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes = number_list(args.batch_sizes)
-    if not sizes or min(sizes) < 1 or args.rounds < 1:
-        raise UsageError("--batch-sizes and --rounds must be at least 1")
+    sizes: tuple[int, ...] = args.batch_sizes
     sets = read_sets(args.prompts)
     if args.plot:
         _need_matplotlib()

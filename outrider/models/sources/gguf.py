@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from gguf.quants import dequantize
 
+from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
 
@@ -76,7 +77,8 @@ class GgufSource(ModelSource):
 def gguf_source(path: Path, name: str | None = None) -> ModelSource:
     header = read_header(path)
     _check_supported(header)
-    return GgufSource(name or path.stem, path, build_config(header), _eos_token_ids(header.metadata), header)
+    config = build_config(header)
+    return GgufSource(name or path.stem, path, config, _eos_token_ids(header, config["vocab_size"]), header)
 
 
 def _check_supported(header: Header) -> None:
@@ -208,7 +210,10 @@ def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
     return raw
 
 
-def _eos_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:
     """End of text, of turn and of message: a chat model may end with any of them."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(int(meta[key]) for key in keys if key in meta))
+    found = {key: header.metadata[key] for key in keys if key in header.metadata}
+    for key, token in found.items():
+        check_value(f"{header.path}: {key}", Annotated[int, Range(0, vocab_size - 1)], token)
+    return tuple(dict.fromkeys(found.values()))
