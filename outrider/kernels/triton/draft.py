@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from outrider.core import NULL_ROW
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
 from outrider.kernels.triton.synthetic import Verdicts, accept_at_rates
 
@@ -153,7 +154,7 @@ _VARYING = ["requests", "tokens", "most"]
 _SLICES = ["row", "query_starts", "computed_before", "num_computed", "guesses"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
     row, query_starts, computed_before, num_computed, guesses, rows, own, tables, out, requests, tokens, most, max_len,
     least, token_stride, table_strides,
@@ -195,7 +196,7 @@ def _passes_kernel(
     )
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _forget_kernel(
     computed_before, num_computed, page_valid, tables, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -209,7 +210,7 @@ def _forget_kernel(
         _mark_pages(table, page_valid, before, count, before + count, 0, PAGES[group], BLOCK)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
     row, query_starts, computed_before, num_computed, guesses, rows, choosing, temperature, out, narrow, requests, most,
     max_len, behind, token_stride, DRAFTS: tl.constexpr,
@@ -233,7 +234,7 @@ def _reading_kernel(
     tl.store(narrow + requests + request, guesses.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
 def _store_kernel(
     row, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
     proposed_stride, DRAFTS: tl.constexpr,

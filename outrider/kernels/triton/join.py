@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _MAX_WIDTH = 65536
 
@@ -26,7 +27,7 @@ def _store_part(value, gain, out, column, valid, width, eps, NORMS: tl.constexpr
         tl.store(out + column, value, mask=valid)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
+@kernel(do_not_specialize_on_alignment=["tokens"])
 def _join_kernel(
     tokens, table, hidden, embedding_gain, hidden_gain, out, table_stride, hidden_stride, width, scale, eps,
     embedding_at, hidden_at, HAS_SCALE: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -77,7 +78,7 @@ def join_embedding(
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@kernel(do_not_specialize_on_alignment=["index"])
 def _take_kernel(
     first, second, index, first_out, second_out, first_stride, second_stride, first_width, second_width,
     COLUMNS: tl.constexpr,

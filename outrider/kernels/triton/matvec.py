@@ -20,6 +20,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.thin_linear import ThinConfig, is_small, load_weight, prefetch_rows
 
 MAX_ROWS = 4
@@ -52,7 +53,7 @@ def _finish(acc, up, row, in_rows, bias, residual, out, ACTIVATION: tl.constexpr
     tl.store(out + row, result.to(dtype), mask=in_rows)
 
 
-@triton.jit
+@kernel
 def _matvec_kernel(
     x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,

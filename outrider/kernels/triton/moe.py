@@ -27,6 +27,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.router import can_route, route
 
 __all__ = ["METHODS", "TileConfig", "can_route", "combine", "experts", "route", "sort_pairs", "tile_config"]
@@ -80,7 +81,7 @@ def _load_weight(pointer, mask, FEW: tl.constexpr):
         return tl.load(pointer, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _expert_kernel(
     x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, E, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr,
@@ -126,7 +127,7 @@ def _expert_kernel(
         tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One program for an expert: counts the pairs of lower experts, then lists its own behind them, in order."""
     release_dependents(PDL)
@@ -147,7 +148,7 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
     tl.store(ends + expert, lower)
 
 
-@triton.jit
+@kernel
 def _combine_kernel(
     made, weights, place, added, out, made_stride, added_stride, out_stride, width, K: tl.constexpr,
     HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _WORDS = 2048
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_ids"])
+@kernel(do_not_specialize_on_alignment=["page_ids"])
 def _clear_kernel(pool, page_ids, page_stride, page_words, WORDS: tl.constexpr):
     page = tl.load(page_ids + tl.program_id(1)).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -23,7 +24,7 @@ def _clear_kernel(pool, page_ids, page_stride, page_words, WORDS: tl.constexpr):
     tl.store(pool + page * page_stride + word, zero, mask=(word < page_words) & (page >= 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
+@kernel(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def _copy_kernel(pool, source_ids, target_ids, page_stride, page_words, WORDS: tl.constexpr):
     source = tl.load(source_ids + tl.program_id(1)).to(tl.int64)
     target = tl.load(target_ids + tl.program_id(1)).to(tl.int64)

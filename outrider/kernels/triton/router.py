@@ -21,6 +21,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 if TYPE_CHECKING:
     from outrider.kernels.moe import RouteRule
@@ -55,7 +56,7 @@ def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS
     return tl.reshape(tl.where(chosen[:, None] > 0, grouped, float("-inf")), [GROUPS * SIZE])
 
 
-@triton.jit
+@kernel
 def _route_kernel(
     logits, bias, expert_scale, ids, weights, logits_stride, scale,
     E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,

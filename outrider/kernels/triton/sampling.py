@@ -23,6 +23,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
 _LONGEST_SPAN = 8  # tiles
@@ -124,7 +125,7 @@ def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
 _SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _greatest_kernel(
     logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -152,7 +153,7 @@ def _shift_of(span_greatest, num_spans, SCALE: tl.constexpr, SPANS: tl.constexpr
         return 0.0
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _score_kernel(
     logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
     vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
@@ -184,7 +185,7 @@ def _score_kernel(
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
-@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
 def _pick_kernel(
     span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans,
     CHECKED: tl.constexpr, MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,

@@ -20,12 +20,13 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 MAX_ROWS = 16
 _PARTS, _COLUMNS = 4, 128  # of the inner dimension: parts, and columns of each part at a time
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _split_kernel(
     x, weight, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,

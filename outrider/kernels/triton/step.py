@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from outrider.core import NULL_ROW, Finish
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # requests, token rows or logit rows of one program
 _COLUMNS = 1024  # columns of a page table that one program copies
@@ -213,7 +214,7 @@ _SLICES = ["row", "num_known", "num_drafts", "samples", "query_starts", "request
            "logit_draft", "sampled", "bad"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _prepare_kernel(
     row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft,
     state, tables, out, slots, own_tables, requests, tokens, logit_rows, most_drafts,
@@ -244,7 +245,7 @@ def _first(found, index, NONE: tl.constexpr):
     return tl.min(tl.where(found, index, NONE), axis=0)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _commit_kernel(
     sampled, bad, row, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
     requests, most_drafts, length, stop_width, token_stride, stop_stride,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # logit rows of a program
 
@@ -29,7 +30,7 @@ class Verdicts(NamedTuple):
 _SLICES = ["request", "row", "draft_index", "position"]
 
 
-@triton.jit(do_not_specialize=["num_logit_rows", "most_drafts"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["num_logit_rows", "most_drafts"], do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
     sampled, request, row, draft_index, position, drafts, seed, thresholds, out, num_logit_rows, most_drafts, vocab,
     row_step, BLOCK: tl.constexpr,

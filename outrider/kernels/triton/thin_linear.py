@@ -23,6 +23,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 FEW_ROWS, MAX_ROWS = 16, 64  # of a tile: one size or the other
 _SMALL_WEIGHT = 16 << 20  # bytes
@@ -50,7 +51,7 @@ def load_weight(weight, in_rows, inside, WHOLE: tl.constexpr):
     return tl.load(weight, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _thin_kernel(
     x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr,
