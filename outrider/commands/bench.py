@@ -32,7 +32,8 @@ from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.core.params import SamplingParams
 from outrider.engine.build import pick_device
 from outrider.engine.engine import Engine
-from outrider.layers.router import ExpertTally, SpreadRouting, find_routers
+from outrider.layers.base import find_modules
+from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.models.base import Model
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.step import DeviceStep
@@ -170,7 +171,7 @@ def _versions() -> dict[str, str]:
 
 
 def _spread(model: Model, drafter: Drafter | None) -> None:
-    routers = find_routers((model, drafter))
+    routers = find_modules([model, *([] if drafter is None else drafter.modules())], Router)
     if not routers:
         raise UsageError("--routing spread: this model has no experts")
     override = SpreadRouting(routers, device=model.device)
@@ -223,7 +224,7 @@ def _distinct_experts(engine: Engine, work: Workload) -> float | None:
     """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
     counting disturbs no measurement."""
     step = _step_of(engine)
-    routers = find_routers(step.model)
+    routers = find_modules([step.model], Router)
     if not routers:
         return None
     most = work.shape.batch * (1 + engine.limits.max_drafts)

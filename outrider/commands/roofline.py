@@ -15,10 +15,10 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import RecurrentSpec
+from outrider.layers.base import LayeredModule, find_modules
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import find_linears
+from outrider.layers.linear import Linear
 from outrider.layers.moe import Experts
-from outrider.layers.router import find_parts
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.spec.base import Drafter
@@ -84,15 +84,16 @@ class Traffic:
     """Bytes that an engine's decode steps must move."""
 
     def __init__(self, model: Model, drafter: Drafter | None = None) -> None:
-        own = find_parts(model, Experts)
+        own = find_modules([model], Experts)
         self.weights = Weights(_dense_bytes(model, own), _sizes(own))
         self.row_bytes = sum(_size(e.weight[0]) for e in _looked_up(model))
         self.caches = model.cache_layers()
         self.draft_weights = Weights(0, ())
         self.draft_caches: list[LayerCache] = []
         if drafter is not None:
-            theirs = [part for part in find_parts(drafter, Experts) if all(part is not one for one in own)]
-            dense = drafter.weight_bytes() - sum(map(_bytes, theirs)) + _shared_bytes(drafter, model)
+            theirs = find_modules(drafter.modules(), Experts)
+            dense = drafter.weight_bytes() - sum(part.format.weight_bytes for part in theirs)
+            dense += sum(_shared_bytes(head, model) for head in drafter.modules())
             self.draft_weights = Weights(dense, _sizes(theirs))
             self.draft_caches = drafter.cache_layers()
 
@@ -133,33 +134,23 @@ def _dense_bytes(model: Model, experts: Sequence[Experts]) -> int:
     total = sum(_size(slot.target) for slot in model.weights().values())
     lookups = sum(_size(e.weight) for e in _looked_up(model))
     # Where a file's bits are kept, they are what is read.
-    kept = [linear.format for linear in find_linears(model) if linear.format.bits is not None]
-    saved = sum(_size(held.weight) - _size(held.bits.data) for held in kept if held.bits is not None)
-    return total - lookups - saved - sum(map(_bytes, experts))
+    saved = sum(linear.in_features * linear.out_features * model.dtype.itemsize - linear.format.weight_bytes
+                for linear in find_modules([model], Linear))  # fmt: skip
+    return total - lookups - saved - sum(part.format.weight_bytes for part in experts)
 
 
 def _looked_up(model: Model) -> list[Embedding]:
     """Embeddings that are not a product's weight too: only rows of them are read."""
-    products = {id(linear.format.weight) for linear in find_linears(model)}
-    return [e for e in find_parts(model, Embedding) if id(e.weight) not in products]
+    formats = [linear.format for linear in find_modules([model], Linear)]
+    return [e for e in find_modules([model], Embedding) if not any(held.shares(e.weight) for held in formats)]
 
 
-def _shared_bytes(drafter: Drafter, target: Model) -> int:
+def _shared_bytes(head: LayeredModule, target: Model) -> int:
     """The target's output product, where a head uses it; less a head's own embedding, of which only rows are read."""
-    total = 0
-    for head in find_parts(drafter, DraftHead):  # type: ignore[type-abstract]
-        if hasattr(head, "lm_head"):  # its output is its own, and its embedding the target's
-            continue
-        if head.own_output is None:
-            held = target.lm_head.format
-            total += _size(held.weight if held.bits is None else held.bits.data)
-        if head.embedding is not target.embed_tokens.weight:
-            total -= _size(head.embedding)
-    return total
-
-
-def _bytes(experts: Experts) -> int:
-    return _size(experts.gate_up) + _size(experts.down)
+    if not isinstance(head, DraftHead) or hasattr(head, "lm_head"):  # a model, or a head whose output is its own
+        return 0
+    total = target.lm_head.format.weight_bytes if head.own_output is None else 0
+    return total if head.embedding is target.embed_tokens.weight else total - _size(head.embedding)
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -167,4 +158,4 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _sizes(experts: Sequence[Experts]) -> tuple[tuple[int, int], ...]:
-    return tuple((part.num_experts, _bytes(part) // part.num_experts) for part in experts)
+    return tuple((part.num_experts, part.format.weight_bytes // part.num_experts) for part in experts)

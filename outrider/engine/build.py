@@ -16,7 +16,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Limits
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
-from outrider.layers.linear import find_linears
+from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.registry import make_backend
@@ -131,7 +131,7 @@ def _gather(config: EngineConfig, model: Model, device: torch.device, drafter: D
         synthetic.bind(limits.max_drafts, device)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = sum(linear.pack(config.packed_weights) for linear in find_linears((model, drafter)))
+    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
     return Parts(model, drafter, synthetic, limits, layout, pick_backend(config, model, max_drafts),
                  "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes)
 

@@ -5,7 +5,7 @@ They know nothing of checkpoints beyond the names of their tensors, and nothing 
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import DenseFormat, FusedLinear, Linear, WeightSlot
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary, rotate
@@ -13,7 +13,6 @@ from outrider.layers.rotary import Angles, RopeParams, Rotary, rotate
 __all__ = [
     "ACTIVATIONS",
     "Angles",
-    "DenseFormat",
     "Embedding",
     "FusedLinear",
     "GatedMLP",
@@ -23,6 +22,5 @@ __all__ = [
     "RopeParams",
     "Rotary",
     "SelfAttention",
-    "WeightSlot",
     "rotate",
 ]

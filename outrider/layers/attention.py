@@ -5,17 +5,19 @@ Does not know where keys and values lie: `attend` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from outrider.kernels import ops
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.base import Module, TokenMixer
+from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, rotate
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 
 
-class SelfAttention:
+class SelfAttention(TokenMixer):
     def __init__(
         self,
         layer: AttentionLayer,
@@ -29,30 +31,23 @@ class SelfAttention:
     ) -> None:
         self.layer = layer
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = FusedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
+        stored = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = FusedLinear(hidden_size, stored, bias=qkv_bias, dtype=dtype, device=device)
         self.out = Linear(q_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
         self.head_norm = head_norm
         self.qk_size = q_size + kv_size
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj")
-        return slots if self.head_norm is None else slots | self.head_norm.weights(prefix)
-
-    def finalize(self) -> None:
-        self.qkv.finalize()
-        self.out.finalize()
-        if self.head_norm is not None:
-            self.head_norm.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        norms = [] if self.head_norm is None else [("", self.head_norm)]
+        return [("", self.qkv), ("o_proj", self.out), *norms]
 
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
         return self.out(self.mix(self.qkv(x), angles, attend))
 
-    def add_single(self, residual: torch.Tensor, norm: RMSNorm, angles: Angles, attend: Attend) -> None:
-        """residual += attention(norm(residual)) for one token row on a GPU (`ops.is_single`)."""
-        mixed = self.mix(self.qkv(norm(residual)), angles, attend)
-        ops.linear_add(residual, mixed, self.out.format.weight, self.out.format.bias)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, attend: Attend) -> None:
+        """residual += attention(x), in place."""
+        self.out.add_to(residual, self.mix(self.qkv(x), angles, attend))
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""

@@ -5,21 +5,23 @@ The scale that Gemma applies is rounded to the weight's dtype, as its reference 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import Module, Parameter
 
 
-class Embedding:
+class Embedding(Module):
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device, scale: float | None = None
     ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return {f"{prefix}.weight": WeightSlot.of(self.weight)}
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("weight", Parameter(self.weight)),)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""

@@ -6,6 +6,7 @@ Qwen3-Next hold them key head by key head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.formats import HeadLayout
 from outrider.kernels.recurrent import delta_scan, delta_step
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
@@ -56,9 +59,8 @@ class GatedDeltaMixer(ConvMixer):
         self.dt_bias = torch.empty_like(self.log_decay)
         self.decay = torch.empty_like(self.log_decay)  # what `finalize` derives
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        own = {f"{prefix}.A_log": WeightSlot.of(self.log_decay), f"{prefix}.dt_bias": WeightSlot.of(self.dt_bias)}
-        return super().weights(prefix) | own
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [*super().parts(), ("A_log", Parameter(self.log_decay)), ("dt_bias", Parameter(self.dt_bias))]
 
     def finalize(self) -> None:
         self.decay = -self.log_decay.exp()
@@ -82,63 +84,31 @@ class GatedDeltaMixer(ConvMixer):
                            self.shape.num_key_heads)
 
 
-@dataclass(frozen=True)
-class InterleavedSlot(WeightSlot):
-    """A tensor that holds several parts head by head, of which the weight has one after the other."""
-
-    num_heads: int
-    sizes: tuple[int, ...]  # rows of each part in one head, as the file has them
-    is_reversed: bool  # the weight has the last part first
-
-    def store(self, tensor: Tensor) -> None:
-        parts = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
-        self.target.copy_(torch.cat([part.flatten(0, 1) for part in (parts[::-1] if self.is_reversed else parts)]))
-
-    @classmethod
-    def split(
-        cls, target: Tensor, num_heads: int, sizes: tuple[int, ...], *, is_reversed: bool = False
-    ) -> InterleavedSlot:
-        assert target.shape[0] == num_heads * sum(sizes)
-        return cls(target, tuple(target.shape), num_heads, sizes, is_reversed)
-
-
-class GatedDelta:
+class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device) -> None:
         """is_interleaved: the checkpoint has two projections, each key head by key head, and not four."""
-        self.index, self.shape, self.is_interleaved = index, shape, is_interleaved
+        self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
-        parts = {"in_proj_qkv": self.mixer.spec.conv_dim, "in_proj_z": value_size, "in_proj_b": heads}
-        self.enter = FusedLinear(hidden_size, parts | {"in_proj_a": heads}, bias=False, dtype=dtype, device=device)
+        self.sizes = (self.mixer.spec.conv_dim, value_size, heads, heads)
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        stored, layouts = dict(zip(names, self.sizes, strict=True)), {}
+        if is_interleaved:
+            repeats = heads // shape.num_key_heads
+            sizes = (shape.key_dim, shape.key_dim, repeats * shape.value_dim, repeats * shape.value_dim)
+            stored = {"in_proj_qkvz": sum(self.sizes[:2]), "in_proj_ba": sum(self.sizes[2:])}
+            layouts = {"in_proj_qkvz": HeadLayout(shape.num_key_heads, sizes),
+                       "in_proj_ba": HeadLayout(shape.num_key_heads, (repeats, repeats))}
+        self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device, layouts=layouts)
         self.norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gate_first=False, dtype=dtype, device=device)
         self.out = Linear(value_size, hidden_size, bias=False, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return (
-            (self._interleaved_weights(prefix) if self.is_interleaved else self.enter.weights(prefix))
-            | self.mixer.weights(prefix)
-            | self.norm.weights(f"{prefix}.norm")
-            | self.out.weights(f"{prefix}.out_proj")
-        )
-
-    def _interleaved_weights(self, prefix: str) -> dict[str, WeightSlot]:
-        shape, weight = self.shape, self.enter.format.weight
-        num_heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
-        values = repeats * shape.value_dim
-        qkvz, ba = weight[: -2 * shape.num_value_heads], weight[-2 * shape.num_value_heads :]
-        sizes = (shape.key_dim, shape.key_dim, values, values)
-        return {
-            f"{prefix}.in_proj_qkvz.weight": InterleavedSlot.split(qkvz, num_heads, sizes),
-            f"{prefix}.in_proj_ba.weight": InterleavedSlot.split(ba, num_heads, (repeats, repeats)),
-        }
-
-    def finalize(self) -> None:
-        for part in (self.enter, self.mixer, self.out):
-            part.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
 
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""
-        conv_in, z, b, a = self.enter(x).split(tuple(self.enter.parts.values()), dim=-1)
+        conv_in, z, b, a = self.enter(x).split(self.sizes, dim=-1)
         recurrent: RecurrentLayer = attend.mixer(self.index)
         return self.out(self.norm(recurrent(conv_in, (a, b)), z))

@@ -5,6 +5,7 @@ Knows the tensors' names below its prefix; which layers of a model are of this k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.linear import Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
@@ -60,11 +62,9 @@ class Mamba2Mixer(ConvMixer):
         self.skip, self.dt_bias = torch.empty_like(self.log_decay), torch.empty_like(self.log_decay)
         self.decay = torch.empty_like(self.log_decay)  # what `finalize` derives
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = super().weights(prefix)
-        for name, tensor in (("A_log", self.log_decay), ("D", self.skip), ("dt_bias", self.dt_bias)):
-            slots[f"{prefix}.{name}"] = WeightSlot.of(tensor)
-        return slots
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        own = (("A_log", self.log_decay), ("D", self.skip), ("dt_bias", self.dt_bias))
+        return [*super().parts(), *((name, Parameter(tensor)) for name, tensor in own)]
 
     def finalize(self) -> None:
         self.decay = -self.log_decay.exp()
@@ -89,7 +89,7 @@ class Mamba2Mixer(ConvMixer):
                            self.skip, self.shape.dt_limits)
 
 
-class Mamba2:
+class Mamba2(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: Mamba2Shape, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:
         self.index = index
@@ -100,17 +100,8 @@ class Mamba2:
         self.norm = GatedNorm(inner, inner // shape.norm_groups, eps, gate_first=True, dtype=dtype, device=device)
         self.out = Linear(inner, hidden_size, bias=shape.proj_bias, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return (
-            self.enter.weights(f"{prefix}.in_proj")
-            | self.mixer.weights(prefix)
-            | self.norm.weights(f"{prefix}.norm")
-            | self.out.weights(f"{prefix}.out_proj")
-        )
-
-    def finalize(self) -> None:
-        for part in (self.enter, self.mixer, self.out):
-            part.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("in_proj", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
 
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""

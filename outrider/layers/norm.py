@@ -6,13 +6,14 @@ norms (Gemma) scale by 1 + weight, a sum that 16 bits would round, so it is kept
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from outrider.kernels import ops
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import Module, Parameter
 from outrider.mixers.paged.base import HeadNorms
 
 
@@ -33,14 +34,14 @@ class Unnormed(NamedTuple):
 Delta: TypeAlias = torch.Tensor | Unnormed | None  # what a layer hands on to be added; None adds nothing
 
 
-def stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
+def copy_stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
     """A copy of the residual stream with what is to be added: the stream itself goes on in place."""
     if delta is None:
         return residual.clone()
     return delta.added_to(residual) if isinstance(delta, Unnormed) else residual + delta
 
 
-class RMSNorm:
+class RMSNorm(Module):
     """x / rms(x) * weight, over the last axis."""
 
     def __init__(
@@ -52,8 +53,8 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.scale = self.weight  # what multiplies
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return {f"{prefix}.weight": WeightSlot.of(self.weight)}
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("weight", Parameter(self.weight)),)
 
     def finalize(self) -> None:
         if self.offset:
@@ -74,7 +75,7 @@ class RMSNorm:
         return ops.add_rms_norm(x, residual, self.scale, self.eps), residual
 
 
-class HeadNorm:
+class HeadNorm(Module):
     """The q and k norms of one attention layer as one operation on [tokens, heads + kv heads, head_dim]."""
 
     def __init__(
@@ -96,13 +97,12 @@ class HeadNorm:
         self.scale = torch.empty(0)
         self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take them apart
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return self.q.weights(f"{prefix}.q_norm") | self.k.weights(f"{prefix}.k_norm")
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("q_norm", self.q), ("k_norm", self.k)
 
     def finalize(self) -> None:
         """One scale per head, so that q heads and k heads are scaled by one product."""
-        self.q.finalize()
-        self.k.finalize()
+        super().finalize()
         q = self.q.scale.expand(self.num_heads, -1)
         k = self.k.scale.expand(self.num_kv_heads, -1)
         self.scale = torch.cat((q, k))

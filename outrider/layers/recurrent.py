@@ -7,6 +7,7 @@ Families of recurrences fill in how convolved inputs become the recurrence's own
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +15,13 @@ from torch import Tensor
 from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import Module, Parameter
 from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentState, Scanned, Stepped
 
 PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
 
 
-class ConvMixer(ABC):
+class ConvMixer(Module, ABC):
     """A RecurrentMixer: convolution, then a recurrence on float32 (float64) tensors with a leading axis of tokens."""
 
     def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -29,11 +30,9 @@ class ConvMixer(ABC):
         self.conv_weight = torch.empty(spec.conv_width, spec.conv_dim, dtype=self.wide, device=device)
         self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if conv_bias else None
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = {f"{prefix}.conv1d.weight": WeightSlot.of(self.conv_weight.t().unsqueeze(1))}
-        if self.conv_bias is not None:
-            slots[f"{prefix}.conv1d.bias"] = WeightSlot.of(self.conv_bias)
-        return slots
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        bias = [] if self.conv_bias is None else [("conv1d.bias", Parameter(self.conv_bias))]
+        return [("conv1d.weight", Parameter(self.conv_weight.t().unsqueeze(1))), *bias]
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
@@ -91,7 +90,7 @@ class ConvMixer(ABC):
         return tuple(gate.to(self.wide) for gate in gates)
 
 
-class GatedNorm:
+class GatedNorm(Module):
     """RMS norm over groups of the last axis with a gate, silu(z): on what goes in, or on what comes out.
 
     weight_size: all of the axis, or one group that all share."""
@@ -101,8 +100,8 @@ class GatedNorm:
         self.group_size, self.eps, self.gate_first = group_size, eps, gate_first
         self.weight = torch.empty(weight_size, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return {f"{prefix}.weight": WeightSlot.of(self.weight)}
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("weight", Parameter(self.weight)),)
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """y and z [tokens, size]."""

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
 from outrider.kernels.moe import Routed, RouteRule, distinct_experts, route
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.base import Module, Parameter
+from outrider.layers.linear import Linear
 
 # (layer index, number of token rows) -> expert ids [tokens, k] int64, distinct within a token row.
 RoutingOverride = Callable[[int, int], torch.Tensor]
 # (layer index, expert ids [tokens, k]); runs inside the step, so it must not read them on the host.
 RoutingObserver = Callable[[int, torch.Tensor], None]
-Part = TypeVar("Part")
 
 
-class Router:
+class Router(Module):
     # For benchmarks: random weights send every token row to the same experts, which no trained model does. The router
     # still runs and its weights count; only the ids are replaced.
     routing_override: RoutingOverride | None = None
@@ -35,29 +34,25 @@ class Router:
         *,
         has_bias: bool = False,
         has_expert_scale: bool = False,
+        projection: str = "",
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_bias: a correction of the scores that counts for the choice alone."""
+        """has_bias: a correction of the scores that counts for the choice alone. projection: the name of the product's
+        weight below the router's prefix, where it has one."""
         self.index = index
         self.rule = rule
+        self.projection = projection
         self.gate = Linear(hidden_size, rule.num_experts, bias=False, dtype=dtype, device=device)
         # Corrections are far smaller than the scores they are added to: 16 bits would round them away.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.bias = torch.empty(rule.num_experts, dtype=wide, device=device) if has_bias else None
         self.expert_scale = torch.empty(rule.num_experts, dtype=wide, device=device) if has_expert_scale else None
 
-    def weights(self, prefix: str, projection: str | None = None) -> dict[str, WeightSlot]:
-        """projection: the name of the product's weight below the prefix, where it has one."""
-        slots = self.gate.weights(prefix if projection is None else f"{prefix}.{projection}")
-        if self.bias is not None:
-            slots[f"{prefix}.e_score_correction_bias"] = WeightSlot.of(self.bias)
-        if self.expert_scale is not None:
-            slots[f"{prefix}.per_expert_scale"] = WeightSlot.of(self.expert_scale)
-        return slots
-
-    def finalize(self) -> None:
-        self.gate.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        tensors = {"e_score_correction_bias": self.bias, "per_expert_scale": self.expert_scale}
+        own = [(name, Parameter(tensor)) for name, tensor in tensors.items() if tensor is not None]
+        return [(self.projection, self.gate), *own]
 
     def __call__(self, x: torch.Tensor) -> Routed:
         """x: [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
@@ -128,28 +123,3 @@ class SpreadRouting:
         first = ((bits >> 3) & 0xFFFFFF) % self._num_experts
         stride = self._strides[((bits >> 35) & 0xFFFFFF) % len(self._strides)]
         return (first[..., None] + stride[..., None] * self._slots) % self._num_experts
-
-
-def find_routers(part: object) -> list[Router]:
-    """Every router inside a model or a part of one, in the order of its layers."""
-    return find_parts(part, Router)
-
-
-def find_parts(part: object, kind: type[Part]) -> list[Part]:
-    """Everything of a kind inside a model or a part of one, each once, in the order it is met."""
-    found: list[Part] = []
-    seen: set[int] = set()
-
-    def walk(value: object) -> None:
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item)
-        elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__") and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, kind):
-                found.append(value)
-            for item in vars(value).values():
-                walk(item)
-
-    walk(part)
-    return found

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import TokenMixer
+from outrider.layers.decoder import LayerNames, PreNormLayer
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.mixers.paged.base import AttentionLayer
+from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, read_limits
+from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits
 
 ACTIVATION = "silu"
 ROTARY_FACTOR = 0.5
@@ -22,6 +22,8 @@ ROTARY_FACTOR = 0.5
 
 class Bamba(HybridDecoder):
     """BambaForCausalLM."""
+
+    names = DecoderNames(norm="model.final_layernorm")
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -43,19 +45,16 @@ class Bamba(HybridDecoder):
         self.layers = [self._layer(mixer) for mixer in mixers]
         self.norm = self._norm()
 
-    def weights(self) -> dict[str, WeightSlot]:
-        return {re.sub(r"^model\.norm\b", "model.final_layernorm", n): slot for n, slot in super().weights().items()}
-
     def _attention_layer(self, index: int) -> AttentionLayer:
         sizes = self.sizes
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
-    def _layer(self, mixer: TokenMixer) -> HybridLayer:
+    def _layer(self, mixer: TokenMixer) -> PreNormLayer:
         name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
         mlp = GatedMLP(self.sizes.hidden_size, self.sizes.intermediate_size, activation=ACTIVATION,
                        bias=self.config.get("mlp_bias", bool, False), dtype=self.dtype, device=self.device)
         names = LayerNames("input_layernorm", name, "pre_ff_layernorm", "feed_forward")
-        return HybridLayer(self._norm(), mixer, self._norm(), mlp, names)
+        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, names)
 
     def _norm(self) -> RMSNorm:
         return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)

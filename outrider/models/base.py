@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.layers.base import LayeredModule, Module
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear, WeightSlot
-from outrider.layers.norm import Delta, RMSNorm, stream
-from outrider.layers.rotary import Angles, Rotary
+from outrider.layers.linear import Linear
+from outrider.layers.norm import Delta, RMSNorm, copy_stream
+from outrider.layers.rotary import Rotary
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.config import ConfigReader, Sizes
@@ -31,8 +32,9 @@ class Hidden(NamedTuple):
     taps: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
 
 
-class Model(ABC):
-    """A constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the loader."""
+class Model(LayeredModule, ABC):
+    """A constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the loader, which
+    takes their names from `parts`."""
 
     vocab_size: int
     hidden_size: int
@@ -43,14 +45,6 @@ class Model(ABC):
     attention_layers: list[AttentionLayer]
     embed_tokens: Embedding
     lm_head: Linear
-
-    @abstractmethod
-    def weights(self) -> dict[str, WeightSlot]:
-        """Every tensor of the checkpoint, by its Hugging Face name."""
-
-    @abstractmethod
-    def finalize(self) -> None:
-        """Once, after loading and before the first forward; the loader does it."""
 
     @abstractmethod
     def forward(
@@ -74,27 +68,23 @@ class Model(ABC):
         return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
 
 
-class DecoderLayer(Protocol):
-    """A layer adds to the residual stream; the next one's first norm carries the sum out, so that both can be fused."""
+class DecoderNames(NamedTuple):
+    """Names of a decoder's parts in the checkpoint."""
 
-    rotary: int  # which of the model's ropes it uses
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    layers: str = "model.layers"
+    output: str = "lm_head"
 
-    def __call__(
-        self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[Any, torch.Tensor]:
-        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already. What
-        one layer hands on (a `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`."""
-        ...
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]: ...
-
-    def finalize(self) -> None: ...
+    @classmethod
+    def below(cls, prefix: str) -> DecoderNames:
+        return cls(f"{prefix}.embed_tokens", f"{prefix}.norm", f"{prefix}.layers")
 
 
 class Decoder(Model):
     """Embedding, layers, norm, head. A family fills `layers`, `rotaries`, `norm` and `attention_layers`."""
 
-    layers: Sequence[DecoderLayer]
+    names = DecoderNames()
     rotaries: list[Rotary]
     norm: RMSNorm
     softcap: float | None = None  # of the logits
@@ -120,26 +110,22 @@ class Decoder(Model):
             sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device, scale=embedding_scale
         )
         if sizes.is_tied:
-            self.lm_head = Linear.sharing(self.embed_tokens.weight)
+            self.lm_head = Linear.from_weight(self.embed_tokens.weight)
         else:
             self.lm_head = Linear(sizes.hidden_size, sizes.vocab_size, bias=False, dtype=dtype, device=device)
 
-    def weights(self) -> dict[str, WeightSlot]:
-        slots = self.embed_tokens.weights("model.embed_tokens") | self.norm.weights("model.norm")
-        if self.sizes.is_tied:
-            slots |= self.lm_head.weights("model.embed_tokens")  # the same tensor; the head may keep its bits too
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weights(f"model.layers.{index}")
-        return slots if self.sizes.is_tied else slots | self.lm_head.weights("lm_head")
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        names = self.names
+        return [
+            (names.embedding, self.embed_tokens),
+            (names.norm, self.norm),
+            *((f"{names.layers}.{index}", layer) for index, layer in enumerate(self.layers)),
+            # A tied head has the embedding's tensor, of which it may keep the bits.
+            (names.embedding if self.sizes.is_tied else names.output, self.lm_head),
+        ]
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or (self.sizes.is_tied and name == "lm_head.weight")
-
-    def finalize(self) -> None:
-        for layer in self.layers:
-            layer.finalize()
-        self.norm.finalize()
-        self.lm_head.finalize()
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
@@ -151,7 +137,7 @@ class Decoder(Model):
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                seen[index] = stream(delta, residual)
+                seen[index] = copy_stream(delta, residual)
             delta, residual = layer(delta, residual, angles[layer.rotary], attend)
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm

@@ -8,13 +8,15 @@ layer's attention, and may have a reduced vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.base import Module
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, Rotary
 from outrider.mixers.cached import Attend
@@ -92,6 +94,8 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
 class EagleHead(DraftHead):
     """Sizes, vocabulary, rope and the names of tensors, which both kinds share."""
 
+    first: LlamaLayer  # its parts are called one by one; `layers` are those after it
+
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         self.config = head
@@ -149,14 +153,19 @@ class EagleHead(DraftHead):
                 f"hidden size {self.hidden_size}); fetch the whole checkpoint"
             )
 
-    def finalize(self) -> None:
-        if self.own_output is not None:
-            self.own_output.finalize()
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        """Without an output of its own, which not every checkpoint has."""
+        return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
+
+    def layer_parts(self) -> list[tuple[str, Module]]:
+        layers: list[tuple[str, Module]]
+        layers = [(f"layers.{index}", layer) for index, layer in enumerate((self.first, *self.layers))]
+        return [*layers, *([] if self.own_output is None else [("lm_head", self.own_output)])]
 
     def _take_output(self, name: str, tensor: torch.Tensor) -> None:
         shared = self.target.lm_head.format.dense()
         weight = self._own(name, tensor, (self.num_outputs, self.hidden_size), shared)
-        self.own_output = None if weight is shared else Linear.sharing(weight)
+        self.own_output = None if weight is shared else Linear.from_weight(weight)
 
     def _take_offsets(self, offsets: torch.Tensor) -> None:
         if tuple(offsets.shape) != (self.num_outputs,) or offsets.is_floating_point():
@@ -189,20 +198,14 @@ class Eagle1Head(EagleHead):
         bias = head.top.get("fusion_bias" if head.is_speculators else "bias", bool, False)
         self.fc = Linear(2 * self.hidden_size, self.hidden_size, bias=bias, dtype=dtype, device=device)
         first, *others = (self._layer(layer) for layer in self.attention_layers)
-        self.first, self.others = first, others
+        self.first, self.layers = first, others
 
-    def weights(self) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [("fc", self.fc), *self.layer_parts()]
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         unused = self.first.input_norm.weights("layers.0.input_layernorm")
-        slots = {n: s for n, s in (self.fc.weights("fc") | self.first.weights("layers.0")).items() if n not in unused}
-        for index, layer in enumerate(self.others, start=1):
-            slots |= layer.weights(f"layers.{index}")
-        return slots
-
-    def finalize(self) -> None:
-        super().finalize()
-        self.fc.finalize()
-        for layer in (self.first, *self.others):
-            layer.finalize()
+        return {name: slot for name, slot in super().weights(prefix).items() if name not in unused}
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
@@ -213,7 +216,7 @@ class Eagle1Head(EagleHead):
         x = self.fc(ops.join_embedding(tokens, self.embedding, hidden)[0])
         y, residual = self.first.mlp_norm.add_norm(self.first.attention(x, angles, attend), x)
         delta = self.first.mlp(y)
-        for layer in self.others:
+        for layer in self.layers:
             delta, residual = layer(delta, residual, angles, attend)
         output = residual + delta
         return output, output
@@ -252,30 +255,22 @@ class Eagle3Head(EagleHead):
         first, *others = (self._layer(layer) for layer in self.attention_layers)
         # The one difference of shape to a Llama layer: embedding and hidden state side by side.
         qkv = first.attention.qkv
-        assert isinstance(qkv, FusedLinear)
         has_bias = head.layer.get("attention_bias", bool, False)
-        first.attention.qkv = FusedLinear(2 * self.hidden_size, qkv.parts, bias=has_bias, dtype=dtype, device=device)
-        self.first, self.others = first, others
+        first.attention.qkv = FusedLinear(2 * self.hidden_size, qkv.stored, bias=has_bias, dtype=dtype, device=device)
+        self.first, self.layers = first, others
         self.hidden_norm, self.norm = norm(self.hidden_size), norm(self.hidden_size)
 
-    def weights(self) -> dict[str, WeightSlot]:
-        slots = self.fc.weights("fc") | self.first.weights("layers.0") | self.norm.weights("norm")
-        slots |= self.hidden_norm.weights("layers.0.hidden_norm")
-        if self.input_norm is not None:
-            slots |= self.input_norm.weights("input_norm")
-        for index, tap_norm in enumerate(self.tap_norms):
-            slots |= tap_norm.weights(f"fc_norm.{index}")
-        for index, layer in enumerate(self.others, start=1):
-            slots |= layer.weights(f"layers.{index}")
-        return slots
-
-    def finalize(self) -> None:
-        super().finalize()
-        self.fc.finalize()
-        for layer in (self.first, *self.others):
-            layer.finalize()
-        for norm in (self.hidden_norm, self.norm, *self.tap_norms, *([self.input_norm] if self.input_norm else [])):
-            norm.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        first, *others = self.layer_parts()
+        return [
+            ("fc", self.fc),
+            first,
+            ("norm", self.norm),
+            ("layers.0.hidden_norm", self.hidden_norm),
+            *([] if self.input_norm is None else [("input_norm", self.input_norm)]),
+            *((f"fc_norm.{index}", norm) for index, norm in enumerate(self.tap_norms)),
+            *others,
+        ]
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
         taps = list(hidden.taps)
@@ -289,7 +284,7 @@ class Eagle3Head(EagleHead):
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
         angles = self.rotary.at(slots)
         delta, residual = self._first_layer(tokens, hidden, angles, attend)
-        for layer in self.others:
+        for layer in self.layers:
             delta, residual = layer(delta, residual, angles, attend)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self._feeds_back_normed else before_norm

@@ -5,10 +5,12 @@ Knows nothing of images: a checkpoint with a vision tower is another architectur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import DecoderLayer, Module
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
 from outrider.layers.rotary import Angles, RopeParams, Rotary
@@ -30,7 +32,7 @@ ROPES = (FULL, SLIDING)  # the order of the model's rotaries
 DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 
-class Gemma3Layer:
+class Gemma3Layer(DecoderLayer):
     """Attention and MLP, each between two norms; what leaves the second norm adds to the residual stream."""
 
     def __init__(
@@ -55,20 +57,15 @@ class Gemma3Layer:
             sizes.hidden_size, sizes.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device
         )
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         return (
-            self.input_norm.weights(f"{prefix}.input_layernorm")
-            | self.attention.weights(f"{prefix}.self_attn")
-            | self.attention_norm.weights(f"{prefix}.post_attention_layernorm")
-            | self.mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
-            | self.mlp.weights(f"{prefix}.mlp")
-            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm")
+            ("input_layernorm", self.input_norm),
+            ("self_attn", self.attention),
+            ("post_attention_layernorm", self.attention_norm),
+            ("pre_feedforward_layernorm", self.mlp_norm),
+            ("mlp", self.mlp),
+            ("post_feedforward_layernorm", self.output_norm),
         )
-
-    def finalize(self) -> None:
-        parts = (self.input_norm, self.attention, self.attention_norm, self.mlp_norm, self.mlp, self.output_norm)
-        for part in parts:
-            part.finalize()
 
     def __call__(
         self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend

@@ -7,22 +7,24 @@ Serves text-only checkpoints, and of multimodal ones the language model's tensor
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels.moe import RouteRule
+from outrider.layers.base import DecoderLayer, Module, Parameter, TokenMixer
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts
-from outrider.layers.norm import Delta, RMSNorm, Unnormed, stream, widened
+from outrider.layers.norm import Delta, RMSNorm, Unnormed, copy_stream, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import HeadNorms, PagedLayer
-from outrider.models.base import Decoder, Hidden
+from outrider.models.base import Decoder, DecoderNames, Hidden
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
 
@@ -35,7 +37,7 @@ DEFAULT_ROPES: dict[str, dict[str, object]] = {
 OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 
 
-class Gemma4Attention:
+class Gemma4Attention(TokenMixer):
     """q, k and v are normed, v without weights. Only q where the layer reads another's cache."""
 
     def __init__(
@@ -44,24 +46,19 @@ class Gemma4Attention:
         layer = self.layer = shape.attention
         self.q_size, self.kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         self.has_v = shape.has_v
-        parts = {"q_proj": self.q_size}
+        stored = {"q_proj": self.q_size}
         if layer.writes:
-            parts |= {"k_proj": self.kv_size} | ({"v_proj": self.kv_size} if shape.has_v else {})
-        self.qkv = FusedLinear(sizes.hidden_size, parts, bias=bias, dtype=dtype, device=device)
+            stored |= {"k_proj": self.kv_size} | ({"v_proj": self.kv_size} if shape.has_v else {})
+        self.qkv = FusedLinear(sizes.hidden_size, stored, bias=bias, dtype=dtype, device=device)
         self.out = Linear(self.q_size, sizes.hidden_size, bias=bias, dtype=dtype, device=device)
         self.q_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
         self.k_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
         self.v_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
         self.v_norm.weight.fill_(1)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = self.qkv.weights(prefix) | self.out.weights(f"{prefix}.o_proj")
-        slots |= self.q_norm.weights(f"{prefix}.q_norm")
-        return slots | self.k_norm.weights(f"{prefix}.k_norm") if self.layer.writes else slots
-
-    def finalize(self) -> None:
-        self.qkv.finalize()
-        self.out.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        k_norm = [("k_norm", self.k_norm)] if self.layer.writes else []
+        return [("", self.qkv), ("o_proj", self.out), ("q_norm", self.q_norm), *k_norm]
 
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]."""
@@ -80,8 +77,8 @@ class Gemma4Attention:
         return self.out(paged(q, k, v))
 
 
-class PerLayerInputs:
-    """What every layer is told of a token beside the residual stream, from a table and from its embedding."""
+class PerLayerInputs(Module):
+    """The input that every layer gets for a token beside the residual stream, from a table and from its embedding."""
 
     def __init__(self, vocab_size: int, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = (-1, sizes.num_layers, size)
@@ -91,11 +88,11 @@ class PerLayerInputs:
         self.projection_scale = sizes.hidden_size**-0.5
         self.norm = RMSNorm(size, sizes.eps, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         return (
-            self.table.weights(f"{prefix}.embed_tokens_per_layer")
-            | self.projection.weights(f"{prefix}.per_layer_model_projection")
-            | self.norm.weights(f"{prefix}.per_layer_projection_norm")
+            ("embed_tokens_per_layer", self.table),
+            ("per_layer_model_projection", self.projection),
+            ("per_layer_projection_norm", self.norm),
         )
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -104,7 +101,7 @@ class PerLayerInputs:
         return (projected + self.table(tokens).view(self.shape)) * 2.0**-0.5
 
 
-class PerLayerGate:
+class PerLayerGate(Module):
     """One layer's use of its input: gated by the residual stream, it adds to it."""
 
     def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -112,18 +109,18 @@ class PerLayerGate:
         self.projection = Linear(size, sizes.hidden_size, bias=False, dtype=dtype, device=device)
         self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         return (
-            self.gate.weights(f"{prefix}.per_layer_input_gate")
-            | self.projection.weights(f"{prefix}.per_layer_projection")
-            | self.norm.weights(f"{prefix}.post_per_layer_input_norm")
+            ("per_layer_input_gate", self.gate),
+            ("per_layer_projection", self.projection),
+            ("post_per_layer_input_norm", self.norm),
         )
 
-    def __call__(self, x: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * told))
+    def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * per_layer_input))
 
 
-class ExpertsBeside:
+class ExpertsBeside(Module):
     """Experts beside the MLP, which choose by the residual stream; what both make is normed and added."""
 
     def __init__(self, index: int, rule: RouteRule, expert_size: int, sizes: Sizes, *, dtype: torch.dtype,
@@ -132,23 +129,23 @@ class ExpertsBeside:
             return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
 
         self.mlp_norm, self.input_norm, self.output_norm, self.router_norm = norm(), norm(), norm(), norm()
-        self.router = Router(index, sizes.hidden_size, rule, has_expert_scale=True, dtype=dtype, device=device)
+        self.router = Router(index, sizes.hidden_size, rule, has_expert_scale=True, projection="proj",
+                             dtype=dtype, device=device)
         self.experts = Experts(rule.num_experts, sizes.hidden_size, expert_size, activation=ACTIVATION, is_fused=True,
                                dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         return (
-            self.mlp_norm.weights(f"{prefix}.post_feedforward_layernorm_1")
-            | self.input_norm.weights(f"{prefix}.pre_feedforward_layernorm_2")
-            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm_2")
-            | {f"{prefix}.router.scale": WeightSlot.of(self.router_norm.weight)}
-            | self.router.weights(f"{prefix}.router", "proj")
-            | self.experts.weights(f"{prefix}.experts")
+            ("post_feedforward_layernorm_1", self.mlp_norm),
+            ("pre_feedforward_layernorm_2", self.input_norm),
+            ("post_feedforward_layernorm_2", self.output_norm),
+            ("router.scale", Parameter(self.router_norm.weight)),
+            ("router", self.router),
+            ("experts", self.experts),
         )
 
     def finalize(self) -> None:
-        self.router.finalize()
-        self.experts.finalize()
+        super().finalize()
         self.router_norm.scale = widened(self.router_norm.weight) * self.router_norm.size**-0.5
 
     def __call__(self, residual: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
@@ -156,7 +153,7 @@ class ExpertsBeside:
         return self.mlp_norm(dense) + self.output_norm(self.experts(self.input_norm(residual), routed))
 
 
-class Gemma4Layer:
+class Gemma4Layer(DecoderLayer):
     """Attention and MLP, each between two norms; then the per-layer input; then all of it times a scalar.
 
     The scalar is applied to the residual stream here and to what is added to it by the last norm's weight."""
@@ -179,34 +176,29 @@ class Gemma4Layer:
         self.scalar = torch.ones(1, dtype=dtype, device=device)
         self.factor = 1.0  # the scalar, once loaded
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = (
-            self.input_norm.weights(f"{prefix}.input_layernorm")
-            | self.attention.weights(f"{prefix}.self_attn")
-            | self.attention_norm.weights(f"{prefix}.post_attention_layernorm")
-            | self.mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
-            | self.mlp.weights(f"{prefix}.mlp")
-            | self.output_norm.weights(f"{prefix}.post_feedforward_layernorm")
-            | {f"{prefix}.layer_scalar": WeightSlot.of(self.scalar)}
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (
+            ("input_layernorm", self.input_norm),
+            ("self_attn", self.attention),
+            ("post_attention_layernorm", self.attention_norm),
+            ("pre_feedforward_layernorm", self.mlp_norm),
+            ("mlp", self.mlp),
+            ("post_feedforward_layernorm", self.output_norm),
+            ("layer_scalar", Parameter(self.scalar)),
+            *(("", part) for part in (self.experts, self.per_layer) if part is not None),
         )
-        if self.experts is not None:
-            slots |= self.experts.weights(prefix)
-        return slots if self.per_layer is None else slots | self.per_layer.weights(prefix)
 
     def finalize(self) -> None:
-        self.attention.finalize()
-        self.mlp.finalize()
-        if self.experts is not None:
-            self.experts.finalize()
+        super().finalize()
         self.factor = self.scalar.item()
         last = self.output_norm if self.per_layer is None else self.per_layer.norm
         last.scale = widened(last.weight) * self.factor
 
     def __call__(
         self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend,
-        told: torch.Tensor | None = None,
+        per_layer_input: torch.Tensor | None = None,
     ) -> tuple[Delta, torch.Tensor]:  # fmt: skip
-        """told: [tokens, size], this layer's input, where the model has such."""
+        """per_layer_input: [tokens, size], where the model has inputs for each layer."""
         x, residual = self.input_norm.add_norm(delta, residual)
         attended = Unnormed(self.attention(x, angles, attend), self.attention_norm.scale, self.attention_norm.eps)
         x, residual = self.mlp_norm.add_norm(attended, residual)
@@ -215,9 +207,9 @@ class Gemma4Layer:
             x = self.experts(residual, x)
         if self.per_layer is None:
             return Unnormed(x, self.output_norm.scale, self.output_norm.eps, self.factor), residual
-        assert told is not None
+        assert per_layer_input is not None
         residual = residual.add_(self.output_norm(x))
-        return self.per_layer(residual, told), residual if self.factor == 1.0 else residual.mul_(self.factor)
+        return self.per_layer(residual, per_layer_input), residual if self.factor == 1.0 else residual.mul_(self.factor)
 
 
 class ProportionalRotary(Rotary):
@@ -236,13 +228,14 @@ class ProportionalRotary(Rotary):
 class Gemma4(Decoder):
     """Gemma4ForCausalLM, and the language model of Gemma4ForConditionalGeneration and the unified architectures."""
 
-    layers: list[Gemma4Layer]
+    layers: Sequence[Gemma4Layer]
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         text = text_section(config)
         self.prefix = "model" if text is config else "model.language_model"
+        self.names = DecoderNames.below(self.prefix)
         sizes = read_sizes(text)
         super().__init__(text, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
         self.softcap = text.optional("final_logit_softcapping", float)
@@ -267,11 +260,8 @@ class Gemma4(Decoder):
         suppressed = sorted(set(config.get("suppress_tokens", list, [])))
         self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
 
-    def weights(self) -> dict[str, WeightSlot]:
-        slots = super().weights()
-        if self.per_layer is not None:
-            slots |= self.per_layer.weights("model")
-        return {re.sub("^model", self.prefix, name): slot for name, slot in slots.items()}
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [*super().parts(), *([] if self.per_layer is None else [(self.prefix, self.per_layer)])]
 
     def ignores(self, name: str) -> bool:
         if super().ignores(name) or name.startswith(tuple(f"model.{part}." for part in OTHER_PARTS)):
@@ -297,12 +287,12 @@ class Gemma4(Decoder):
         angles = [rotary.at(positions) for rotary in self.rotaries]
         residual = self.embed_tokens(tokens)
         delta: Delta = None
-        told = self.per_layer(tokens, residual)
+        per_layer_inputs = self.per_layer(tokens, residual)
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                seen[index] = stream(delta, residual)
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend, told[:, index])
+                seen[index] = copy_stream(delta, residual)
+            delta, residual = layer(delta, residual, angles[layer.rotary], attend, per_layer_inputs[:, index])
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
         return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))

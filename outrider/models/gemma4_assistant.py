@@ -6,15 +6,16 @@ rows or drafts; which positions and lengths are meant is for its drafter to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
+from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.linear import Linear
 from outrider.layers.norm import Delta, RMSNorm
 from outrider.mixers.cached import Attend
 from outrider.models.base import Hidden, Model
@@ -70,17 +71,20 @@ class Gemma4Assistant(DraftHead):
         self.post = Linear(sizes.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
         # Tokens come in by the target's embedding; its own is its output.
         self.output = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device)
-        self.lm_head = Linear.sharing(self.output.weight)
+        self.lm_head = Linear.from_weight(self.output.weight)
         self.centroids = _centroids(config, self.output.weight)
 
-    def weights(self) -> dict[str, WeightSlot]:
-        slots = self.output.weights("model.embed_tokens") | self.norm.weights("model.norm")
-        slots |= self.pre.weights("pre_projection") | self.post.weights("post_projection")
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weights(f"model.layers.{index}")
-        if self.centroids is not None:
-            slots |= self.centroids.centroids.weights("masked_embedding.centroids")
-        return slots
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        centroids = [] if self.centroids is None else [("masked_embedding.centroids", self.centroids.centroids)]
+        return [
+            ("model.embed_tokens", self.output),
+            ("model.norm", self.norm),
+            ("pre_projection", self.pre),
+            ("post_projection", self.post),
+            *((f"model.layers.{index}", layer) for index, layer in enumerate(self.layers)),
+            *centroids,
+            ("model.embed_tokens", self.lm_head),
+        ]
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name == "lm_head.weight"  # tied
@@ -95,12 +99,6 @@ class Gemma4Assistant(DraftHead):
                 yield name, tensor
         if self.centroids is not None and not has_order:
             raise WeightError(f"the weights do not fit the model; missing: {TOKEN_ORDERING}")
-
-    def finalize(self) -> None:
-        for layer in self.layers:
-            layer.finalize()
-        for part in (self.norm, self.pre, self.post, self.lm_head):
-            part.finalize()
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final

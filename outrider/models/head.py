@@ -14,7 +14,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import FullSpec, SlidingSpec
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.base import LayeredModule
+from outrider.layers.linear import Linear
 from outrider.layers.rotary import Rotary
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer
@@ -22,7 +23,7 @@ from outrider.models.base import Hidden, Model
 from outrider.models.loader import WeightError, load_dummy, load_weights
 
 
-class DraftHead(ABC):
+class DraftHead(LayeredModule, ABC):
     """Embedding and output are the target's unless the checkpoint brings its own."""
 
     taps: tuple[int, ...] = ()  # the target's residual streams that `consume` reads
@@ -39,13 +40,6 @@ class DraftHead(ABC):
         self.embedding = target.embed_tokens.weight
         self.own_output: Linear | None = None
         self._own_tensors: list[torch.Tensor] = []  # beside those that `weights` names
-
-    @abstractmethod
-    def weights(self) -> dict[str, WeightSlot]:
-        """The tensors every checkpoint of this kind must have."""
-
-    @abstractmethod
-    def finalize(self) -> None: ...
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
@@ -114,4 +108,4 @@ def load_dummy_head(head: DraftHead, seed: int) -> None:
         head.target_ids = torch.arange(head.num_outputs, device=head.device)
         weight = torch.empty(head.num_outputs, head.hidden_size, dtype=head.dtype, device=head.device)
         generator = torch.Generator(head.device).manual_seed(seed)
-        head.own_output = Linear.sharing(weight.uniform_(-1e-3, 1e-3, generator=generator))
+        head.own_output = Linear.from_weight(weight.uniform_(-1e-3, 1e-3, generator=generator))

@@ -1,34 +1,18 @@
-"""What models with recurrent layers beside attention share: their cache claims, their layers, a few config keys."""
+"""What models with recurrent layers beside attention share: their cache claims and a few config keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any
 
 from outrider.cache.groups import LayerCache
-from outrider.layers.linear import WeightSlot
-from outrider.layers.moe import FeedForward
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Angles, RopeParams
-from outrider.mixers.cached import Attend
+from outrider.layers.rotary import RopeParams
 from outrider.mixers.recurrent.base import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
 
 LINEAR = "linear_attention"
 MTP_PREFIX = "mtp."  # of a drafter's tensors in the checkpoint, which the target leaves alone
-
-
-class TokenMixer(Protocol):
-    """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
-
-    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor: ...
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]: ...
-
-    def finalize(self) -> None: ...
 
 
 class HybridDecoder(Decoder):
@@ -40,45 +24,6 @@ class HybridDecoder(Decoder):
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith(MTP_PREFIX)
-
-
-class LayerNames(NamedTuple):
-    """Of the four parts, below the layer's prefix."""
-
-    mixer_norm: str
-    mixer: str
-    mlp_norm: str
-    mlp: str
-
-
-class HybridLayer:
-    """Norm, token mixer, norm, feed-forward; each half adds to the residual stream."""
-
-    rotary = 0
-
-    def __init__(self, mixer_norm: RMSNorm, mixer: TokenMixer, mlp_norm: RMSNorm, mlp: FeedForward,
-                 names: LayerNames) -> None:
-        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
-        self.names = names
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return (
-            self.mixer_norm.weights(f"{prefix}.{self.names.mixer_norm}")
-            | self.mixer.weights(f"{prefix}.{self.names.mixer}")
-            | self.mlp_norm.weights(f"{prefix}.{self.names.mlp_norm}")
-            | self.mlp.weights(f"{prefix}.{self.names.mlp}")
-        )
-
-    def finalize(self) -> None:
-        for part in (self.mixer_norm, self.mixer, self.mlp_norm, self.mlp):
-            part.finalize()
-
-    def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.mixer_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
-        return self.mlp(x), residual
 
 
 def with_values(config: ConfigReader, values: Mapping[str, Any]) -> ConfigReader:

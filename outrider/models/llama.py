@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels import ops
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import WeightSlot
+from outrider.layers.decoder import PreNormLayer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
-from outrider.layers.rotary import Angles, Rotary
-from outrider.layers.whole import WholeLayer
-from outrider.mixers.cached import Attend
+from outrider.layers.rotary import Rotary
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
@@ -28,10 +25,8 @@ from outrider.models.config import (
 )
 
 
-class LlamaLayer:
+class LlamaLayer(PreNormLayer):
     """Norm, attention, norm, MLP; each half adds to the residual stream."""
-
-    rotary = 0
 
     def __init__(
         self,
@@ -46,7 +41,6 @@ class LlamaLayer:
         device: torch.device,
     ) -> None:
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        self.input_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
         self.attention = SelfAttention(
             layer,
             sizes.hidden_size,
@@ -56,37 +50,11 @@ class LlamaLayer:
             dtype=dtype,
             device=device,
         )
-        self.mlp_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
+        input_norm, mlp_norm = (RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device) for _ in range(2))
+        mlp = GatedMLP(
             sizes.hidden_size, sizes.intermediate_size, activation="silu", bias=mlp_bias, dtype=dtype, device=device
         )
-        self.whole = WholeLayer(self.input_norm, self.attention, self.mlp_norm, self.mlp)
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return (
-            self.input_norm.weights(f"{prefix}.input_layernorm")
-            | self.attention.weights(f"{prefix}.self_attn")
-            | self.mlp_norm.weights(f"{prefix}.post_attention_layernorm")
-            | self.mlp.weights(f"{prefix}.mlp")
-        )
-
-    def finalize(self) -> None:
-        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
-            part.finalize()
-
-    def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        if delta is None and ops.is_single(residual):
-            self.attention.add_single(residual, self.input_norm, angles, attend)
-            self.mlp.add_single(residual, self.mlp_norm)
-            return None, residual
-        added = self.whole(delta, residual, angles, attend)
-        if added is not None:
-            return added, residual
-        x, residual = self.input_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
-        return self.mlp(x), residual
+        super().__init__(input_norm, self.attention, mlp_norm, mlp)
 
 
 class Llama(Decoder):

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from outrider.kernels.quantized import QuantizedRows
-from outrider.layers.linear import WeightSlot
+from outrider.formats import StoredWeight, WeightSlot
 from outrider.models.base import Model
 
 DUMMY_RANGE = 1e-3
@@ -26,7 +25,7 @@ class WeightError(ValueError):
     """Weights that do not fit the model, or a file that cannot be read."""
 
 
-Stored: TypeAlias = torch.Tensor | QuantizedRows  # a file's tensor as numbers, or in its own bits
+Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
@@ -82,11 +81,11 @@ def load_dummy(model: Model, seed: int) -> None:
 def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
-    if isinstance(tensor, QuantizedRows):
-        if slot.keep is not None:
+    if not isinstance(tensor, torch.Tensor):
+        if slot.keep(tensor):
             if not tensor.is_finite():
                 raise WeightError(f"tensor {name} holds NaN or Inf")
-            return slot.keep(tensor)
+            return
         tensor = tensor.dequantize()
     if not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 
 from outrider.kernels import ops
-from outrider.layers.linear import Linear, WeightSlot
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Angles
+from outrider.layers.base import DecoderLayer, Module
+from outrider.layers.linear import Linear
+from outrider.layers.norm import Delta, RMSNorm
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer
-from outrider.models.base import Decoder, DecoderLayer, Hidden, Model
+from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
@@ -28,8 +28,8 @@ from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
 from outrider.models.qwen3_next import Qwen3Next
 
 PREDICTED = "num_nextn_predict_layers"
-# A decoder layer whose attention has this number (and the next ones, if there are several), and how it attends.
-LayerFactory = Callable[[int], tuple[DecoderLayer, AttentionLayer | list[AttentionLayer]]]
+# Decoder layers whose attention has this number (and the next ones, if several attend), and how they attend.
+LayerFactory = Callable[[int], tuple[list[DecoderLayer], list[AttentionLayer]]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MTPNames:
     embedding_norm: str = "mtp.pre_fc_norm_embedding"
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     projection: str = "mtp.fc"
-    layer: str = "mtp.layers.0"
+    layers: str = "mtp.layers"
     norm: str = "mtp.norm"
     shared: tuple[str, ...] = ()  # copies of what is the target's, which are not read
 
@@ -49,7 +49,7 @@ class MTPNames:
 class MTPDescription:
     """One family's module."""
 
-    layer: LayerFactory
+    layers: LayerFactory
     eps: float
     names: MTPNames = MTPNames()
     norm_offset: bool = False  # norms scale by 1 + weight
@@ -74,36 +74,33 @@ class MTPHead(DraftHead):
         self.made_for = description.num_predicted
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
-        self.layer, attention = description.layer(first_layer)
-        self.attention_layers = attention if isinstance(attention, list) else [attention]
-        self.rotary = SlotRotary(target.rotaries[self.layer.rotary])
+        self.layers, self.attention_layers = description.layers(first_layer)
+        self.rotary = SlotRotary(target.rotaries[self.layers[0].rotary])
 
-    def weights(self) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         names = self.description.names
-        return (
-            self.embedding_norm.weights(names.embedding_norm)
-            | self.hidden_norm.weights(names.hidden_norm)
-            | self.projection.weights(names.projection)
-            | self.layer.weights(names.layer)
-            | self.norm.weights(names.norm)
-        )
+        return [
+            (names.embedding_norm, self.embedding_norm),
+            (names.hidden_norm, self.hidden_norm),
+            (names.projection, self.projection),
+            *((f"{names.layers}.{index}", layer) for index, layer in enumerate(self.layers)),
+            (names.norm, self.norm),
+        ]
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The files may be the target's, which loads the rest."""
         names = self.description.names
         return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
 
-    def finalize(self) -> None:
-        for part in (self.embedding_norm, self.hidden_norm, self.projection, self.layer, self.norm):
-            part.finalize()
-
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.projection(self._joined(tokens, slots, hidden))
-        delta, residual = self.layer(None, x, self.rotary.at(slots), attend)
+        residual, angles = self.projection(self._joined(tokens, slots, hidden)), self.rotary.at(slots)
+        delta: Delta = None
+        for layer in self.layers:
+            delta, residual = layer(delta, residual, angles, attend)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self.description.hidden == "final" else before_norm
 
@@ -117,32 +114,6 @@ class MTPHead(DraftHead):
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
         return ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale, gains=gains,
                                   eps=self.description.eps, hidden_first=hidden_first)[0]
-
-
-class LayerStack:
-    """Several decoder layers as one."""
-
-    rotary = 0
-
-    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
-        self.layers = layers
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots: dict[str, WeightSlot] = {}
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weights(f"{prefix}.{index}")
-        return slots
-
-    def finalize(self) -> None:
-        for layer in self.layers:
-            layer.finalize()
-
-    def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        for layer in self.layers:
-            delta, residual = layer(delta, residual, angles, attend)
-        return delta, residual
 
 
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
@@ -162,14 +133,14 @@ def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: to
     raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module; known are {known}")
 
 
-def llama_layer(target: Llama, index: int) -> tuple[LlamaLayer, AttentionLayer]:
+def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
     """One more layer as the target's own, seeing everything."""
     sizes = target.sizes
     attention = AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
     qkv_bias, out_bias, mlp_bias = target.biases(target.config)
     layer = LlamaLayer(attention, sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
                        has_head_norm=target.has_head_norm, dtype=target.dtype, device=target.device)
-    return layer, attention
+    return [layer], [attention]
 
 
 def _describe_llama(target: Llama) -> MTPDescription:
@@ -181,7 +152,7 @@ def _describe_qwen(target: Qwen3Next) -> MTPDescription:
     target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
     for key in (PREDICTED, "mtp_num_hidden_layers"):
         target.config.must_equal(key, 1, default=1)
-    return MTPDescription(target.full_layer, target.sizes.eps, norm_offset=True, num_predicted=None)
+    return MTPDescription(target.full_layers, target.sizes.eps, norm_offset=True, num_predicted=None)
 
 
 def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
@@ -192,12 +163,12 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
         raise config.refusal("mtp_hybrid_override_pattern", "the module must attend, and cannot have recurrent layers")
     first, last = "mtp.layers.0", f"mtp.layers.{len(kinds) - 1}"
     names = MTPNames(embedding_norm=f"{first}.enorm", hidden_norm=f"{first}.hnorm", projection=f"{first}.eh_proj",
-                     layer="mtp.layers", norm=f"{last}.final_layernorm")
+                     norm=f"{last}.final_layernorm")
 
-    def layers(index: int) -> tuple[LayerStack, list[AttentionLayer]]:
+    def layers(index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         numbers = [index + kinds[:i].count(FULL) for i in range(len(kinds))]
-        stack = LayerStack([target.layer(number, kind) for number, kind in zip(numbers, kinds, strict=True)])
-        return stack, [target.attention_layer(index + i) for i in range(kinds.count(FULL))]
+        made: list[DecoderLayer] = [target.layer(n, kind) for n, kind in zip(numbers, kinds, strict=True)]
+        return made, [target.attention_layer(index + i) for i in range(kinds.count(FULL))]
 
     return MTPDescription(layers, target.sizes.eps, names, num_predicted=None)
 

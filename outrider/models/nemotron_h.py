@@ -5,20 +5,24 @@ Every layer adds mixer(norm(x)) to the residual stream. MLPs and experts take no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from outrider.kernels import moe, ops
+from outrider.kernels import moe
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
+from outrider.layers.linear import Linear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
-from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.moe import Experts, MoE
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer, PagedLayer
+from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, TokenMixer, read_limits, with_values
+from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
 
 ACTIVATION = "relu2"
 MLP, MOE = "mlp", "moe"
@@ -38,44 +42,31 @@ class UnplacedAttention(SelfAttention):
         return paged(q, k, v)
 
 
-class PlainMLP:
+class PlainMLP(FeedForward):
     """down(relu(up(x)) squared)."""
 
     def __init__(self, hidden_size: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device)
         self.down = Linear(width, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return self.up.weights(f"{prefix}.up_proj") | self.down.weights(f"{prefix}.down_proj")
-
-    def finalize(self) -> None:
-        self.up.finalize()
-        self.down.finalize()
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("up_proj", self.up), ("down_proj", self.down)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.up.format.bias is None and ops.is_single(x):
-            return self.down(ops.relu2_linear(x, self.up.format.weight))
-        return self.down(ops.relu2(self.up(x)))
+        return self.down(self.up.activated(x, ACTIVATION))
 
 
-class NemotronHLayer:
+class NemotronHLayer(DecoderLayer):
     """x + mixer(norm(x)), whatever the mixer is."""
-
-    rotary = 0
 
     def __init__(self, norm: RMSNorm, token_mixer: TokenMixer | None, feed_forward: FeedForward | None) -> None:
         assert (token_mixer is None) != (feed_forward is None)
         self.norm, self.token_mixer, self.feed_forward = norm, token_mixer, feed_forward
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
+    def parts(self) -> Sequence[tuple[str, Module]]:
         mixer = self.token_mixer or self.feed_forward
         assert mixer is not None
-        return self.norm.weights(f"{prefix}.norm") | mixer.weights(f"{prefix}.mixer")
-
-    def finalize(self) -> None:
-        for part in (self.norm, self.token_mixer, self.feed_forward):
-            if part is not None:
-                part.finalize()
+        return ("norm", self.norm), ("mixer", mixer)
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
@@ -90,7 +81,7 @@ class NemotronHLayer:
 class NemotronH(HybridDecoder):
     """NemotronHForCausalLM."""
 
-    layers: list[NemotronHLayer]
+    names = DecoderNames("backbone.embeddings", "backbone.norm_f", "backbone.layers")
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -104,16 +95,11 @@ class NemotronH(HybridDecoder):
         nothing = RopeParams("default", theta=1.0, rotary_dim=0, original_len=sizes.max_positions)
         self.rotaries = [Rotary(nothing, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
-        self.layers = [self.layer(index, kind) for index, kind in enumerate(kinds)]
-        mixers = [layer.token_mixer for layer in self.layers]
+        layers = [self.layer(index, kind) for index, kind in enumerate(kinds)]
+        mixers = [layer.token_mixer for layer in layers]
+        self.layers = layers
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
         self.norm = self.make_norm()
-
-    def weights(self) -> dict[str, WeightSlot]:
-        slots = self.embed_tokens.weights("backbone.embeddings") | self.norm.weights("backbone.norm_f")
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weights(f"backbone.layers.{index}")
-        return slots if self.sizes.is_tied else slots | self.lm_head.weights("lm_head")
 
     def attention_layer(self, index: int) -> AttentionLayer:
         sizes = self.sizes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader
 from outrider.models.hybrid import with_values
 from outrider.models.qwen3_next import Qwen3Next
@@ -22,7 +23,7 @@ class Qwen3_5(Qwen3Next):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         if config.values.get("text_config") is not None:
-            self.weight_prefix = "model.language_model"
+            self.names = DecoderNames.below("model.language_model")
             text = config.section("text_config")
             tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
             config = with_values(text, {"tie_word_embeddings": tied})

@@ -9,67 +9,18 @@ import torch
 
 from outrider.kernels.moe import RouteRule
 from outrider.layers.attention import SelfAttention
-from outrider.layers.linear import WeightSlot
+from outrider.layers.base import FeedForward
+from outrider.layers.decoder import PreNormLayer
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.moe import Experts, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
-from outrider.layers.rotary import Angles, Rotary
+from outrider.layers.rotary import Rotary
 from outrider.layers.router import Router
-from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 
 ACTIVATION = "silu"
-
-
-class Qwen3MoeLayer:
-    """Norm, attention, norm, experts or MLP; each half adds to the residual stream."""
-
-    rotary = 0
-
-    def __init__(
-        self,
-        layer: AttentionLayer,
-        sizes: Sizes,
-        mlp: FeedForward,
-        *,
-        attention_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        self.input_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-        self.attention = SelfAttention(
-            layer,
-            sizes.hidden_size,
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
-            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device),
-            dtype=dtype,
-            device=device,
-        )
-        self.mlp_norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-        self.mlp = mlp
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return (
-            self.input_norm.weights(f"{prefix}.input_layernorm")
-            | self.attention.weights(f"{prefix}.self_attn")
-            | self.mlp_norm.weights(f"{prefix}.post_attention_layernorm")
-            | self.mlp.weights(f"{prefix}.mlp")
-        )
-
-    def finalize(self) -> None:
-        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
-            part.finalize()
-
-    def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.attention(x, angles, attend), residual)
-        return self.mlp(x), residual
 
 
 class Qwen3Moe(Decoder):
@@ -91,12 +42,19 @@ class Qwen3Moe(Decoder):
         ]
         bias = config.get("attention_bias", bool, False)
         self.layers = [
-            Qwen3MoeLayer(
-                layer, sizes, self._feed_forward(layer.index), attention_bias=bias, dtype=dtype, device=device
-            )
+            PreNormLayer(self._norm(), self._attention(layer, bias), self._norm(), self._feed_forward(layer.index))
             for layer in self.attention_layers
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
+        self.norm = self._norm()
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
+
+    def _attention(self, layer: AttentionLayer, bias: bool) -> SelfAttention:
+        norm = HeadNorm(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.sizes.eps, dtype=self.dtype,
+                        device=self.device)
+        return SelfAttention(layer, self.sizes.hidden_size, qkv_bias=bias, out_bias=bias, head_norm=norm,
+                             dtype=self.dtype, device=self.device)
 
     def _feed_forward(self, index: int) -> FeedForward:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device

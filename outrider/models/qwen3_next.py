@@ -5,23 +5,24 @@ Qwen3.5 differs in the form of its checkpoints and is derived from this in a fil
 
 from __future__ import annotations
 
-import re
-
 import torch
 
+from outrider.formats import HeadLayout
 from outrider.kernels.moe import RouteRule
 from outrider.layers.attention import SelfAttention
-from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape, InterleavedSlot
-from outrider.layers.linear import FusedLinear, Linear, WeightSlot
+from outrider.layers.base import DecoderLayer, FeedForward, TokenMixer
+from outrider.layers.decoder import LayerNames, PreNormLayer
+from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, FeedForward, MoE
+from outrider.layers.moe import Experts, MoE
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, HybridLayer, LayerNames, TokenMixer, partial_rope, with_values
+from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ACTIVATION = "silu"
@@ -39,18 +40,9 @@ class GatedAttention(SelfAttention):
         norm = HeadNorm(*heads, eps, dtype=dtype, device=device, offset=True)
         super().__init__(layer, hidden_size, qkv_bias=bias, out_bias=bias, head_norm=norm, dtype=dtype, device=device)
         self.gate_size = layer.num_heads * layer.head_dim
-        parts = {"gate": self.gate_size} | self.qkv.parts
-        self.qkv = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
-
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        slots, layer = super().weights(prefix), self.layer
-        for kind, tensor in (("weight", self.qkv.format.weight), ("bias", self.qkv.format.bias)):
-            if tensor is not None:
-                del slots[f"{prefix}.gate.{kind}"]
-                slots[f"{prefix}.q_proj.{kind}"] = InterleavedSlot.split(
-                    tensor[: 2 * self.gate_size], layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True
-                )
-        return slots
+        stored = self.qkv.stored | {"q_proj": 2 * self.gate_size}
+        layout = HeadLayout(layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True)
+        self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
@@ -68,7 +60,6 @@ class Qwen3Next(HybridDecoder):
     """Qwen3NextForCausalLM."""
 
     is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
-    weight_prefix = "model"
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -88,23 +79,19 @@ class Qwen3Next(HybridDecoder):
         self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
         self.norm = self._norm()
 
-    def weights(self) -> dict[str, WeightSlot]:
-        return {re.sub(r"^model\b", self.weight_prefix, name): slot for name, slot in super().weights().items()}
-
     def attention_layer(self, index: int) -> AttentionLayer:
         sizes = self.sizes
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
-    def full_layer(self, index: int) -> tuple[HybridLayer, AttentionLayer]:
+    def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         """One more layer with attention, and with experts if any layer has them."""
         all_sparse = with_values(self.config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
         mlp = self._feed_forward(index, is_sparse(all_sparse, index))
-        return self._layer(self._attention(index), mlp), self.attention_layer(index)
+        return [self._layer(self._attention(index), mlp)], [self.attention_layer(index)]
 
-    def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> HybridLayer:
+    def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> PreNormLayer:
         name = "linear_attn" if isinstance(mixer, GatedDelta) else "self_attn"
-        names = LayerNames("input_layernorm", name, "post_attention_layernorm", "mlp")
-        return HybridLayer(self._norm(), mixer, self._norm(), mlp, names)
+        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, LayerNames(mixer=name))
 
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
         config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device

@@ -24,6 +24,7 @@ from outrider.cache.groups import Group, LayerCache
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
+from outrider.layers.base import LayeredModule
 from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import Attend, CachedLayers
 from outrider.mixers.paged.base import AttentionLayer
@@ -64,6 +65,10 @@ class DraftNetwork(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def module(self) -> LayeredModule:
+        """The model or head that it runs."""
+        ...
+
     def weight_bytes(self) -> int: ...
 
 
@@ -73,6 +78,9 @@ class AutoregressiveDrafter(Drafter):
         self.attention_layers = tuple(network.attention_layers)
         self.lookahead = max_drafts
         self._least = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
+
+    def modules(self) -> list[LayeredModule]:
+        return [self.network.module()]
 
     def cache_layers(self) -> list[LayerCache]:
         return self.network.cache_layers()

@@ -12,6 +12,7 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
+from outrider.layers.base import LayeredModule
 from outrider.mixers.batch import ForwardBatch
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import AttentionLayer
@@ -91,6 +92,10 @@ class Drafter:
 
     def skip(self, step: Step) -> None:
         """The step passes without a proposal: whatever is kept of the rows must not pretend to have seen it."""
+
+    def modules(self) -> list[LayeredModule]:
+        """The models and heads that it runs."""
+        return []
 
     def weight_bytes(self) -> int:
         return 0

@@ -8,6 +8,7 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
+from outrider.layers.base import LayeredModule
 from outrider.mixers.cached import CachedLayers
 from outrider.spec.base import Drafter, Drafts, Step
 
@@ -50,6 +51,9 @@ class CombinedDrafter(Drafter):
     def skip(self, step: Step) -> None:
         for drafter in self._drafters:
             drafter.skip(step)
+
+    def modules(self) -> list[LayeredModule]:
+        return [module for drafter in self._drafters for module in drafter.modules()]
 
     def weight_bytes(self) -> int:
         return sum(drafter.weight_bytes() for drafter in self._drafters)

@@ -55,5 +55,8 @@ class DraftModelNetwork:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
+    def module(self) -> Model:
+        return self._model
+
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._model.weights().values())

@@ -46,6 +46,9 @@ class HeadNetwork:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden)
 
+    def module(self) -> DraftHead:
+        return self.head
+
     def weight_bytes(self) -> int:
         return self.head.weight_bytes()
 

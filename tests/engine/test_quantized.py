@@ -11,10 +11,14 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
+from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import QuantizedRows
-from outrider.layers.linear import find_linears
-from outrider.layers.whole import WholeLayer
+from outrider.layers.base import find_modules
+from outrider.layers.fuse import prepare
+from outrider.layers.linear import Linear
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.native_decoder import NativeDecoderLayer
 from outrider.models.base import Model
 from outrider.models.loader import WeightError, load_weights
 from outrider.models.registry import build_model
@@ -68,8 +72,9 @@ def outcome(model: Model, max_num_batched_tokens: int = 32) -> list[Any]:
 def test_kept_bits_give_the_bits_of_dequantised_weights(config: dict[str, Any], kinds: dict[str, str]) -> None:
     kept, numbers = build(config, kinds, keep=True), build(config, kinds, keep=False)
     assert outcome(kept) == outcome(numbers)
-    have_bits = [linear.format.bits is not None for linear in find_linears(kept)]
-    assert not any(linear.format.bits for linear in find_linears(numbers))
+    have_bits = [isinstance(linear.format, GgufLinear) for linear in find_modules([kept], Linear)]
+    assert not any(isinstance(linear.format, GgufLinear) for linear in find_modules([numbers], Linear))
+    assert have_bits.count(True) > config["num_hidden_layers"]
     assert have_bits.count(False) == (config["num_hidden_layers"] if kinds is MIXED else 0)
 
 
@@ -84,9 +89,10 @@ def test_kept_weights_take_the_memory_of_their_bits() -> None:
     matrices = [slot for slot in numbers.weights().values() if len(slot.shape) == 2]
     embedding = kept.embed_tokens.weight.nbytes  # looked up as numbers
     assert sum(slot.nbytes for slot in kept.weights().values()) == vectors + embedding
-    bits = sum(linear.pack(True) for linear in find_linears(kept))
+    bits = prepare([kept], allow_copies=True)
     assert bits == sum(slot.nbytes for slot in matrices) // 4 * 20 // 32
-    assert torch.equal(kept.layers[0].mlp.down.format.dense(), numbers.layers[0].mlp.down.format.weight)
+    down, dense = (find_modules([model], GatedMLP)[0].down.format for model in (kept, numbers))
+    assert torch.equal(down.dense(), dense.dense()) and down.weight_bytes == dense.weight_bytes // 4 * 20 // 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -107,18 +113,19 @@ def test_bits_that_hold_infinity_are_refused() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["tied", "qwen3"])
-def test_whole_layers_give_the_bits_of_their_parts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config, {}, keep=False)
     calls: list[bool] = []
-    call = WholeLayer.__call__
+    decoder_layer = native.decoder_layer
 
-    def watched(self: WholeLayer, *args: Any) -> torch.Tensor | None:
-        added = call(self, *args)
+    def watched(*args: Any) -> torch.Tensor | None:
+        added = decoder_layer(*args)
         calls.append(added is not None)
         return added
 
-    monkeypatch.setattr(WholeLayer, "__call__", watched)
-    whole = outcome(model)
+    monkeypatch.setattr(native, "decoder_layer", watched)
+    fused = outcome(model)
+    assert all(isinstance(layer, NativeDecoderLayer) for layer in model.layers)
     assert calls and all(calls)
-    monkeypatch.setattr(WholeLayer, "__call__", lambda self, *args: None)
-    assert outcome(model) == whole
+    monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
+    assert outcome(model) == fused

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from outrider.kernels import moe
 from outrider.kernels.moe import RouteRule, experts, experts_reference, route
-from outrider.layers.linear import Linear, WeightSlot
+from outrider.layers.base import FeedForward, Module, find_modules
+from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.router import ExpertTally, Router, find_routers
+from outrider.layers.router import ExpertTally, Router
 from outrider.models import ConfigError, build_model, load_weights, read_config, safetensors_tensors
 from tests.models.oracle import MOE_FAMILIES, all_logits, greedy, hf_config, hf_model, load, make_folder, tokens_of
 from tests.unit.test_sample_host_reads import no_host_reads
@@ -104,23 +105,21 @@ def test_configs_of_older_transformers_name_the_experts_otherwise() -> None:
     config = hf_config("qwen3_moe").to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
     config.pop("num_local_experts", None)
     model = build_model(config | {"num_experts": 5}, dtype=torch.float32, device="cpu")
-    assert [router.rule.num_experts for router in find_routers(model)] == [5] * 4
+    assert [router.rule.num_experts for router in find_modules([model], Router)] == [5] * 4
 
 
 # The layer against blocks of other families
 
 
-class SquaredRelu:
+class SquaredRelu(FeedForward):
     """A shared expert without a gate."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         self.up = Linear(hidden_size, width, bias=False, **F64)
         self.down = Linear(width, hidden_size, bias=False, **F64)
 
-    def weights(self, prefix: str) -> dict[str, WeightSlot]:
-        return self.up.weights(f"{prefix}.up_proj") | self.down.weights(f"{prefix}.down_proj")
-
-    def finalize(self) -> None: ...
+    def parts(self) -> list[tuple[str, Module]]:
+        return [("up_proj", self.up), ("down_proj", self.down)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.relu(self.up(x)).square())
@@ -213,8 +212,9 @@ def test_weights_of_single_experts_are_views_of_the_fused_ones() -> None:
         assert slots.keys() == {f"e.{expert}.{name}.weight" for expert in range(3) for name in names}
         for index, slot in enumerate(slots.values()):
             slot.target.fill_(index)
-        assert layer.down[2].eq(len(slots) - 1).all()
-        first = [row.unique().tolist() for row in layer.gate_up[1].split(4)]
+        gate_up, down = (slot.target for slot in layer.format.joint_slots())
+        assert down[2].eq(len(slots) - 1).all()
+        first = [row.unique().tolist() for row in gate_up[1].split(4)]
         assert first == ([[3.0], [4.0]] if activation == "silu" else [[2.0]])
 
 
@@ -337,7 +337,7 @@ def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPa
 
 def test_distinct_experts_are_counted_per_layer(tmp_path: Path) -> None:
     model = load(make_folder("qwen3_moe_mixed", tmp_path))
-    routers, seen = find_routers(model), {}
+    routers, seen = find_modules([model], Router), {}
     assert [router.index for router in routers] == [0, 2, 3], "layer 1 is dense"
     counter = ExpertTally(routers, 99, device=DEVICE)
 
@@ -357,7 +357,7 @@ def test_ids_can_be_overridden_while_the_router_still_runs(folder_of: Folders) -
     model, tokens, calls = load(folder_of("qwen3_moe"), torch.float64), tokens_of(seed=1, count=6), []
     plain = all_logits(model, tokens)
     chosen: dict[int, torch.Tensor] = {}
-    for router in find_routers(model):
+    for router in find_modules([model], Router):
         router.observer = lambda index, ids: chosen.setdefault(index, ids)
 
     all_logits(model, tokens)
@@ -366,7 +366,7 @@ def test_ids_can_be_overridden_while_the_router_still_runs(folder_of: Folders) -
         calls.append((index, num_tokens))
         return chosen[index]
 
-    for router in find_routers(model):
+    for router in find_modules([model], Router):
         router.routing_override = replay
     assert torch.equal(all_logits(model, tokens), plain), "its own choice changes nothing"
     chosen[2] = (chosen[2] + 1) % 8

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from outrider.layers.base import DecoderLayer
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.gemma3 import Gemma3
 from outrider.models.llama import LlamaLayer
@@ -152,13 +153,14 @@ CHECKPOINTS = {f.__name__: f for f in (eagle, eagle_speculators, eagle3, eagle3_
 def describe_gemma(target: Gemma3) -> MTPDescription:
     """A module that no published Gemma has, with a layer of another family and offset norms: what a family plugs in."""
 
-    def layer(index: int) -> tuple[LlamaLayer, AttentionLayer]:
+    def layers(index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         sizes = target.sizes
         attention = AttentionLayer(index, HEADS, KV_HEADS, sizes.head_dim, scale=sizes.head_dim**-0.5)
-        return LlamaLayer(attention, sizes, qkv_bias=False, out_bias=False, mlp_bias=False, has_head_norm=False,
-                          dtype=target.dtype, device=target.device), attention
+        layer = LlamaLayer(attention, sizes, qkv_bias=False, out_bias=False, mlp_bias=False, has_head_norm=False,
+                           dtype=target.dtype, device=target.device)
+        return [layer], [attention]
 
-    return MTPDescription(layer, EPS, norm_offset=True, hidden="before_norm", embedding_first=False,
+    return MTPDescription(layers, EPS, norm_offset=True, hidden="before_norm", embedding_first=False,
                           zeroes_first_embedding=True, num_predicted=7)
 
 

@@ -14,7 +14,6 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.core import Limits
-from outrider.kernels.native import LayerWeights
 from outrider.mixers.batch import BatchView
 from outrider.mixers.pool import DevicePool
 
@@ -80,11 +79,6 @@ class Backend(ABC):
         """See `PagedLayer.fused`."""
         return None
 
-    def run_whole(self, layer: AttentionLayer, cache: KeyValueCache, weights: LayerWeights, delta: torch.Tensor | None,
-                  residual: torch.Tensor, rope: Rope, norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
-        """See `PagedLayer.whole`."""
-        return None
-
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
         """Called before steps are captured: allocates the buffers that captured steps share. Memory that a step
         allocates while it is captured belongs to that capture alone."""
@@ -92,28 +86,22 @@ class Backend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """One attention layer in one step, as a model calls it."""
+    """One attention layer in one step, as a model calls it. Fused layers give its fields to a backend they know."""
 
-    _backend: Backend
-    _layer: AttentionLayer
-    _cache: KeyValueCache
-    _plan: Any
+    backend: Backend
+    layer: AttentionLayer
+    cache: KeyValueCache
+    plan: Any
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both where the layer reads another's
         cache. Returns [tokens, heads * dim]."""
-        return self._backend.run(self._layer, self._cache, q, k, v, self._plan)
+        return self.backend.run(self.layer, self.cache, q, k, v, self.plan)
 
     def fused(self, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
         """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
         step by step. May overwrite qkv if it does not return None."""
-        return self._backend.run_fused(self._layer, self._cache, qkv, rope, norms, self._plan)
-
-    def whole(self, weights: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope,
-              norms: HeadNorms | None) -> torch.Tensor | None:
-        """A whole decoder layer in one go: residual += delta, then attention and MLP of it. Returns what the MLP adds,
-        perhaps in delta's memory; or None, with nothing done, if the layer must be done in parts."""
-        return self._backend.run_whole(self._layer, self._cache, weights, delta, residual, rope, norms, self._plan)
+        return self.backend.run_fused(self.layer, self.cache, qkv, rope, norms, self.plan)
 
 
 class PagedMixer:

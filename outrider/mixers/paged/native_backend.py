@@ -1,5 +1,5 @@
 """The `native` backend: native paged attention in float32, with norm, rope and cache write as one operation before it,
-and whole decoder layers as one native call.
+and decoder layers as one native call.
 
 Reads keys and values where they lie; nothing is gathered. Other types and machines without a compiler use `torch`.
 """
@@ -13,7 +13,7 @@ import torch
 from outrider.cache.groups import Group
 from outrider.kernels import native, ops, reference
 from outrider.mixers.batch import BatchView, check_rows
-from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
+from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, PagedLayer, Rope, check_writes
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class NativeBackend(Backend):
         q = qkv[:, : layer.num_heads * layer.head_dim].view(-1, layer.num_heads, layer.head_dim)
         return self._attend(layer, cache, q, plan)
 
-    def run_whole(self, layer: AttentionLayer, cache: KeyValueCache, weights: native.LayerWeights,
-                  delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope, norms: HeadNorms | None,
-                  plan: Plan) -> torch.Tensor | None:
-        write = _rope_write(layer, cache, rope, norms, plan)
+    def decoder_layer(self, paged: PagedLayer, weights: native.LayerWeights, delta: torch.Tensor | None,
+                      residual: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        """residual += delta, then attention and MLP of it, in one native call. Returns what the MLP adds, perhaps in
+        delta's memory; or None, with nothing done, if the layer must be done in parts."""
+        layer, plan = paged.layer, paged.plan
+        write = _rope_write(layer, paged.cache, rope, norms, plan)
         if write is None or plan.requests is None:
             return None
         attention = native.Attention(plan.requests, layer.scale, layer.window or 0, layer.softcap or 0.0)

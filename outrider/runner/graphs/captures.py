@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outrider.core import Limits
+from outrider.layers.base import DecoderLayer
 from outrider.models.base import Model
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, empty_batch, empty_plan
 from outrider.runner.step import DeviceResult, DeviceStep
@@ -142,7 +143,7 @@ class StepGraphs:
         return result
 
 
-class _Passing:
+class _Passing(DecoderLayer):
     """Stands in for a layer that is like another one."""
 
     def __init__(self, rotary: int) -> None:
@@ -155,19 +156,19 @@ class _Passing:
 @contextmanager
 def one_layer_each(model: Model) -> Iterator[None]:
     """Of layers that are alike only the first does anything: enough to compile and load what all of them launch."""
-    layers = getattr(model, "layers", None)
-    if layers is None or any(isinstance(layer, _Passing) for layer in layers):
+    layers = model.layers
+    if any(isinstance(layer, _Passing) for layer in layers):
         yield
         return
     kinds: set[object] = set()
-    short = []
+    short: list[DecoderLayer] = []
     for layer in layers:
         shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
         kind = (type(layer), layer.rotary, shapes)
         short.append(_Passing(layer.rotary) if kind in kinds else layer)
         kinds.add(kind)
-    model.layers = short  # type: ignore[attr-defined]
+    model.layers = short
     try:
         yield
     finally:
-        model.layers = layers  # type: ignore[attr-defined]
+        model.layers = layers

@@ -13,7 +13,8 @@ import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
 from outrider.kernels.buffers import to_device
-from outrider.layers.router import find_routers
+from outrider.layers.base import find_modules
+from outrider.layers.router import Router
 from outrider.runner.batch import pack_host, step_kernels
 from outrider.runner.graphs.captures import StepGraphs, one_layer_each
 from outrider.runner.graphs.keys import request_ladder
@@ -166,7 +167,7 @@ def _kinds(step: DeviceStep, limits: Limits) -> Iterator[tuple[list[int], int]]:
                 yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
         if fits >= LONG_QUERY:
             yield [LONG_QUERY], bound
-    if find_routers((step.model, step.drafter)):
+    if find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], Router):
         tokens = 1
         while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
             # Experts' tiles go by the number of token rows.

@@ -1,0 +1,113 @@
+"""DenseLinear: a weight in the model's dtype. Every linear layer starts with it and is loaded through it.
+
+Parts of the weight that arrive in a kind of bits that another format keeps are held until all of them are there; then
+that format takes the layer over, or their numbers go into the dense weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from outrider.formats.base import LinearFormat, NativeProduct
+from outrider.formats.registry import format_for
+from outrider.formats.slots import HeadLayout, StoredWeight, WeightSlot
+from outrider.kernels import ops
+from outrider.kernels.native.products import CpuProduct, make_product
+
+WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
+
+
+class DenseLinear(LinearFormat):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_shared: bool = False) -> None:
+        """is_shared: another layer owns the weight and needs its numbers."""
+        super().__init__(weight, bias)
+        self._is_shared = is_shared
+        self._cpu_product: CpuProduct | None = None  # chosen by `prepare`
+        self._stored: dict[int, StoredWeight] = {}  # by first output feature, until `finalize`
+
+    @classmethod
+    def empty(
+        cls, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> DenseLinear:
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    def slots(self, prefix: str, first: int, count: int, layout: HeadLayout | None = None) -> dict[str, WeightSlot]:
+        slots = super().slots(prefix, first, count, layout)
+        if layout is None:  # a format keeps rows in the file's order
+            name = f"{prefix}.weight"
+            slots[name] = replace(slots[name], keeper=partial(self._keep, first))
+        return slots
+
+    def _keep(self, first: int, stored: StoredWeight) -> bool:
+        keeper = format_for(stored.kind)
+        if keeper is None or not keeper.can_keep(self._numbers.dtype, self._numbers.device):
+            return False
+        self._stored[first] = stored
+        return True
+
+    def finalize(self) -> LinearFormat:
+        stored, self._stored = dict(sorted(self._stored.items())), {}
+        kept = self._kept(list(stored.values()))
+        if kept is None or self._is_shared:
+            for first, part in stored.items():
+                self._numbers[first : first + part.shape[0]] = part.dequantize()
+        return self if kept is None else kept
+
+    def _kept(self, parts: list[StoredWeight]) -> LinearFormat | None:
+        """The format that keeps the bits of all parts together, if there is one."""
+        keepers = {format_for(part.kind) for part in parts}
+        keeper = keepers.pop() if len(keepers) == 1 else None
+        if keeper is None or sum(part.shape[0] for part in parts) < self._numbers.shape[0]:
+            return None
+        return keeper.from_parts(parts, self._bias, self._numbers if self._is_shared else None)
+
+    def prepare(self, allow_copy: bool) -> int:
+        if not self._numbers.is_cpu:
+            return 0
+        self._cpu_product = make_product(self._numbers, self._bias, packed=allow_copy)
+        return self._cpu_product.extra_bytes
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._cpu_product is not None:
+            return self._cpu_product(x)
+        return ops.linear(x, self._numbers, self._bias)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        if self._numbers.dtype in (torch.float32, torch.float64):
+            return self.product(x)
+        out = ops.linear_wide(x, self._numbers) if x.is_cuda else self._float32_sums(x)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _float32_sums(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return torch.cat([F.linear(x, rows.float()) for rows in self._numbers.split(WIDE_CHUNK)], dim=-1)
+
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        if self._bias is None:
+            if activation == "relu2":
+                if ops.is_single(x):
+                    return ops.relu2_linear(x, self._numbers)
+            elif ops.gates_thin(x, self._numbers):
+                return ops.gated_linear(x, self._numbers, activation)
+        return super().activated(x, activation)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        if ops.is_single(x):
+            ops.linear_add(residual, x, self._numbers, self._bias)
+        else:
+            super().add_to(residual, x)
+
+    @property
+    def adds_single_row(self) -> bool:
+        return ops.is_single(self._numbers[:1])  # one row of the weight's own device and dtype
+
+    def native_product(self) -> NativeProduct | None:
+        chosen = self._cpu_product
+        if chosen is None or chosen.matrix is None:
+            return None
+        return NativeProduct(chosen.matrix, chosen.few_rows.stop - 1)

@@ -1,0 +1,66 @@
+"""Formats of experts: the weights of equal MLPs without biases, and the product of token rows with those they chose.
+
+The only one so far is dense. A rank of several would hold some of the experts, or a part of each, and its results would
+be summed over ranks after `mix`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from outrider.formats.slots import WeightSlot
+from outrider.kernels import moe
+
+
+class ExpertsFormat(ABC):
+    """Every expert has a first projection (gate and up, or up alone) and a second one, down."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of all experts."""
+
+    @abstractmethod
+    def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
+        """(first projections, second projections) of a checkpoint with one tensor for all experts."""
+
+    @abstractmethod
+    def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
+        """([gate and up, or up], down) of a checkpoint with tensors for each expert."""
+
+    @abstractmethod
+    def mix(
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weighted sum of each token row's experts, and `added`: [tokens, hidden]."""
+
+
+class DenseExperts(ExpertsFormat):
+    """One tensor in the model's dtype for each projection of all experts."""
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, expert_size: int, *, is_gated: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._expert_size = expert_size
+        rows = 2 * expert_size if is_gated else expert_size
+        self._gate_up = torch.empty(num_experts, rows, hidden_size, dtype=dtype, device=device)
+        self._down = torch.empty(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._gate_up, self._down))
+
+    def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
+        return WeightSlot.from_view(self._gate_up), WeightSlot.from_view(self._down)
+
+    def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
+        halves = self._gate_up[expert].split(self._expert_size)
+        return [WeightSlot.from_view(half) for half in halves], WeightSlot.from_view(self._down[expert])
+
+    def mix(
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return moe.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)

@@ -1,0 +1,96 @@
+"""Module: something with weights, made of parts that have weights. Also the shapes of modules that models combine.
+
+A module declares its parts once; the names of its tensors, their finalization and searches follow from that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from outrider.formats.slots import WeightSlot
+from outrider.layers.rotary import Angles
+from outrider.mixers.cached import Attend
+
+
+class Module:
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        """The modules inside this one, each with the name of its tensors below this one's prefix ("" for none)."""
+        return ()
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        """Every tensor that a checkpoint must hold for this module, by its name there."""
+        slots: dict[str, WeightSlot] = {}
+        for name, part in self.parts():
+            slots |= part.weights(f"{prefix}.{name}" if prefix and name else prefix or name)
+        return slots
+
+    def finalize(self) -> None:
+        """Called once, after loading and before the first forward, to derive what depends on the weights."""
+        for _, part in self.parts():
+            part.finalize()
+
+
+class Parameter(Module):
+    """One tensor of the checkpoint that a layer uses by itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        return {prefix: WeightSlot.from_view(self.tensor)}
+
+
+Kind = TypeVar("Kind")
+
+
+def find_modules(roots: Iterable[Module], kind: type[Kind]) -> list[Kind]:
+    """Every module of a kind among the roots and their parts, each once, in the order of the parts."""
+    found: dict[int, Kind] = {}
+
+    def search(module: Module) -> None:
+        if isinstance(module, kind):
+            found.setdefault(id(module), module)
+        for _, part in module.parts():
+            search(part)
+
+    for root in roots:
+        search(root)
+    return list(found.values())
+
+
+class FeedForward(Module, ABC):
+    """The part of a layer that treats every token row alone: an MLP, or a mixture of experts."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden]."""
+
+
+class TokenMixer(Module, ABC):
+    """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """x: [tokens, hidden]."""
+
+
+class DecoderLayer(Module, ABC):
+    """A layer adds to the residual stream; the next layer's first norm carries the sum out, so that both can be
+    fused."""
+
+    rotary: int = 0  # which of the model's ropes it uses
+
+    @abstractmethod
+    def __call__(self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend) -> tuple[Any, torch.Tensor]:
+        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already. What
+        one layer hands on (a `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`."""
+
+
+class LayeredModule(Module):
+    """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
+
+    layers: Sequence[DecoderLayer] = ()
