@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels import ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer
 from outrider.layers.decoder import FusedLayer, PreNormLayer
@@ -33,7 +32,7 @@ class SingleRowLayer(FusedLayer):
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        if delta is not None or not ops.is_single(residual):
+        if delta is not None or residual.shape[0] != 1:
             return self.plain(delta, residual, angles, attend)
         self.attention.add_to(residual, self.input_norm(residual), angles, attend)
         self.mlp.add_to(residual, self.mlp_norm(residual))

@@ -51,8 +51,9 @@ def _join_kernel(
 def join_embedding(
     tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0, hidden_first: bool = False,
-) -> torch.Tensor:
-    """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round; and
+    a view of its hidden part.
 
     `gains` [width] each norm the embedding and the hidden state.
     """
@@ -65,8 +66,9 @@ def join_embedding(
     for gain in gains or ():
         require_tensor(name, "gains", gain, (width,), device, FLOATS)
     out = torch.empty(num_tokens, 2 * width, dtype=hidden.dtype, device=device)
+    result = out, out[:, :width] if hidden_first else out[:, width:]
     if num_tokens == 0:
-        return out
+        return result
     columns = next_power_of_two(width)
     embedding_gain, hidden_gain = gains or (hidden, hidden)
     _join_kernel[(num_tokens, 2)](
@@ -75,7 +77,7 @@ def join_embedding(
         HAS_SCALE=scale is not None, NORMS=gains is not None, COLUMNS=columns,
         num_warps=min(16, max(1, columns // 512)),
     )  # fmt: skip
-    return out
+    return result
 
 
 @kernel(do_not_specialize_on_alignment=["index"])

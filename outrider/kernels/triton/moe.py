@@ -28,9 +28,6 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.router import can_route, route
-
-__all__ = ["METHODS", "TileConfig", "can_route", "combine", "experts", "route", "sort_pairs", "tile_config"]
 
 METHODS = ("few", "tiles", "library")
 FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
@@ -253,8 +250,10 @@ def experts(
     activation: str, added: torch.Tensor | None = None, *, method: str | None = None,
     up_config: TileConfig | None = None, down_config: TileConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
-    """As kernels.moe.experts. method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
-    "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
+    """Means what kernels.moe.experts says.
+
+    method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first), "library" (torch's grouped
+    product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
     require(activation in _ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width
