@@ -38,7 +38,7 @@ from kernel_harness import (  # noqa: E402
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_cut import DecodeConfig, decode_config  # noqa: E402
+from outrider.kernels.triton.attention_splits import DecodeConfig, decode_config  # noqa: E402
 from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402
@@ -225,20 +225,6 @@ def bench_sampling(bench: Bench, vocab: int, num_rows: int, temperature: float) 
                  torch_argmax_us=round(torch_us, 2))
 
 
-def bench_pages(bench: Bench) -> None:
-    pool = torch.randint(0, 255, (256, 2 << 20), dtype=torch.uint8, device="cuda")
-    wanted = pool[128:192].clone()
-    ids = torch.arange(64, dtype=torch.int32, device="cuda")
-    us = graph_us(lambda i: kernels.copy_pages(pool, ids + 128, ids), 2)
-    if not torch.equal(pool[:64], wanted):
-        raise AssertionError("copy_pages: pages differ")
-    bench.report("copy_pages", "64 x 2 MiB", us, 2 * 64 * (2 << 20))
-    us = graph_us(lambda i: kernels.clear_pages(pool, ids), 2)
-    if pool[:64].any() or not pool[64:].any():
-        raise AssertionError("clear_pages: wrong pages")
-    bench.report("clear_pages", "64 x 2 MiB", us, 64 * (2 << 20))
-
-
 def bench_small(bench: Bench) -> None:
     for num_tokens in (1, 64, 2048):
         for model in MODELS.values():
@@ -246,7 +232,6 @@ def bench_small(bench: Bench) -> None:
             bench_rope(bench, model, num_tokens)
     for vocab, num_rows, temperature in ((128256, 1, 0.0), (128256, 1, 1.0), (151936, 256, 0.0), (151936, 256, 1.0)):
         bench_sampling(bench, vocab, num_rows, temperature)
-    bench_pages(bench)
 
 
 def main() -> None:

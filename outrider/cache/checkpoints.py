@@ -1,29 +1,49 @@
-"""Checkpoints: which pages hold recurrent states, of which prefix, and which may be written by the steps to come.
+"""Checkpoints: pages that steps may write recurrent states to, from the grant until the state is known or given up.
 
-Pages are given to a boundary before a step that may reach it, and known to others only after a step has reported that
-it wrote them: never by a length. They give way to whoever needs pages to run. Tensors and tokens' meaning are unknown.
+Pages are given to a boundary before a step that may reach it, and published only after a step has reported that it
+wrote them: never by a length. They give way to whoever needs pages to run. Tokens and tensors are unknown here.
 
-    open     pages given, no step has reported them; or reported, and kept as the row's latest until it ends
-    known    published by the hash of the tokens before it; cached in the pool, least recently used first
+    handed out --reported--> latest --the request ends--> published
+        |--reported, and kept for good------------------> published
+        |--the request ends, steps in flight------------> promised --reported--> published
+        |--the request ends, drafts wait to be folded---> folding --batch made--> promised
+    Whatever is not published may be dropped, at any time.
 """
 
 from __future__ import annotations
 
-import sys
+import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from outrider.cache.kinds import RecurrentKind
-from outrider.cache.pages import PageKey, PagePool
-from outrider.cache.prefix import PageHashes
+from outrider.cache.known_states import DigestAt, KnownStates
+from outrider.cache.pages import PagePool
 from outrider.core import CheckpointWrite, Limits
 
-NOT_HANDED_OUT = sys.maxsize
+
+class CheckpointState(enum.Enum):
+    HANDED_OUT = "handed out"  # steps up to `last_step` may write it for its running request
+    LATEST = "latest"  # written: the running request's latest boundary, and nobody else's yet
+    FOLDING = "folding"  # its request has ended, and the next batch folds the row's drafts up to it
+    PROMISED = "promised"  # its request has ended, and steps up to `last_step` may still write it
+    PUBLISHED = "published"  # known to all
+    DROPPED = "dropped"
+
+
+HANDED_OUT, LATEST, FOLDING, PROMISED, PUBLISHED, DROPPED = CheckpointState
+OWNED = {HANDED_OUT, LATEST}  # by a running request
+_MOVES = {
+    HANDED_OUT: {LATEST, FOLDING, PROMISED, PUBLISHED, DROPPED},
+    LATEST: {PUBLISHED, DROPPED},
+    FOLDING: {PROMISED, PUBLISHED, DROPPED},
+    PROMISED: {PUBLISHED, DROPPED},
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class StateProgress:
     """How many tokens a row's stored state has seen, as far as the host can know. Accepted drafts that wait to be
     folded do not count."""
 
@@ -35,40 +55,44 @@ class Reach:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Pages for one boundary of one request, until they are published or given back."""
+    """Pages for one boundary of one request, until they are published or dropped."""
 
     id: int
+    request_id: int
     row: int
     boundary: int
     pages: list[int]
-    owner: int | None  # request; None once it has ended and only the report is missing
-    step: int = NOT_HANDED_OUT  # the last step that may write it
-    digest: bytes = b""  # what it will be known by, if it has no owner
+    last_step: int  # that may write it
+    state: CheckpointState = HANDED_OUT
+    digest: bytes = b""  # what it will be known by: set when its request has ended
+
+    @property
+    def write(self) -> CheckpointWrite:
+        return CheckpointWrite(self.id, self.row, self.boundary, self.pages)
 
 
 @dataclass(slots=True)
-class _Own:
-    """A running request's checkpoints."""
+class RequestCheckpoints:
+    """A running request's own checkpoints, by boundary."""
 
     row: int
     known: int  # tokens when it was admitted
-    hashes: dict[int, PageHashes]
-    pending: dict[int, Checkpoint] = field(default_factory=dict)  # by boundary, not reported
-    latest: Checkpoint | None = None  # reported, not published
+    by_boundary: dict[int, Checkpoint] = field(default_factory=dict)
+
+    def in_state(self, state: CheckpointState) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in self.by_boundary.values() if checkpoint.state is state]
 
 
 class Checkpoints:
-    def __init__(self, kind: RecurrentKind, group: int, pool: PagePool, limits: Limits) -> None:
-        self.kind, self.pool = kind, pool
-        self.capacity = kind.capacity(limits)
-        self.num_written = self.num_restored = self.num_folded = 0
+    def __init__(self, states: KnownStates, group: int, pool: PagePool, limits: Limits) -> None:
+        self.states, self.kind, self.pool = states, states.kind, pool
+        self.capacity = self.kind.capacity(limits)
+        self.num_written = self.num_folded = 0
         self._group = group  # checkpoints as the pool sees them: a group without a page table
         self._ids = count(1)
-        self._open: dict[int, Checkpoint] = {}  # by id, oldest first
-        self._requests: dict[int, _Own] = {}
-        self._known: dict[bytes, tuple[int, list[int]]] = {}  # (id, pages); some of the pages may be gone
-        self._restoring: dict[int, list[int]] = {}  # by request: held until the batch that restores is made
-        self._folds: list[Checkpoint] = []  # for the next batch
+        self._open: dict[int, Checkpoint] = {}  # neither published nor dropped; by id, oldest first
+        self._num_open: Counter[CheckpointState] = Counter()
+        self._requests: dict[int, RequestCheckpoints] = {}
         self._settled_step = -1
 
     @property
@@ -78,73 +102,40 @@ class Checkpoints:
 
     @property
     def has_folds(self) -> bool:
-        return bool(self._folds)
+        return self._num_open[FOLDING] > 0
 
-    # Admission
-
-    def serves(self, hashes: dict[int, PageHashes], token_ids: Sequence[int], candidate: int) -> int:
-        """The longest prefix of at most `candidate` tokens with a state to begin from."""
-
-        def has_checkpoint(boundary: int) -> bool:
-            return self._find(self._digest(hashes, token_ids, boundary)) is not None
-
-        return self.kind.serves(has_checkpoint, candidate)
-
-    def is_promised(self, hashes: dict[int, PageHashes], token_ids: Sequence[int]) -> bool:
+    def is_promised(self, digest_at: DigestAt, num_tokens: int) -> bool:
         """A request that has ended left a checkpoint of these tokens that is not reported yet: worth the wait."""
-        promised = [c for c in self._open.values() if c.owner is None and c.boundary < len(token_ids)]
-        return any(
-            self._digest(hashes, token_ids, c.boundary) == c.digest and self._find(c.digest) is None for c in promised
-        )
+        promised = [c for c in self._in_state(FOLDING, PROMISED) if c.boundary < num_tokens]
+        return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
-    def pages_to_restore(self, hashes: dict[int, PageHashes], token_ids: Sequence[int], hit: int) -> int:
-        """Pages that restoring takes from the free ones until the batch is made."""
-        pages = self._find(self._digest(hashes, token_ids, hit)) if self.kind.layers and hit else None
-        return sum(not self.pool.is_held(page) for page in pages or ())
-
-    def admit(self, request_id: int, row: int, token_ids: Sequence[int], hashes: dict[int, PageHashes],
-              hit: int) -> None:
-        self._requests[request_id] = _Own(row, len(token_ids), hashes)
-        if hit and self.kind.layers:
-            pages = self._find(self._digest(hashes, token_ids, hit))
-            assert pages is not None, "a hit names a state that is not known"
-            for page in pages:
-                self.pool.hold(page)
-            self._restoring[request_id] = pages
-            self.num_restored += 1
-
-    def restored(self, request_id: int) -> list[int]:
-        """Pages of the state that the request begins from."""
-        return self._restoring.get(request_id, [])
+    def admit(self, request_id: int, row: int, num_known: int) -> None:
+        self._requests[request_id] = RequestCheckpoints(row, num_known)
 
     # Before a step
 
-    def grant(self, step: int, request_id: int, reach: Reach) -> list[CheckpointWrite]:
+    def grant(self, step: int, request_id: int, progress: StateProgress) -> list[CheckpointWrite]:
         """Pages for the boundaries that the step may bring the request's state to, as far as there are any."""
         own = self._requests[request_id]
-        for boundary in [b for b in own.pending if b <= reach.settled]:
-            self._drop(own.pending[boundary])  # passed by a step that did not write it
+        for checkpoint in own.in_state(HANDED_OUT) if own.by_boundary else ():
+            if checkpoint.boundary <= progress.settled:  # passed by a step that did not write it
+                self._move(checkpoint, DROPPED)
         writes: list[CheckpointWrite] = []
-        for boundary in self._wanted(own, reach):
-            checkpoint = own.pending.get(boundary) or self._give(request_id, own, boundary)
-            if checkpoint is not None:
-                checkpoint.step = step
-                writes.append(CheckpointWrite(checkpoint.id, own.row, boundary, checkpoint.pages))
+        for boundary in self._wanted(own, progress):
+            wanted = own.by_boundary.get(boundary) or self._open_one(request_id, own, boundary)
+            if wanted is not None:
+                wanted.last_step = step
+                writes.append(wanted.write)
         return writes
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
-        """Rows that ended with accepted drafts pending, for the batch that is being made."""
-        folds, self._folds = self._folds, []
+        """Rows that ended with accepted drafts to fold, for the batch that is being made."""
+        folds = self._in_state(FOLDING)
         for checkpoint in folds:
-            checkpoint.step = step
+            checkpoint.last_step = step
+            self._move(checkpoint, PROMISED)
         self.num_folded += len(folds)
-        return [CheckpointWrite(c.id, c.row, c.boundary, c.pages) for c in folds]
-
-    def end_restoring(self) -> None:
-        """The batch that restores is made: what comes after it may take the pages."""
-        for pages in self._restoring.values():
-            self._free(pages)
-        self._restoring = {}
+        return [checkpoint.write for checkpoint in folds]
 
     def make_room(self, num_pages: int) -> bool:
         """So many free pages, by giving up what is open, oldest first. False, with nothing given up, if that is not
@@ -152,164 +143,122 @@ class Checkpoints:
         if num_pages > self.pool.num_free + self.num_droppable:
             return False
         while self.pool.num_free < num_pages:
-            self._drop(next(iter(self._open.values())))
+            self._move(next(iter(self._open.values())), DROPPED)
         return True
 
     # After a step
 
-    def settle(self, step: int, written: Sequence[int], tokens_of: Callable[[int], Sequence[int]]) -> None:
-        """A step's report. `tokens_of` a request: its known tokens, as they were when the step ran or later."""
+    def settle(self, step: int, written: Sequence[int], digest_of: Callable[[int, int], bytes]) -> None:
+        """A step's report. `digest_of` (request, boundary): of a running request's tokens before the boundary."""
         self._settled_step = step
         for checkpoint_id in written:
             checkpoint = self._open.get(checkpoint_id)
             if checkpoint is None:
                 continue  # given up while the step was in flight
             self.num_written += 1
-            if checkpoint.owner is None:
+            if checkpoint.state is not HANDED_OUT:
                 self._publish(checkpoint, checkpoint.digest)
+                continue
+            own = self._requests[checkpoint.request_id]
+            for older in own.in_state(LATEST):
+                self._move(older, DROPPED)
+            if self.kind.is_kept(checkpoint.boundary, own.known):
+                self._publish(checkpoint, digest_of(checkpoint.request_id, checkpoint.boundary))
             else:
-                self._keep(checkpoint, self._requests[checkpoint.owner], tokens_of(checkpoint.owner))
-        for checkpoint in [c for c in self._open.values() if c.owner is None and c.step <= step]:
-            self._drop(checkpoint)  # its last chance has passed
+                self._move(checkpoint, LATEST)
+        for checkpoint in self._in_state(PROMISED):
+            if checkpoint.last_step <= step:  # its last chance has passed
+                self._move(checkpoint, DROPPED)
 
     def drop_promised(self) -> None:
         """A step failed: what rows of ended requests hold is unknown now, and so is what will be written of it."""
-        for checkpoint in [c for c in self._open.values() if c.owner is None]:
-            self._drop(checkpoint)
+        for checkpoint in self._in_state(FOLDING, PROMISED):
+            self._move(checkpoint, DROPPED)
 
-    def retire(self, request_id: int, token_ids: Sequence[int], settled: int, folded: int, *, is_exact: bool) -> None:
-        """A request is about to give up its row. Its latest checkpoint is published; what steps in flight may still
-        write is published when they report it.
+    def retire(self, request_id: int, digest_at: DigestAt, num_tokens: int, settled: int, folded: int, *,
+               is_exact: bool) -> None:
+        """A request of `num_tokens` known tokens is about to give up its row. Its latest checkpoint is published; what
+        steps in flight may still write is published when they report it.
 
         `is_exact`: the request has ended, and its device state has `settled` tokens of which those after `folded` wait
         to be folded. If they reach a boundary, the row is folded in the next batch."""
         own = self._requests[request_id]
-        if own.latest is not None:
-            self._publish(own.latest, self._digest(own.hashes, token_ids, own.latest.boundary))
+        for checkpoint in own.in_state(LATEST):
+            self._publish(checkpoint, digest_at(checkpoint.boundary))
+        if not is_exact:
+            for checkpoint in own.in_state(HANDED_OUT):
+                if checkpoint.last_step > self._settled_step and checkpoint.boundary <= num_tokens:
+                    checkpoint.digest = digest_at(checkpoint.boundary)
+                    self._move(checkpoint, PROMISED)
+            return
         end = settled // self.kind.page_tokens * self.kind.page_tokens
-        if is_exact and folded < end and self._find(self._digest(own.hashes, token_ids, end)) is None:
-            checkpoint = own.pending.get(end) or self._give(request_id, own, end)
-            if checkpoint is not None:
-                checkpoint.step = NOT_HANDED_OUT
-                self._folds.append(checkpoint)
-                self._orphan(checkpoint, own, token_ids)
-        for checkpoint in list(own.pending.values()):
-            is_in_flight = not is_exact and checkpoint.step > self._settled_step
-            if is_in_flight and checkpoint.boundary <= len(token_ids):
-                self._orphan(checkpoint, own, token_ids)
+        if folded < end and self.states.find(digest_at(end)) is None:
+            last = own.by_boundary.get(end) or self._open_one(request_id, own, end)
+            if last is not None:
+                last.digest = digest_at(end)
+                self._move(last, FOLDING)
 
     def free(self, request_id: int) -> None:
-        own = self._requests.pop(request_id)
-        for checkpoint in [*own.pending.values(), *([] if own.latest is None else [own.latest])]:
-            self._give_back(checkpoint)
-        self._free(self._restoring.pop(request_id, []))
+        """Drop what a request that gives up its row did not leave behind."""
+        for checkpoint in list(self._requests[request_id].by_boundary.values()):
+            self._move(checkpoint, DROPPED)
+        del self._requests[request_id]
 
     # Looking
 
     def held(self) -> list[int]:
-        """Every page held, once for each holder."""
-        pages = [page for checkpoint in self._open.values() for page in checkpoint.pages]
-        return pages + [page for restoring in self._restoring.values() for page in restoring]
+        """Every page held."""
+        return [page for checkpoint in self._open.values() for page in checkpoint.pages]
 
     def check_integrity(self) -> None:
-        owned = {c.id for own in self._requests.values() for c in own.pending.values()}
-        owned |= {own.latest.id for own in self._requests.values() if own.latest is not None}
-        assert owned == {c.id for c in self._open.values() if c.owner is not None}, "a checkpoint is lost"
+        owned = {c.id for own in self._requests.values() for c in own.by_boundary.values()}
+        assert owned == {c.id for c in self._open.values() if c.state in OWNED}, "a checkpoint is lost"
+        assert +self._num_open == Counter(c.state for c in self._open.values()), "checkpoints are miscounted"
         for own in self._requests.values():
-            held = len(own.pending) + (own.latest is not None)
-            assert held <= self.capacity.max_checkpoints, "more checkpoints than capacity"
-        for checkpoint in self._folds:
-            assert checkpoint.id in self._open and checkpoint.owner is None, "a fold without pages"
+            assert len(own.by_boundary) <= self.capacity.max_checkpoints, "more checkpoints than capacity"
 
     # Inside
 
-    def _wanted(self, own: _Own, reach: Reach) -> list[int]:
+    def _in_state(self, *states: CheckpointState) -> list[Checkpoint]:
+        if not any([self._num_open[state] for state in states]):
+            return []
+        return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
+
+    def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
         """Boundaries that are kept for good, and those one of which will be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
-        first = (reach.before // size + 1) * size
-        latest = max(first, reach.least // size * size)
-        kept = (reach.before // interval + 1) * interval
-        wanted = {*range(latest, reach.most + 1, size), *range(kept, reach.most + 1, interval)}
+        first = (progress.before // size + 1) * size
+        latest = max(first, progress.least // size * size)
+        kept = (progress.before // interval + 1) * interval
+        wanted = {*range(latest, progress.most + 1, size), *range(kept, progress.most + 1, interval)}
         prompt_end = self.kind.last_boundary(own.known)
-        return sorted(wanted | {prompt_end} if first <= prompt_end <= reach.most else wanted)
+        return sorted(wanted | {prompt_end} if first <= prompt_end <= progress.most else wanted)
 
-    def _give(self, request_id: int, own: _Own, boundary: int) -> Checkpoint | None:
-        held = len(own.pending) + (own.latest is not None)
+    def _open_one(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
+        """Pages for a boundary; None if the request has enough checkpoints, or the pool no pages."""
         num_pages = self.capacity.checkpoint_pages
-        if held >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
+        if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None
         pages = [self.pool.allocate(self._group)[0] for _ in range(num_pages)]
-        checkpoint = Checkpoint(next(self._ids), own.row, boundary, pages, request_id)
-        self._open[checkpoint.id] = own.pending[boundary] = checkpoint
+        checkpoint = Checkpoint(next(self._ids), request_id, own.row, boundary, pages, self._settled_step)
+        self._open[checkpoint.id] = own.by_boundary[boundary] = checkpoint
+        self._num_open[HANDED_OUT] += 1
         return checkpoint
 
-    def _keep(self, checkpoint: Checkpoint, own: _Own, token_ids: Sequence[int]) -> None:
-        """Written: known to all from now on, or the row's latest."""
-        del own.pending[checkpoint.boundary]
-        if own.latest is not None:
-            self._drop(own.latest)
-        if self.kind.is_kept(checkpoint.boundary, own.known):
-            self._publish(checkpoint, self._digest(own.hashes, token_ids, checkpoint.boundary))
-        else:
-            own.latest = checkpoint
-
-    def _orphan(self, checkpoint: Checkpoint, own: _Own, token_ids: Sequence[int]) -> None:
-        del own.pending[checkpoint.boundary]
-        checkpoint.owner = None
-        checkpoint.digest = self._digest(own.hashes, token_ids, checkpoint.boundary)
-
     def _publish(self, checkpoint: Checkpoint, digest: bytes) -> None:
-        self._unlink(checkpoint)
-        known = self._find(digest)
-        if known is not None:
-            for page in known:  # used again: as recent as the pages of attention that go with it
-                self.pool.hold(page)
-            self._free(known)
+        self.states.publish(digest, checkpoint.id, checkpoint.pages)
+        self._move(checkpoint, PUBLISHED)
+
+    def _move(self, checkpoint: Checkpoint, state: CheckpointState) -> None:
+        """The one place where a checkpoint changes its state: it leaves what it no longer belongs to."""
+        assert state in _MOVES[checkpoint.state], f"a checkpoint moves from {checkpoint.state} to {state}"
+        self._num_open[checkpoint.state] -= 1
+        if checkpoint.state in OWNED and state not in OWNED:
+            del self._requests[checkpoint.request_id].by_boundary[checkpoint.boundary]
+        checkpoint.state = state
+        if state is PUBLISHED or state is DROPPED:
+            del self._open[checkpoint.id]
+            for page in reversed(checkpoint.pages):
+                self.pool.free(page)
         else:
-            for page, key in zip(checkpoint.pages, self._keys(digest, checkpoint.id), strict=True):
-                self.pool.publish(page, key)
-            self._known[digest] = (checkpoint.id, checkpoint.pages)
-            if len(self._known) > self.pool.num_pages:
-                self._known = {d: entry for d, entry in self._known.items() if self._find(d) is not None}
-        self._give_back(checkpoint)
-
-    def _drop(self, checkpoint: Checkpoint) -> None:
-        self._unlink(checkpoint)
-        self._give_back(checkpoint)
-
-    def _unlink(self, checkpoint: Checkpoint) -> None:
-        """From wherever it waits."""
-        if checkpoint.owner is None:
-            self._folds = [fold for fold in self._folds if fold is not checkpoint]
-            return
-        own = self._requests[checkpoint.owner]
-        if own.latest is checkpoint:
-            own.latest = None
-        elif own.pending.get(checkpoint.boundary) is checkpoint:
-            del own.pending[checkpoint.boundary]
-
-    def _give_back(self, checkpoint: Checkpoint) -> None:
-        del self._open[checkpoint.id]
-        self._free(checkpoint.pages)
-
-    def _free(self, pages: list[int]) -> None:
-        for page in reversed(pages):
-            self.pool.free(page)
-
-    def _find(self, digest: bytes) -> list[int] | None:
-        """The pages known by a digest, if none of them has been taken for something else."""
-        entry = self._known.get(digest)
-        if entry is None:
-            return None
-        checkpoint_id, pages = entry
-        keys = self._keys(digest, checkpoint_id)
-        return pages if all(self.pool.find(key) == page for key, page in zip(keys, pages, strict=True)) else None
-
-    def _keys(self, digest: bytes, checkpoint_id: int) -> list[PageKey]:
-        """One per page. The id is in them, so that the pages of two checkpoints of one prefix never mix."""
-        stem = digest + checkpoint_id.to_bytes(8, "little")
-        return [(self._group, stem + i.to_bytes(4, "little")) for i in range(self.capacity.checkpoint_pages)]
-
-    def _digest(self, hashes: dict[int, PageHashes], token_ids: Sequence[int], boundary: int) -> bytes:
-        size = self.kind.page_tokens
-        return hashes[size].upto(token_ids, boundary // size)[boundary // size - 1]
+            self._num_open[state] += 1

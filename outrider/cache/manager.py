@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.cache.checkpoints import Checkpoints, Reach
+from outrider.cache.checkpoints import Checkpoints, StateProgress
 from outrider.cache.groups import CacheLayout, Group
 from outrider.cache.kinds import Capacity, pages_for
+from outrider.cache.known_states import DigestAt, KnownStates
 from outrider.cache.pages import PagePool
 from outrider.cache.prefix import PageHashes, longest_hit
 from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
@@ -26,7 +27,18 @@ class RequestPages:
     columns: list[list[int]]  # per group, page per column
     first: list[int]  # per group, first column held
     published: list[int]  # per group, columns published
-    covered: int = 0  # tokens all groups' columns have room for
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a request would begin from if it were admitted now."""
+
+    token_ids: Sequence[int]
+    hashes: dict[int, PageHashes]
+    num_queried: int  # tokens that were looked up
+    hit: int  # of these, tokens that cached pages provide
+    num_pages: int  # free pages it needs for all known tokens and one more
+    must_wait: bool  # for the state of an ended request that a step in flight may still write
 
 
 @dataclass(slots=True)
@@ -55,7 +67,8 @@ class CacheManager:
         self.lookahead = lookahead  # slots past the bound that a drafter writes
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = CacheStats()
-        self.checkpoints = Checkpoints(layout.recurrent, len(self.groups), self.pool, limits)
+        self.states = KnownStates(layout.recurrent, len(self.groups), self.pool)
+        self.checkpoints = Checkpoints(self.states, len(self.groups), self.pool, limits)
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
         self._granted = Granted()
@@ -70,38 +83,51 @@ class CacheManager:
     def new_hashes(self, keys: tuple[str, ...]) -> dict[int, PageHashes]:
         return {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
 
-    def admit(self, request_id: int, row: int, token_ids: Sequence[int], hashes: dict[int, PageHashes], *,
-              use_prefix: bool = True) -> int:
+    def find_start(self, token_ids: Sequence[int], hashes: dict[int, PageHashes], *, use_prefix: bool = True) -> Start:
+        """Looks for the longest prefix that is cached. Does not modify the cache."""
+        fresh = self.pages_to_start(len(token_ids) + 1)
+        if not (self.enable_prefix_caching and use_prefix):
+            return Start(token_ids, hashes, 0, 0, fresh, must_wait=False)
+        digest_at = self._digest_at(token_ids, hashes)
+        must_wait = self.takes_checkpoints and self.checkpoints.is_promised(digest_at, len(token_ids))
+        # At least one token is always computed, so that there are logits to sample from.
+        hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
+                          lambda candidate: self.states.serves(digest_at, candidate))
+        restoring = self.states.pages_to_restore(digest_at, hit)
+        needed = self._pages_beside(hit, token_ids, hashes) + restoring
+        if restoring and needed > self._num_available:
+            hit, needed = 0, fresh  # the state's own pages are needed to go on from it
+        return Start(token_ids, hashes, len(token_ids), hit, needed, must_wait)
+
+    def can_start(self, start: Start) -> bool:
+        """Whether the pool has room for all known tokens and one more, counting what a hit would share."""
+        return not start.must_wait and start.num_pages <= self._num_available
+
+    def admit(self, request_id: int, row: int, start: Start) -> int:
         """Start holding pages for a request; returns how many of its tokens a prefix hit provides."""
         assert request_id not in self._requests, f"request {request_id} is admitted twice"
-        hit = 0
-        if self.enable_prefix_caching and use_prefix:
-            hit = self._longest_hit(token_ids, hashes)
-            restoring = self.checkpoints.pages_to_restore(hashes, token_ids, hit)
-            if restoring and self._pages_beside(hit, token_ids, hashes) + restoring > self._num_available:
-                hit = 0  # the state's own pages are needed to go on from it
-            self.stats.queried_tokens += len(token_ids)
-            self.stats.hit_tokens += hit
-        pages = RequestPages(row, hashes, [], [], [], covered=hit)
+        self.stats.queried_tokens += start.num_queried
+        self.stats.hit_tokens += start.hit
+        pages = RequestPages(row, start.hashes, [], [], [])
         for group in self.groups:
-            self._hold_hit(pages, group, hit, token_ids)
-        self.checkpoints.admit(request_id, row, token_ids, hashes, hit)
+            self._hold_hit(pages, group, start.hit, start.token_ids)
+        self.states.restore(request_id, self._digest_at(start.token_ids, start.hashes), start.hit)
+        self.checkpoints.admit(request_id, row, len(start.token_ids))
         self._requests[request_id] = pages
-        return hit
+        return start.hit
 
-    def can_start(self, token_ids: Sequence[int], hashes: dict[int, PageHashes], *, use_prefix: bool = True) -> bool:
-        """Whether the pool has room for all known tokens and one more, counting what a hit would share.
+    def restored(self, request_id: int) -> list[int]:
+        """Pages of the recurrent state that a request begins from, until the batch is made."""
+        return self.states.restored(request_id)
 
-        Does not modify the cache."""
-        if self.takes_checkpoints and use_prefix and self.checkpoints.is_promised(hashes, token_ids):
-            return False
-        if self.pages_to_start(len(token_ids) + 1) <= self._num_available:
-            return True
-        if not (self.enable_prefix_caching and use_prefix):
-            return False
-        hit = self._longest_hit(token_ids, hashes)
-        needed = self._pages_beside(hit, token_ids, hashes)
-        return needed + self.checkpoints.pages_to_restore(hashes, token_ids, hit) <= self._num_available
+    def check_fits(self, tokens: int) -> None:
+        """Refuses a request that may grow to more tokens than the whole pool holds."""
+        needed = self.pages_to_start(tokens)
+        if needed > self.pool.num_usable:
+            raise ValueError(
+                f"the request may need {needed} pages ({tokens} tokens) and the pool has {self.pool.num_usable}: "
+                "lower max_tokens, or give the cache more memory"
+            )
 
     def pages_to_start(self, tokens: int) -> int:
         tokens = min(tokens + self.lookahead, self.limits.max_len)
@@ -113,8 +139,6 @@ class CacheManager:
         """Room for the bound and the drafter's lookahead in every group. If short of pages: False, nothing taken."""
         pages = self._requests[request_id]
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
-        if tokens <= pages.covered:
-            return True
         missing = [pages_for(tokens, g.page_tokens) - len(pages.columns[g.index]) for g in self.groups]
         needed = sum([count for count in missing if count > 0])
         if needed > self.pool.num_free and not self.checkpoints.make_room(needed):
@@ -122,22 +146,32 @@ class CacheManager:
         for group, count in zip(self.groups, missing, strict=True):
             if count > 0:
                 self._extend(pages, group, count)
-        pages.covered = min([len(pages.columns[g.index]) * g.page_tokens for g in self.groups])
         return True
 
     def covered(self, request_id: int) -> int:
-        return self._requests[request_id].covered
+        """Tokens that the request's pages have room for, in every group."""
+        columns = self._requests[request_id].columns
+        return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
     def take_granted(self) -> Granted:
         """Page-table writes and pages to clear since the last call, for the next step."""
         granted, self._granted = self._granted, Granted()
-        self.checkpoints.end_restoring()
+        self.states.end_restoring()
         return granted
 
-    def grant_checkpoints(self, step: int, reaches: dict[int, Reach]) -> list[CheckpointWrite]:
-        """By request. The last thing before the batch is made: whoever runs has its pages, and these get the rest."""
+    def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
+        """By request, in their order. The last thing before the batch is made: whoever runs has its pages, and these
+        get the rest."""
         grant = self.checkpoints.grant
-        return [write for request_id, reach in reaches.items() for write in grant(step, request_id, reach)]
+        return [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
+
+    @property
+    def has_folds(self) -> bool:
+        """Rows that ended wait for a batch that folds their last drafts."""
+        return self.checkpoints.has_folds
+
+    def take_folds(self, step: int) -> list[CheckpointWrite]:
+        return self.checkpoints.take_folds(step)
 
     # Settling
 
@@ -159,18 +193,27 @@ class CacheManager:
 
     def settle_checkpoints(self, step: int, written: Sequence[int],
                            tokens_of: Callable[[int], Sequence[int]]) -> None:
+        """A step's report. `tokens_of` a request: its known tokens, as they were when the step ran or later."""
         if self.takes_checkpoints:
-            self.checkpoints.settle(step, written, tokens_of)
+            self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
+                tokens_of(request_id), self._requests[request_id].hashes)(boundary))
+
+    def fail_step(self, step: int) -> None:
+        """Nothing is known of what the step wrote, nor of what later steps write for requests that have ended."""
+        self.settle_checkpoints(step, [], lambda _: ())
+        self.checkpoints.drop_promised()
 
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:
         """Before `free`: leave behind what others can begin from."""
         if self.takes_checkpoints:
-            self.checkpoints.retire(request_id, token_ids, settled.at_least, folded, is_exact=is_exact)
+            digest_at = self._digest_at(token_ids, self._requests[request_id].hashes)
+            self.checkpoints.retire(request_id, digest_at, len(token_ids), settled.at_least, folded, is_exact=is_exact)
 
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
         self.checkpoints.free(request_id)
+        self.states.release(request_id)
         for group in self._freed_in_order:
             columns, first = pages.columns[group.index], pages.first[group.index]
             for page in reversed(columns[first:]):  # tails are evicted first
@@ -199,7 +242,7 @@ class CacheManager:
                 for page in columns[first:]:
                     held[page] = held.get(page, 0) + 1
                     assert owner_group.setdefault(page, group.index) == group.index, f"page {page} is in two groups"
-        for page in self.checkpoints.held():
+        for page in [*self.checkpoints.held(), *self.states.held()]:
             held[page] = held.get(page, 0) + 1
             assert page not in owner_group, f"page {page} is a group's and a checkpoint's"
         self.checkpoints.check_integrity()
@@ -212,10 +255,13 @@ class CacheManager:
         """Free pages, and those that only hold checkpoints in the making."""
         return self.pool.num_free + self.checkpoints.num_droppable
 
-    def _longest_hit(self, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
-        # At least one token is always computed, so that there are logits to sample from.
-        return longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
-                           lambda candidate: self.checkpoints.serves(hashes, token_ids, candidate))
+    def _digest_at(self, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> DigestAt:
+        size = self.layout.recurrent.page_tokens
+
+        def digest_at(boundary: int) -> bytes:
+            return hashes[size].upto(token_ids, boundary // size)[boundary // size - 1]
+
+        return digest_at
 
     def _pages_beside(self, hit: int, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
         """Pages for all known tokens and one more, less those of the hit that others hold.

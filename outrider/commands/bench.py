@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import platform
 import random
@@ -38,6 +39,8 @@ from outrider.models.base import Model
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.step import DeviceStep
 from outrider.spec.base import Drafter
+
+log = logging.getLogger("outrider")
 
 LOWEST_ID, HIGHEST_ID = 100, 30000
 WARM_UP = (64, 16)  # tokens in and out
@@ -197,6 +200,7 @@ def _throughput(engine: Engine, work: Workload, rounds: int, bandwidth: float) -
     row: dict[str, Any] = {"case": work.shape.name, "s": round(best.seconds, 3),
                            "out_tok_s": round(best.tokens_per_second, 1)}
     stats = engine.stats.since(before)
+    log.info("%s: %s", work.shape.name, stats.uncaptured_line)
     if engine.limits.max_drafts:
         row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
                 "accepted": stats.num_accepted_tokens,

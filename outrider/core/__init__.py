@@ -1,7 +1,7 @@
 """Plain data that crosses boundaries: limits, lengths, what a step is told and what it answers. No torch here."""
 
 from outrider.core.lengths import Bound, Settled
-from outrider.core.limits import NULL_PAGE, NULL_ROW, Axis, Limits
+from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
 from outrider.core.step import (
     Admission,
     CheckpointWrite,
@@ -10,8 +10,10 @@ from outrider.core.step import (
     PageWrite,
     RequestResult,
     ScheduledBatch,
+    StepForm,
     StepResult,
     TokenLogprobs,
+    Uncaptured,
 )
 
 __all__ = [
@@ -24,10 +26,13 @@ __all__ = [
     "Limits",
     "NULL_PAGE",
     "NULL_ROW",
+    "PAGE_TOKENS",
     "PageWrite",
     "RequestResult",
     "ScheduledBatch",
     "Settled",
+    "StepForm",
     "StepResult",
     "TokenLogprobs",
+    "Uncaptured",
 ]

@@ -74,6 +74,29 @@ class HostDraft:
     token_ids: list[int]
 
 
+class Uncaptured(enum.Enum):
+    """Why a step ran without replaying a captured one."""
+
+    NO_GRAPHS = "no graphs on this device, or eager by setting"
+    FOLDS = "folds rows that ended"
+    SEVERAL_CHECKPOINTS = "several checkpoints of one request"
+    SAMPLING_PARAMETERS = "sampling parameters beyond a draw"
+    DRAFTER_FILLS_SLOTS = "the drafter fills slots of admitted rows"
+    PROMPTS = "prompts whose lengths the host must know"
+    TOO_MANY_REQUESTS = "more requests than any graph"
+    TOO_MANY_TOKENS = "more tokens than any graph"
+    NO_MEMORY = "no memory for a capture"
+    TOO_MANY_CAPTURES = "too many sizes captured already"
+
+
+class StepForm(enum.Enum):
+    """How a step is cut. A split step lets the host act when its forward is queued and before its sampler is: what the
+    host then writes to the device (a grammar's masks) may depend on the result of the step before."""
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """What the scheduler asks of one step. Lists run over requests, in batch order; there may be none but folds.
@@ -94,8 +117,9 @@ class ScheduledBatch:
     host_drafts: list[HostDraft] = field(default_factory=list)
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # of rows of this batch
     folds: list[CheckpointWrite] = field(default_factory=list)  # of rows that ended: before any of them is taken again
-    num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most; or unknown
+    num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
     propose: int = 0  # most drafts to guess for the next step; 0 leaves the drafter out
+    form: StepForm = StepForm.WHOLE
 
     @property
     def num_requests(self) -> int:
@@ -137,3 +161,4 @@ class StepResult:
     requests: list[RequestResult]
     seconds: float = 0.0
     checkpoints: list[int] = field(default_factory=list)  # ids of those that were written
+    uncaptured: Uncaptured | None = None  # why no captured step was replayed, if none was

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from outrider.core import RequestResult, ScheduledBatch
+from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
 
 log = logging.getLogger("outrider")
 
@@ -32,6 +33,8 @@ class EngineStats:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)  # how often k drafts were scheduled for a request that samples
+    num_steps: int = 0
+    uncaptured: Counter[Uncaptured] = field(default_factory=Counter)  # steps that replayed no captured one, by reason
 
     def add(self, prompt_len: int, samples: int) -> None:
         self.num_requests += 1
@@ -46,6 +49,11 @@ class EngineStats:
             _count(self.chosen, k)
         if num_samples > len(drafted):
             _count(self.chosen, 0, num_samples - len(drafted))
+
+    def observe_step(self, result: StepResult) -> None:
+        self.num_steps += 1
+        if result.uncaptured is not None:
+            self.uncaptured[result.uncaptured] += 1
 
     def observe(self, result: RequestResult) -> None:
         if not result.run:
@@ -85,6 +93,12 @@ class EngineStats:
     def mean_chosen(self) -> float:
         total = sum(self.chosen)
         return sum(k * times for k, times in enumerate(self.chosen)) / total if total else 0.0
+
+    @property
+    def uncaptured_line(self) -> str:
+        """How many steps ran uncaptured, and why."""
+        reasons = ", ".join(f"{count} ({reason.value})" for reason, count in self.uncaptured.most_common())
+        return f"Steps: {self.num_steps}, uncaptured: {reasons or 'none'}"
 
     def copy(self) -> EngineStats:
         return self.since(EngineStats())

@@ -25,42 +25,75 @@ class LengthBound:
 
 
 @dataclass(frozen=True)
+class ExactQueries:
+    """The host knows the number of tokens of every request; a padded request has none."""
+
+    lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeQueries:
+    """Every request has at most `most` tokens. Only the device knows how many each has."""
+
+    most: int
+
+
+@dataclass(frozen=True)
+class MixedQueries:
+    """Requests of any length. Those with more tokens than this use the prefill kernel; only the device knows which."""
+
+    decode_kernel_max_query: int
+
+
+Queries = ExactQueries | DecodeQueries | MixedQueries  # what the host knows of the requests' token counts
+
+
+@dataclass(frozen=True)
+class AllKeys:
+    """A token sees its request's keys from the first one on."""
+
+
+@dataclass(frozen=True)
+class KeysFrom:
+    """A token sees its request's keys from this one on: those before it were never written."""
+
+    starts: torch.Tensor  # [requests]
+    starts_int32: torch.Tensor
+
+
+VisibleKeys = AllKeys | KeysFrom
+ALL_KEYS = AllKeys()
+
+
+@dataclass(frozen=True)
 class BatchView:
     """Token rows of a step, all tensors cut to the same counts of requests and tokens.
 
-    Tokens of a request are contiguous; its live tokens come first. Dead and padded tokens have slot -1.
+    Tokens of a request are contiguous; its live tokens come first. Dead and padded tokens have slot -1. The int32
+    copies are made with the view, for kernels that take no others.
     """
 
     num_requests: int
     num_tokens: int
-    query_lens: tuple[int, ...]  # scheduled tokens per request, on the host; zero for padded ones; see longest_short
+    queries: Queries
     max_length: LengthBound
     rows: torch.Tensor  # [requests] row of each request
     query_starts: torch.Tensor  # [requests + 1]
     lengths: torch.Tensor  # [requests] context length with this step's live tokens; 0 for padded and ended requests
     live: torch.Tensor  # [requests] live tokens
+    query_starts_int32: torch.Tensor
+    lengths_int32: torch.Tensor
+    live_int32: torch.Tensor
     token_ids: torch.Tensor  # [tokens]
     positions: torch.Tensor  # [tokens]
     request_of: torch.Tensor  # [tokens] index of the token's request in this batch
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
-    key_starts: torch.Tensor | None = None  # [requests] first key that may be seen; None: the first of all
-    int32_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (field, copy); read through int32()
-    longest_short: int | None = None  # a captured batch with prompts in it: requests with more tokens are such
-
-    @property
-    def max_query(self) -> int:
-        return max(self.query_lens, default=0)
+    visible: VisibleKeys = ALL_KEYS
 
     def page_table(self, group: Group) -> torch.Tensor:
         """[requests, columns up to the batch's own bound]"""
         return self.page_tables[group.index][:, : pages_for(self.max_length.tokens, group.page_tokens)]
-
-    def int32(self, field: torch.Tensor) -> torch.Tensor:
-        """One of this view's tensors as int32: the copy made with it, or a new one. A view with another tensor in the
-        field never meets the copy of the old one."""
-        copies = [copy for original, copy in self.int32_copies if original is field]
-        return copies[0] if copies else field.int()
 
     def slots(self, group: Group) -> torch.Tensor:
         """[tokens] cell of each token in the group's pages, -1 for dead and padded tokens."""
@@ -69,7 +102,8 @@ class BatchView:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's batch in both cuts. Target and drafter take one or the other, whole; nobody cuts a tensor by hand."""
+    """One step's batch in both cuts. Target and drafter take one or the other, whole; nobody cuts a tensor by hand. In
+    a captured step, where only the device knows what was scheduled, both are the padded batch."""
 
     padded: BatchView
     unpadded: BatchView

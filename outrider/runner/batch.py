@@ -1,128 +1,153 @@
-"""Builds the ForwardBatch of a step from what the host scheduled and what the rows hold. The only place that does.
+"""Builds the ForwardBatch of a step from what the host scheduled and what the rows hold.
 
-The host's part is one array of integers, copied once; the device's part is fixed-shape tensor operations on it, so that
-it can be captured. Padding happens here, once, after the plan is final: padded requests have the null row, no tokens
-and length 0. Which scheduled tokens are live is known on the device only.
+The host's part is one packet of integers, copied once; the device's part is fixed-shape tensor operations on it, which
+can be captured. Padding happens here, once, after the plan is final: padded requests have the null row, no tokens and
+length 0. Which scheduled tokens are live is known on the device only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from types import ModuleType
-from typing import Any
 
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import NULL_ROW, ScheduledBatch
+from outrider.core import ScheduledBatch
 from outrider.kernels import ops
-from outrider.mixers.batch import BatchView, ForwardBatch, LengthBound
+from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
+from outrider.kernels.step import PreparedStep
+from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, ForwardBatch, LengthBound, MixedQueries
 from outrider.runner.rows import RowState
 from outrider.sample.batch import LogitRows
 
 
 @dataclass(frozen=True)
 class PaddedSize:
+    """Sizes that an uncaptured batch is padded to."""
+
     requests: int
     tokens: int
-    logit_rows: int | None = None  # as scheduled
-    drafts: int | None = None  # most drafts of a request; as scheduled
-    has_targets: bool = False  # the integers say which checkpoint each request may write, one at most
 
 
 @dataclass(frozen=True)
-class BatchShape:
-    """The host's view of a batch's extents: padded ones, and the scheduled ones inside them."""
+class EagerShape(StepExtents):
+    """What the host knows of an uncaptured batch, all of it exact."""
 
-    requests: int
-    tokens: int
-    logit_rows: int
-    most_drafts: int
     scheduled_requests: int
     scheduled_tokens: int
-    query_lens: tuple[int, ...]  # scheduled tokens per padded request; in a captured batch the most it can be
-    logit_counts: tuple[int, ...]  # logit rows per scheduled request
+    queries: ExactQueries  # tokens of each padded request; their sum is the scheduled tokens
+    known: ExactQueries  # known tokens of each padded request
+    logit_counts: tuple[int, ...]  # logit rows of each scheduled request
     max_length: LengthBound
-    known_lens: tuple[int, ...] = ()  # of query_lens, the known ones; in a captured batch one each
-    most_pending: int | None = None  # accepted drafts a row may have to fold; in a captured batch all there may be
-    has_targets: bool = False  # see PaddedSize
-    longest_short: int | None = None  # a captured batch with prompts: see BatchView
+    max_pending: int  # accepted drafts that a row may have to fold
+
+    @cached_property
+    def logit_rows_are_tokens(self) -> bool:
+        """Whether logit row l comes from token row l: all requests sample, with one known token each."""
+        lens, known = self.queries.lens, self.known.lens[: self.scheduled_requests]
+        return set(known) <= {1} and all(n == m for n, m in zip(self.logit_counts, lens, strict=False))
+
+
+@dataclass(frozen=True)
+class CapturedShape(StepExtents):
+    """Extents of a captured step, which serves every batch that fits. Only here is the worst-case length bound made."""
+
+    queries: DecodeQueries | MixedQueries
+    known: DecodeQueries | MixedQueries  # of the known tokens alone
+    max_length: LengthBound
+    max_pending: int  # accepted drafts that a row may have to fold
+    takes_checkpoints: bool  # every request may write one checkpoint
+
+    @classmethod
+    def decoding(cls, requests: int, tokens: int, max_drafts: int, *, window: int, max_len: int,
+                 takes_checkpoints: bool = False) -> CapturedShape:
+        """Every request has one known token and samples. window: accepted drafts that a row may have to fold."""
+        return cls(requests, tokens, tokens, max_drafts, DecodeQueries(1 + max_drafts), DecodeQueries(1),
+                   LengthBound(max_len), window, takes_checkpoints)
+
+    @classmethod
+    def with_prompts(cls, requests: int, tokens: int, max_drafts: int, *, window: int, max_len: int,
+                     takes_checkpoints: bool = False) -> CapturedShape:
+        """Requests have any number of known tokens."""
+        queries = MixedQueries(1 + max_drafts)
+        return cls(requests, tokens, requests * (1 + max_drafts), max_drafts, queries, queries, LengthBound(max_len),
+                   window, takes_checkpoints)
 
     @property
     def logit_rows_are_tokens(self) -> bool:
-        """Logit row l comes from token row l: all requests sample, with one known token each. In a captured batch they
-        do; padded logit rows may come from any."""
-        counts = zip(self.logit_counts, self.query_lens, strict=False)
-        known = self.known_lens[: self.scheduled_requests]
-        fits = self.longest_short is None and self.logit_rows <= self.tokens
-        return fits and set(known) <= {1} and all(n == length for n, length in counts)
+        """Padded logit rows may come from any token row."""
+        return isinstance(self.queries, DecodeQueries)
 
-    @property
-    def num_ints(self) -> int:
-        return 5 * self.requests + 1 + 2 * self.tokens + 3 * self.logit_rows + self.has_targets * self.requests
+
+StepShape = EagerShape | CapturedShape
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The batch, and per request what finish and the drafter need beside it. Request tensors are padded."""
 
-    shape: BatchShape
+    shape: StepShape
     batch: ForwardBatch
     computed_before: torch.Tensor  # [requests]
     num_known: torch.Tensor  # [requests] live known tokens
     num_drafts: torch.Tensor  # [requests] live drafts
-    drafts: torch.Tensor  # [requests, most drafts]
+    drafts: torch.Tensor  # [requests, max drafts]
     samples: torch.Tensor  # [requests] samples in this step and is alive
     logit_token_rows: torch.Tensor  # [logit rows] token row whose hidden state makes the logit row
     logit_rows: LogitRows
-    first_logit: torch.Tensor | None = None  # [requests] first logit row of those that sample, where kernels commit
-    boundaries: torch.Tensor | None = None  # [requests] of the checkpoint it may write, or -1; the row lists its pages
+    first_logit: torch.Tensor  # [requests] first logit row; undefined where the request has none
+    boundaries: torch.Tensor  # [requests] of the checkpoint it may write, or -1; the row lists its pages
 
 
-def step_kernels(device: torch.device) -> ModuleType | None:
-    """Kernels that do in two launches what `build_inputs` and `DeviceStep.commit` spell out in torch."""
-    return ops.triton_kernels() if device.type == "cuda" else None
-
-
-def pack_host(scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> tuple[BatchShape, list[int]]:
-    """The integers of a batch, in the order that `build_inputs` takes them apart."""
-    size = padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens)
-    if size.requests < scheduled.num_requests or size.tokens < scheduled.num_tokens:
-        raise ValueError(f"padded size {size} is below the scheduled {scheduled.num_requests}, {scheduled.num_tokens}")
-    extra = size.requests - scheduled.num_requests
-    num_known, num_drafts = scheduled.num_known, scheduled.num_drafts
-    query_lens = [k + d for k, d in zip(num_known, num_drafts, strict=True)] + [0] * extra
-    starts = [0, *accumulate(query_lens)]
-    most_drafts = max(num_drafts, default=0) if size.drafts is None else size.drafts
-    counts = [1 + d if s else 0 for d, s in zip(num_drafts, scheduled.samples, strict=True)]
-    request_of, offset = _spread(query_lens)
-    # Padded tokens belong to no request; they borrow the last one's index and are dead by their offset.
-    tail = size.tokens - starts[-1]
-    request_of += [size.requests - 1] * tail
-    offset += [size.tokens] * tail
-    logit_request, logit_draft = _spread(counts)
-    if scheduled.num_tokens == len(logit_request):  # all tokens sample: known ones are one each
-        logit_token = list(range(len(logit_request)))
-    else:
-        first = [start + known - 1 for start, known in zip(starts, num_known, strict=False)]
-        logit_token = [first[request] + draft for request, draft in zip(logit_request, logit_draft, strict=True)]
-    # Padded logit rows go to the cell past the last one (see `accept`).
-    tail = (size.logit_rows or len(logit_request)) - len(logit_request)
-    logit_request += [size.requests - 1] * tail
-    logit_draft += [most_drafts + 1] * tail
-    logit_token += [0] * tail
-    shape = BatchShape(
-        size.requests, size.tokens, len(logit_request), most_drafts, scheduled.num_requests, scheduled.num_tokens,
-        tuple(query_lens), tuple(counts), LengthBound(max(scheduled.bounds)), (*num_known, *[0] * extra),
-        max(scheduled.num_pending, default=None), size.has_targets,
+def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShape, list[int]]:
+    """The shape and the integers of a batch that runs uncaptured. Its checkpoints go by lists (`StepPlan.targets`)."""
+    if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
+        sizes = f"{scheduled.num_requests}, {scheduled.num_tokens}"
+        raise ValueError(f"padded size {padded} is below the scheduled {sizes}")
+    query_lens, logit_counts = _lens(scheduled)
+    extra = (0,) * (padded.requests - scheduled.num_requests)
+    shape = EagerShape(
+        padded.requests, padded.tokens, sum(logit_counts), max(scheduled.num_drafts, default=0),
+        scheduled.num_requests, sum(query_lens), ExactQueries((*query_lens, *extra)),
+        ExactQueries((*scheduled.num_known, *extra)), tuple(logit_counts), LengthBound(max(scheduled.bounds)),
+        max(scheduled.num_pending, default=0),
     )  # fmt: skip
-    ints = [
-        *scheduled.rows, *[NULL_ROW] * extra, *num_known, *[0] * extra, *num_drafts, *[0] * extra,
-        *map(int, scheduled.samples), *[0] * extra, *starts, *request_of, *offset, *logit_request, *logit_draft,
-        *logit_token,
-    ]  # fmt: skip
-    return shape, ints + _boundaries(scheduled, extra) if size.has_targets else ints
+    return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
+
+
+def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
+    """The integers of a batch that a captured step serves."""
+    boundaries: list[int] = []
+    if shape.takes_checkpoints:
+        by_row = {write.row: write.boundary for write in scheduled.checkpoints}
+        if len(by_row) < len(scheduled.checkpoints):
+            raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
+        boundaries = [by_row.get(row, -1) for row in scheduled.rows]
+    return _packed(scheduled, shape, *_lens(scheduled), boundaries)
+
+
+def _lens(scheduled: ScheduledBatch) -> tuple[list[int], list[int]]:
+    """(tokens, logit rows) of each scheduled request."""
+    query_lens = [k + d for k, d in zip(scheduled.num_known, scheduled.num_drafts, strict=True)]
+    return query_lens, [1 + d if s else 0 for d, s in zip(scheduled.num_drafts, scheduled.samples, strict=True)]
+
+
+def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[int], logit_counts: list[int],
+            boundaries: list[int]) -> list[int]:
+    starts = [0, *accumulate(query_lens)]
+    num_tokens = starts[-1]
+    request_of, offset = _spread(query_lens)
+    logit_request, logit_draft = _spread(logit_counts)
+    if num_tokens == len(logit_request):  # all tokens sample: known ones are one each
+        logit_token = list(range(num_tokens))
+    else:
+        first = [start + known - 1 for start, known in zip(starts, scheduled.num_known, strict=False)]
+        logit_token = [first[request] + draft for request, draft in zip(logit_request, logit_draft, strict=True)]
+    starts += [num_tokens] * (extents.requests - scheduled.num_requests)
+    return pack(extents, (scheduled.rows, scheduled.num_known, scheduled.num_drafts, [*map(int, scheduled.samples)],
+                          starts, request_of, offset, logit_request, logit_draft, logit_token, boundaries))
 
 
 def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
@@ -137,95 +162,36 @@ def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
     return owner, offset
 
 
-def _boundaries(scheduled: ScheduledBatch, extra: int) -> list[int]:
-    by_row = {write.row: write.boundary for write in scheduled.checkpoints}
-    if len(by_row) < len(scheduled.checkpoints):
-        raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
-    return [by_row.get(row, -1) for row in scheduled.rows] + [-1] * extra
-
-
-def build_inputs(shape: BatchShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],
+def build_inputs(shape: StepShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],
                  max_len: int) -> Inputs:
-    """`ints` [shape.num_ints] on the device, as `pack_host` made them."""
-    assert ints.shape == (shape.num_ints,)
-    requests, tokens, logits = shape.requests, shape.tokens, shape.logit_rows
-    rows, num_known_sched, num_drafts_sched, samples_sched = ints[: 4 * requests].view(4, requests)
-    query_starts = ints[4 * requests : 5 * requests + 1]
-    request_of, offset = ints[5 * requests + 1 : 5 * requests + 1 + 2 * tokens].view(2, tokens)
-    first = 5 * requests + 1 + 2 * tokens
-    logit_request, logit_draft, logit_token_rows = ints[first : first + 3 * logits].view(3, logits)
-    boundaries = ints[first + 3 * logits :] if shape.has_targets else None
-    kernels = step_kernels(ints.device)
-    if kernels is not None:
-        scheduled = kernels.Scheduled(rows, num_known_sched, num_drafts_sched, samples_sched, query_starts, request_of,
-                                      offset, logit_request, logit_draft)
-        made = kernels.prepare_step(scheduled, state, most_drafts=shape.most_drafts, max_len=max_len,
-                                    page_tokens=tuple(group.page_tokens for group in groups))
-        return _from_kernels(shape, scheduled, made, logit_token_rows, boundaries)
+    """`ints` on the device, as `pack_eager` or `pack_captured` made them."""
+    packet = unpack(shape, ints)
+    page_tokens = tuple(group.page_tokens for group in groups)
+    made = ops.prepare_step(packet, state, max_drafts=shape.max_drafts, page_tokens=page_tokens, max_len=max_len)
+    logit_rows = LogitRows(packet.logit_request, made.logit_row, packet.logit_draft, made.logit_position)
+    return Inputs(shape, _batch(shape, packet, made), made.computed, made.num_known, made.num_drafts, made.drafts,
+                  made.samples, packet.logit_token, logit_rows, made.first_logit, packet.boundaries)
 
-    known, computed = state.known[rows], state.computed[rows]
-    alive = state.alive[rows] & (rows != NULL_ROW)
-    samples = alive & (samples_sched > 0)
-    num_known = torch.where(alive, num_known_sched, 0)
-    room = (state.sampling.end_len[rows] - known - 1).clamp_min(0)  # drafts past the end could never be accepted
-    num_drafts = torch.minimum(torch.minimum(num_drafts_sched, state.num_drafts[rows]), room)
-    num_drafts = torch.where(samples, num_drafts, 0)
-    live = num_known + num_drafts
-    drafts = state.drafts[rows][:, : shape.most_drafts]
 
-    # Token rows: known tokens first, then drafts; dead ones repeat a valid position and write nothing.
-    token_live, token_known = live[request_of], num_known[request_of]
-    is_live = offset < token_live
-    positions = (computed[request_of] + torch.minimum(offset, (token_live - 1).clamp_min(0))).clamp_max(max_len - 1)
-    token_row = rows[request_of]
-    token_ids = state.tokens[token_row, positions]
-    if shape.most_drafts:
-        draft_index = (offset - token_known).clamp(0, shape.most_drafts - 1)
-        token_ids = torch.where(offset < token_known, token_ids, state.drafts[token_row, draft_index])
-    tables = tuple(table[rows] for table in state.page_tables)
+def _batch(shape: StepShape, packet: StepPacket, made: PreparedStep) -> ForwardBatch:
     view = BatchView(
-        num_requests=requests, num_tokens=tokens, query_lens=shape.query_lens, max_length=shape.max_length, rows=rows,
-        query_starts=query_starts, lengths=torch.where(alive, computed + live, 0), live=live,
-        token_ids=torch.where(is_live, token_ids, 0), positions=positions, request_of=request_of, page_tables=tables,
-        token_slots=tuple(_slots(table, group, request_of, positions, is_live)
-                          for table, group in zip(tables, groups, strict=True)),
+        num_requests=shape.requests, num_tokens=shape.tokens, queries=shape.queries, max_length=shape.max_length,
+        rows=packet.rows, query_starts=packet.query_starts, lengths=made.lengths, live=made.live,
+        query_starts_int32=made.query_starts_int32, lengths_int32=made.lengths_int32, live_int32=made.live_int32,
+        token_ids=made.token_ids, positions=made.positions, request_of=packet.request_of, page_tables=made.page_tables,
+        token_slots=made.slots,
     )  # fmt: skip
-    batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
-    logit_rows = LogitRows(logit_request, rows[logit_request], logit_draft, known[logit_request] + logit_draft,
-                           list(shape.logit_counts))
-    return Inputs(shape, batch, computed, num_known, num_drafts, drafts, samples, logit_token_rows, logit_rows,
-                  boundaries=boundaries)
+    return ForwardBatch(view, _cut(view, shape) if isinstance(shape, EagerShape) else view)
 
 
-def _from_kernels(shape: BatchShape, scheduled: Any, made: Any, logit_token_rows: torch.Tensor,
-                  boundaries: torch.Tensor | None) -> Inputs:
-    """Of what the kernels were given and what they made (`kernels.triton.step`)."""
-    view = BatchView(
-        num_requests=shape.requests, num_tokens=shape.tokens, query_lens=shape.query_lens, max_length=shape.max_length,
-        rows=scheduled.row, query_starts=scheduled.query_starts, lengths=made.lengths, live=made.live,
-        token_ids=made.token_ids, positions=made.positions, request_of=scheduled.request_of,
-        page_tables=made.page_tables, token_slots=made.slots,
-        int32_copies=tuple(zip((made.lengths, made.live, scheduled.query_starts), made.narrow, strict=True)),
-        longest_short=shape.longest_short,
-    )  # fmt: skip
-    batch = ForwardBatch(view, _cut(view, shape.scheduled_requests, shape.scheduled_tokens))
-    logit_rows = LogitRows(scheduled.logit_request, made.logit_row, scheduled.logit_draft, made.logit_position,
-                           list(shape.logit_counts))
-    return Inputs(shape, batch, made.computed, made.num_known, made.num_drafts, made.drafts, made.samples,
-                  logit_token_rows, logit_rows, made.first_logit, boundaries)
-
-
-def _slots(table: torch.Tensor, group: Group, request_of: torch.Tensor, positions: torch.Tensor,
-           is_live: torch.Tensor) -> torch.Tensor:
-    pages = table[request_of, positions // group.page_tokens].long()
-    return torch.where(is_live, pages * group.page_tokens + positions % group.page_tokens, -1)
-
-
-def _cut(view: BatchView, requests: int, tokens: int) -> BatchView:
+def _cut(view: BatchView, shape: EagerShape) -> BatchView:
+    requests, tokens = shape.scheduled_requests, shape.scheduled_tokens
     return BatchView(
-        num_requests=requests, num_tokens=tokens, query_lens=view.query_lens[:requests], max_length=view.max_length,
-        rows=view.rows[:requests], query_starts=view.query_starts[: requests + 1], lengths=view.lengths[:requests],
-        live=view.live[:requests], token_ids=view.token_ids[:tokens], positions=view.positions[:tokens],
+        num_requests=requests, num_tokens=tokens, queries=ExactQueries(shape.queries.lens[:requests]),
+        max_length=view.max_length, rows=view.rows[:requests], query_starts=view.query_starts[: requests + 1],
+        lengths=view.lengths[:requests], live=view.live[:requests],
+        query_starts_int32=view.query_starts_int32[: requests + 1], lengths_int32=view.lengths_int32[:requests],
+        live_int32=view.live_int32[:requests], token_ids=view.token_ids[:tokens], positions=view.positions[:tokens],
         request_of=view.request_of[:tokens], page_tables=tuple(table[:requests] for table in view.page_tables),
         token_slots=tuple(slots[:tokens] for slots in view.token_slots),
     )  # fmt: skip

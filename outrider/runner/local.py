@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.core import ScheduledBatch, StepResult
+from outrider.core import ScheduledBatch, StepResult, Uncaptured
 from outrider.runner.batch import PaddedSize
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
@@ -66,4 +66,4 @@ class LocalRunner:
         size = self._padding.size_for(batch)
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
         result = self.device_step.run(batch, size)
-        return read_result(batch, result, time.perf_counter() - start)
+        return read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)

@@ -12,7 +12,7 @@ import torch
 from outrider.core import ScheduledBatch
 from outrider.kernels.buffers import to_device
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import Inputs
+from outrider.runner.batch import EagerShape, Inputs
 from outrider.runner.rows import RowState
 from outrider.sample.logprobs import LogprobRows, logprob_rows
 
@@ -32,11 +32,12 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     if not asked:
         return None
     view = inputs.batch.unpadded
+    assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
     counts = [n if p.prompt_logprobs is not None else 0
               for n, p in zip(scheduled.num_known, params, strict=True)]
     starts: list[int] = []
     start = 0
-    for length, count in zip(view.query_lens, counts, strict=True):
+    for length, count in zip(inputs.shape.queries.lens, counts, strict=False):
         starts += range(start, start + count)
         start += length
     token_rows = to_device(starts, torch.int64, state.device)

@@ -14,6 +14,7 @@ from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.recurrent import SHORT_RUN
+from outrider.mixers.batch import DecodeQueries, ExactQueries, Queries
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.base import RecurrentMixer
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
@@ -24,7 +25,7 @@ from outrider.mixers.recurrent.layers import (
     StepCounts,
     Targets,
 )
-from outrider.runner.batch import BatchShape, Inputs
+from outrider.runner.batch import CapturedShape, Inputs
 
 
 class RecurrentRows:
@@ -36,7 +37,6 @@ class RecurrentRows:
         self.device = device
         self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
         self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
-        self._window = limits.extent(Axis.DRAFTS)
         # Pages of the checkpoint that a row was last given: where captured steps find them.
         num_pages = kind.capacity(limits).checkpoint_pages
         self._target_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
@@ -124,18 +124,14 @@ class RecurrentRows:
         if not self.layers:
             return None
         shape, view = inputs.shape, inputs.batch.padded
-        if inputs.boundaries is not None:
+        if isinstance(shape, CapturedShape) and shape.takes_checkpoints:
             assert targets is None
             targets = self._listed_targets(view.rows, inputs.boundaries)
         return self.backend.on(StepCounts(
             view.rows, view.query_starts, view.request_of, inputs.computed_before, inputs.num_known, inputs.num_drafts,
-            self.pending[view.rows], view.query_lens, self._known_lens(shape), shape.most_drafts,
-            self._window if shape.most_pending is None else shape.most_pending, targets,
+            self.pending[view.rows], _lens(shape.queries, shape.requests), _lens(shape.known, shape.requests),
+            shape.max_drafts, shape.max_pending, targets,
         ))  # fmt: skip
-
-    def _known_lens(self, shape: BatchShape) -> tuple[int, ...]:
-        """In a captured batch as many as there may be: one, or, with prompts in it, more than go token by token."""
-        return shape.known_lens or ((1 if shape.longest_short is None else SHORT_RUN + 1),) * shape.requests
 
     def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
         """What was accepted waits; who took no part keeps what waits already. num_accepted [requests]. Returns which
@@ -165,6 +161,18 @@ class RecurrentRows:
             by_request = sorted(range(len(requests)), key=lambda target: requests[target])
             order = to_device(by_request, torch.int64, self.device)
         return Targets(tuple(requests), offsets, request, boundary, start, pages, order)
+
+
+def _lens(queries: Queries, requests: int) -> tuple[int, ...]:
+    """Tokens of each request; where only the device knows them, as many as there may be: a few, or, with prompts among
+    them, more than go token by token."""
+    match queries:
+        case ExactQueries(lens):
+            return lens
+        case DecodeQueries(most):
+            return (most,) * requests
+        case _:
+            return (SHORT_RUN + 1,) * requests
 
 
 def _layer_rows(spec: RecurrentSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> LayerRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs
+from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
 from outrider.core.params import SamplingParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import to_host
@@ -15,7 +15,9 @@ NAN_LOGITS = (
 FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
 
 
-def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float) -> StepResult:
+def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
+                uncaptured: Uncaptured | None = None) -> StepResult:
+    """uncaptured: why the step replayed no captured one, if it did not."""
     # Counts and runs are padded.
     parts = zip(scheduled.request_ids, scheduled.epochs, result.counts.tolist(), result.run.tolist(), strict=False)
     requests = [
@@ -25,7 +27,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float)
     ]  # fmt: skip
     if result.params is not None:
         requests = _with_logprobs(scheduled, result, result.params, requests)
-    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result))
+    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
 
 
 def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],

@@ -6,32 +6,32 @@ result stays on the device until `results.read_result` is asked for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core import ScheduledBatch
+from outrider.core import ScheduledBatch, StepForm
 from outrider.core.params import SamplingParams
+from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
+from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
 from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.layers import RecurrentStep, Targets
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import BatchShape, Inputs, PaddedSize, build_inputs, pack_host, step_kernels
+from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.runner.rows import RowState
-from outrider.sample.accept import Accepted, accept
 from outrider.sample.batch import History
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
-
-PROPOSED = 5  # column of a result's counts
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,12 @@ class DeviceResult:
 
 
 @dataclass(frozen=True)
-class Committed:
-    """What a step did to its requests, over the padded ones, when the rows have moved on."""
+class ForwardHalf:
+    """What the forward half of a step hands to the finish half. All of it stays on the device."""
 
-    accepted: Accepted
-    computed: torch.Tensor  # [requests] known tokens computed and drafts accepted
-    goes_on: torch.Tensor  # [requests] got a run and has not ended
-    counts: torch.Tensor  # [requests, 6] as in DeviceResult, nothing proposed yet
+    inputs: Inputs
+    recurrent: RecurrentStep | None
+    hidden: Hidden
 
 
 class DeviceStep:
@@ -86,6 +85,7 @@ class DeviceStep:
         self._logprobs_mode = logprobs_mode
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._folded: torch.Tensor | None = None  # by the last host writes
+        self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
@@ -100,46 +100,57 @@ class DeviceStep:
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
 
-    def plan(self, scheduled: ScheduledBatch, shape: BatchShape) -> StepPlan:
+    def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         counts = list(shape.logit_counts)
         asked = self.state.params.of_rows(scheduled.rows)
         needs = StepNeeds.of(asked, counts)
         extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in asked)
-        targets = None if shape.has_targets else self.recurrent.targets(scheduled)
-        return StepPlan(needs, extras, any_sampled, scheduled.propose, targets)
+        return StepPlan(needs, extras, any_sampled, scheduled.propose, self.recurrent.targets(scheduled))
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
             return DeviceResult(nothing, nothing, None, None, self._folded)
-        shape, ints = pack_host(scheduled, padded)
-        device_ints = to_device(ints, torch.int64, self.state.device)
-        inputs, hidden, result = self.body(shape, device_ints, self.plan(scheduled, shape))
-        prompts = prompt_logprobs(self.model, scheduled, inputs, hidden, self.state)
+        shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
+        plan = self.plan(scheduled, shape)
+        half = self.forward_half(shape, to_device(ints, torch.int64, self.state.device), plan)
+        if scheduled.form is StepForm.SPLIT:
+            self.host_turn(scheduled)
+        result = self.finish_half(half, plan)
+        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
         reports = [written for written in (result.written, self._folded) if written is not None]
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
         return replace(result, prompt_logprobs=prompts, written=torch.cat(reports) if reports else None, params=asked)
 
-    def body(self, shape: BatchShape, ints: torch.Tensor, plan: StepPlan) -> tuple[Inputs, Hidden, DeviceResult]:
-        """The part that can be captured: no host data but the shape and the plan."""
+    # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
+
+    def forward_half(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> ForwardHalf:
         inputs = build_inputs(shape, ints, self.state, self.groups, self.max_len)
         recurrent = self.recurrent.begin(inputs, plan.targets)
-        hidden = self.forward(inputs.batch.padded, recurrent)
+        return ForwardHalf(inputs, recurrent, self.forward(inputs.batch.padded, recurrent))
+
+    def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
+        """Finish and draft."""
+        inputs, hidden = half.inputs, half.hidden
         logprobs, committed = self.finish(inputs, hidden, plan)
-        written = self.recurrent.commit(recurrent, committed.accepted.num_accepted)
+        written = self.recurrent.commit(half.recurrent, committed.accepted.num_accepted)
         if self.drafter is not None:
             self.draft(self.drafter, inputs, hidden, committed, plan)
-        return inputs, hidden, DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written,
-                                            shape.has_targets)
+        by_request = isinstance(inputs.shape, CapturedShape) and inputs.shape.takes_checkpoints
+        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written, by_request)
+
+    def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
+        """Both halves, one after the other."""
+        return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
         taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
         return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
 
-    def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, Committed]:
+    def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
         if inputs.shape.logit_rows_are_tokens:
             logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
@@ -153,49 +164,19 @@ class DeviceStep:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
         return sampled.logprobs, self.commit(inputs, tokens, sampled.bad)
 
-    def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> Committed:
+    def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
         """Drafts are accepted by the sampled tokens; the run becomes known, its accepted part computed."""
-        state, rows = self.state, inputs.batch.padded.rows
-        kernels = step_kernels(state.device)
-        if kernels is not None:
-            verified = kernels.Verified(rows, inputs.num_known, inputs.num_drafts, inputs.samples, inputs.first_logit,
-                                        inputs.drafts)
-            done = kernels.commit_step(tokens, bad, verified, state)
-            accepted = Accepted(done.run, done.run_len, done.num_accepted, done.finish)
-            return Committed(accepted, done.num_computed, done.goes_on, done.counts)
-        known = state.known[rows]
-        accepted = accept(tokens, inputs.logit_rows, inputs.drafts, inputs.num_drafts, inputs.samples, known,
-                          state.sampling, rows, bad=bad)
-        index = torch.arange(accepted.run.shape[1], device=rows.device)
-        columns = (known[:, None] + index).clamp_max(state.tokens.shape[1] - 1)
-        # Cells beyond the run keep what they hold. Only the null row can be written twice, with what it holds.
-        kept = state.tokens[rows[:, None], columns]
-        values = torch.where(index < accepted.run_len[:, None], accepted.run, kept)
-        state.tokens.index_put_((rows[:, None], columns), values)
-        computed = inputs.num_known + accepted.num_accepted
-        state.known.index_add_(0, rows, accepted.run_len)
-        state.computed.index_add_(0, rows, computed)
-        state.alive.index_copy_(0, rows, state.alive[rows] & (accepted.finish == 0))
-        state.num_drafts.index_fill_(0, rows, 0)  # consumed, or stale
-        goes_on = (accepted.run_len > 0) & (accepted.finish == 0)
-        counts = torch.stack([accepted.run_len, accepted.finish, computed, inputs.num_drafts, accepted.num_accepted,
-                              torch.zeros_like(computed)], dim=1)  # fmt: skip
-        return Committed(accepted, computed, goes_on, counts)
+        verified = VerifiedStep(inputs.batch.padded.rows, inputs.num_known, inputs.num_drafts, inputs.samples,
+                                inputs.first_logit, inputs.drafts)
+        return ops.commit_step(tokens, bad, verified, self.state)
 
-    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: Committed, plan: StepPlan) -> None:
+    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
-        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.computed, guesses,
+        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
                     state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose)
         if plan.propose == 0:
             drafter.skip(step)
             return
-        drafts, proposed = drafter.propose(step), committed.counts[:, PROPOSED]
-        kernels = step_kernels(state.device)
-        if kernels is not None:
-            kernels.store_drafts(rows, drafts.tokens, drafts.counts, guesses, drafts=state.drafts,
-                                 num_drafts=state.num_drafts, proposed=proposed)
-            return
-        columns = torch.arange(drafts.tokens.shape[1], device=rows.device)
-        state.drafts.index_put_((rows[:, None], columns), drafts.tokens)
-        proposed.copy_(torch.where(guesses, drafts.counts, 0))
-        state.num_drafts.index_copy_(0, rows, proposed)
+        drafts = drafter.propose(step)
+        ops.store_drafts(rows, drafts.tokens, drafts.counts, guesses, drafts=state.drafts, num_drafts=state.num_drafts,
+                         proposed=committed.counts[:, PROPOSED])

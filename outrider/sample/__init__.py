@@ -1,6 +1,6 @@
 """The one sampler: parameters per row, needs and extras per batch, `sample` and `accept` per step."""
 
-from outrider.sample.accept import Accepted, accept
+from outrider.kernels.accept import Accepted, accept
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows, logprob_rows, to_host

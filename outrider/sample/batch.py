@@ -13,13 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class LogitRows:
-    """The logit rows of request i are contiguous, `counts[i]` of them: 0 while its prompt is being computed."""
+    """The logit rows of a request are contiguous; it has none while its prompt is being computed."""
 
     request: torch.Tensor  # [L] int64: index in the batch
     row: torch.Tensor  # [L] int64
     draft_index: torch.Tensor  # [L] int64: this logit row comes after so many drafts
     position: torch.Tensor  # [L] int64: index in the sequence of the token being chosen
-    counts: list[int]
 
     def __post_init__(self) -> None:
         lengths = {len(self.request), len(self.row), len(self.draft_index), len(self.position)}

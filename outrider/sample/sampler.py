@@ -69,7 +69,7 @@ def sample(
 def _between(logit_rows: LogitRows, start: int, stop: int) -> LogitRows:
     at = slice(start, stop)
     request, row = logit_rows.request[at], logit_rows.row[at]
-    return LogitRows(request, row, logit_rows.draft_index[at], logit_rows.position[at], counts=[])
+    return LogitRows(request, row, logit_rows.draft_index[at], logit_rows.position[at])
 
 
 @dataclass(frozen=True)

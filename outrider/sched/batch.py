@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from outrider.cache.checkpoints import Reach
+from outrider.cache.checkpoints import StateProgress
 from outrider.cache.manager import Granted
 from outrider.core import Admission, CheckpointWrite, HostDraft, ScheduledBatch
 from outrider.sched.request import Request
@@ -49,15 +49,15 @@ class BatchBuilder:
         request.in_flight_samples += samples
 
     @property
-    def reaches(self) -> dict[int, Reach]:
+    def progress(self) -> dict[int, StateProgress]:
         """How far each request's recurrent states get. Tokens known at admission are never in doubt, and drafts are
         not stored in the step that checks them."""
-        reaches: dict[int, Reach] = {}
+        progress: dict[int, StateProgress] = {}
         for request, known, _, _, _, before in self._entries:
             sure = min(request.admitted_len, before)  # computed when the step begins, whatever is in flight
             least = max(request.settled.at_least, sure) + known
-            reaches[request.id] = Reach(request.folded, max(request.folded, sure), least, before + known)
-        return reaches
+            progress[request.id] = StateProgress(request.folded, max(request.folded, sure), least, before + known)
+        return progress
 
     def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
               checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int) -> ScheduledBatch:

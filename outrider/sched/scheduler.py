@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from outrider.cache.manager import CacheManager
+from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
     NULL_ROW,
     Admission,
@@ -95,16 +95,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._in_flight) or self.cache.checkpoints.has_folds
+        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 
     def add(self, request: Request) -> None:
-        end_len = request.input.end_len
-        needed = self.cache.pages_to_start(end_len)
-        if needed > self.cache.pool.num_usable:
-            raise ValueError(
-                f"the request may need {needed} pages ({end_len} tokens) and the pool has "
-                f"{self.cache.pool.num_usable}: lower max_tokens, or give the cache more memory"
-            )
+        self.cache.check_fits(request.input.end_len)
         request.hashes = self.cache.new_hashes(request.input.cache_keys)
         self._requests[request.id] = request
         self._arrival_of[request.id] = next(self._arrivals)
@@ -171,7 +165,8 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
-        self._settle_checkpoints(result.step, result.checkpoints)
+        # Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now.
+        self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids)
         for part, known, drafts, sampled in zip(
             result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
@@ -187,8 +182,7 @@ class Scheduler:
         """The oldest step in flight died. What the device holds of the rows of that time is unknown now, so whoever has
         one ends; a row taken later was written anew."""
         step, _ = self._in_flight.popitem(last=False)
-        self._settle_checkpoints(step, [])
-        self.cache.checkpoints.drop_promised()
+        self.cache.fail_step(step)
         later = [*self._admissions, *(a for batch in self._in_flight.values() for a in batch.admissions)]
         rows = {admission.row for admission in later}
         for request in [r for r in self._running if r.row not in rows]:
@@ -241,22 +235,21 @@ class Scheduler:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
             assert request.hashes is not None
-            use_prefix = request.input.reads_prefix_cache
-            if not self.cache.can_start(request.token_ids, request.hashes, use_prefix=use_prefix):
+            start = self.cache.find_start(request.token_ids, request.hashes,
+                                          use_prefix=request.input.reads_prefix_cache)
+            if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)
-            self._start(request)
+            self._start(request, start)
             chunk = self._schedule_known(request, budget, batch)
             if chunk == 0:
                 return
             budget -= chunk
 
-    def _start(self, request: Request) -> None:
-        assert request.hashes is not None
+    def _start(self, request: Request, start: Start) -> None:
         asked = request.input
         request.row = self._free_rows.pop()
-        hit = self.cache.admit(request.id, request.row, request.token_ids, request.hashes,
-                               use_prefix=asked.reads_prefix_cache)
+        hit = self.cache.admit(request.id, request.row, start)
         request.state = State.RUNNING
         request.admitted_len = len(request.token_ids)
         request.stats.num_hit_tokens = hit
@@ -267,7 +260,7 @@ class Scheduler:
         self._running.append(request)
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, asked.end_len, asked.eos_ids,
-                      asked.params, asked.sample_index, asked.seed, self.cache.checkpoints.restored(request.id))
+                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
         )
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
@@ -296,12 +289,12 @@ class Scheduler:
         self._wait(request)
 
     def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
-        if batch.is_empty and not self.cache.checkpoints.has_folds:
+        if batch.is_empty and not self.cache.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
         step = self.stats.num_steps
-        checkpoints = self.cache.grant_checkpoints(step, batch.reaches) if self.cache.takes_checkpoints else []
-        folds = self.cache.checkpoints.take_folds(step)
+        checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
+        folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
         scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
         self._admissions, self._host_drafts = [], []
@@ -311,10 +304,6 @@ class Scheduler:
         return scheduled
 
     # Inside: after a result
-
-    def _settle_checkpoints(self, step: int, written: Sequence[int]) -> None:
-        """Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now."""
-        self.cache.settle_checkpoints(step, written, lambda request_id: self._requests[request_id].token_ids)
 
     def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
         settled = request.settled

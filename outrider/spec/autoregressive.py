@@ -15,8 +15,7 @@ target's to decide), and are not attended.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,23 +23,15 @@ from outrider.cache.groups import Group, LayerCache
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_cells
 from outrider.layers.base import LayeredModule
 from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import Attend, CachedLayers
 from outrider.mixers.paged.base import AttentionLayer
-from outrider.sample.philox import gumbel
+from outrider.models.base import Hidden
 from outrider.spec.base import Drafter, Drafts, Step
-from outrider.spec.views import (
-    Choosing,
-    Filled,
-    OneEach,
-    Passes,
-    PassRows,
-    cells_of,
-    draft_kernels,
-    forget_pages,
-    lay_out_passes,
-)
+from outrider.spec.draw import draw_drafts
+from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
 
 
 class DraftNetwork(Protocol):
@@ -53,14 +44,14 @@ class DraftNetwork(Protocol):
 
     def cache_layers(self) -> list[LayerCache]: ...
 
-    def consume(self, step: Step) -> torch.Tensor | None:
-        """The target's hidden states of the step's token rows in the form `forward` takes."""
+    def consume(self, hidden: Hidden) -> torch.Tensor | None:
+        """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
         ...
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token rows at slot positions. Returns (what `logits` takes, what the next draft consumes as hidden). May
-        overwrite `hidden`, whose sums go on in place."""
+        """Token rows at slot positions, with what `consume` returned. Returns (what `logits` takes, what the next draft
+        consumes as hidden). May overwrite `hidden`, whose sums go on in place."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -77,7 +68,7 @@ class AutoregressiveDrafter(Drafter):
         self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
         self.attention_layers = tuple(network.attention_layers)
         self.lookahead = max_drafts
-        self._least = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
+        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
 
     def modules(self) -> list[LayeredModule]:
         return [self.network.module()]
@@ -93,11 +84,12 @@ class AutoregressiveDrafter(Drafter):
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._device = cached, device
-        self._one_each = OneEach(limits, device)
+        self._batches = DraftingBatches(cached.groups, limits, device)
         # Tails lie with the pages of one group; a sliding one may not hold a hit's last page.
-        is_full = [group for group in cached.groups if group.spec.visible_tokens is None]
-        self._filled = Filled(
-            groups=cached.groups, tail_group=(is_full or cached.groups)[0], least=self._least, max_len=limits.max_len,
+        is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
+        self._state = DrafterCacheState(
+            page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
+            first_slot=self._first_slot, max_len=limits.max_len,
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
@@ -107,99 +99,70 @@ class AutoregressiveDrafter(Drafter):
 
     def admit(self, admissions: list[Admission]) -> None:
         """A head without a hit has nothing to fill before its first step; the others wait for its page tables."""
-        fresh = [a.row for a in admissions if self._least and a.computed == 0]
-        self._admitted += [a for a in admissions if not self._least or a.computed]
+        fresh = [a.row for a in admissions if self._first_slot and a.computed == 0]
+        self._admitted += [a for a in admissions if not self._first_slot or a.computed]
         if fresh:
             rows = to_device(fresh, torch.int64, self._device)
-            for tensor in (self._filled.valid_from, self._filled.filled):
-                tensor.index_fill_(0, rows, self._least)
+            for tensor in (self._state.valid_from, self._state.filled):
+                tensor.index_fill_(0, rows, self._first_slot)
 
     @property
-    def is_settled(self) -> bool:
-        return not self._admitted
+    def has_slots_to_fill(self) -> bool:
+        return bool(self._admitted)
 
     def skip(self, step: Step) -> None:
         """Cold: what the target computes now is missing here, and pages completed now are not valid for a hit."""
-        self._settle_admissions(step, is_cold=True)
-        forget_pages(step, self._filled)
+        self._take_admissions(step, is_cold=True)
+        ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
 
     def propose(self, step: Step) -> Drafts:
-        hidden = self.network.consume(step)
+        hidden = self.network.consume(step.hidden)
         if hidden is not None and self._tails is None:
-            size = (self._filled.page_valid.shape[0], hidden.shape[1])
+            size = (self._state.page_valid.shape[0], hidden.shape[1])
             self._tails = torch.zeros(size, dtype=hidden.dtype, device=self._device)
-        self._settle_admissions(step, is_cold=False)
-        passes = lay_out_passes(step, self._filled, self._one_each)
+        self._take_admissions(step, is_cold=False)
+        tables = self._batches.tables(step.batch.padded)
+        passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
+                                       num_wanted=step.most)
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
-        view = self._first_view(step, passes)
+        view = self._batches.first(step, passes)
         output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
-        output, feedback = ops.take_rows(output, feedback, passes.choosing.last)
-        drafts = torch.empty_like(passes.choosing.positions)
-        self._choose(step, passes.choosing, output, 0, drafts)
+        output, feedback = ops.take_rows(output, feedback, passes.keys.last)
+        drafts = torch.empty_like(passes.keys.positions)
+        self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.most):
-            view = self._next_view(step, passes, index, drafts[index - 1])
+            view = self._batches.further(step, passes, index, drafts[index - 1])
             output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.bind(view))
-            self._choose(step, passes.choosing, output, index, drafts)
-        return Drafts(drafts.t(), passes.choosing.counts)
+            self._draw(step, passes.keys, output, index, drafts)
+        return Drafts(drafts.t(), passes.keys.counts)
 
-    # Views: the target's batch, moved to the drafter's slots
-
-    def _first_view(self, step: Step, passes: Passes) -> BatchView:
-        return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first)
-
-    def _next_view(self, step: Step, passes: Passes, index: int, tokens: torch.Tensor) -> BatchView:
-        """One token per request: the draft before draft `index`. Requests that do not guess have any token."""
-        return self._moved(self._one_each.of(step.batch.padded), step, 1 + index, tokens, passes.further[index - 1])
-
-    def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: PassRows) -> BatchView:
-        """The view with other token rows; page tables stay the batch's own."""
-        cells = list(view.token_slots)
-        for group, own in zip(self._filled.groups, rows.cells, strict=True):
-            cells[group.index] = own
-        return replace(
-            view, token_ids=tokens, token_slots=tuple(cells), **rows.in_view,
-            int32_copies=(*view.int32_copies, *rows.int32_copies),
-            max_length=step.batch.padded.max_length.after(ahead, self._filled.max_len),
-        )  # fmt: skip
-
-    # Choosing
-
-    def _choose(self, step: Step, by: Choosing, hidden: torch.Tensor, index: int, drafts: torch.Tensor) -> None:
-        """Into drafts[index] the likeliest tokens, or at a temperature those that the target's own noise favours."""
-        logits, target_ids = self.network.logits(hidden), self.network.target_ids
-        key = (by.seed, by.sample_index, by.positions[index])
-        kernels = draft_kernels(logits.device) if logits.dtype == torch.float32 else None
-        if kernels is not None:
-            kernels.sample_logits(logits, by.temperature, *key, ids=target_ids, out=drafts[index])
-            return
-        if step.any_sampled:
-            heat = by.temperature[:, None].to(logits.dtype)
-            noise = gumbel(*key, target_ids, logits.shape[1], logits.dtype)
-            logits = torch.where(heat > 0, logits / heat + noise, logits)
-        best = logits.argmax(dim=1)
-        drafts[index].copy_(best if target_ids is None else target_ids[best])
+    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
+              drafts: torch.Tensor) -> None:
+        """Draft `index` of every request, into drafts[index]."""
+        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
+                    any_sampled=step.any_sampled, out=drafts[index])
 
     # Admission: the slot before the first one that a step fills
 
-    def _settle_admissions(self, step: Step, *, is_cold: bool) -> None:
+    def _take_admissions(self, step: Step, *, is_cold: bool) -> None:
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        view, own = step.batch.padded, self._filled
-        needed = [[group.kind.first_needed(a.computed) for a in admitted] for group in own.groups]
+        view, own = step.batch.padded, self._state
+        needed = [[group.kind.first_needed(a.computed) for a in admitted] for group in self._batches.groups]
         rows, begin, *first_needed = to_device(
             [[a.row for a in admitted], [a.computed for a in admitted], *needed], torch.int64, self._device
         )
         request_of_row = torch.zeros_like(own.filled)
         request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
         requests = request_of_row[rows]
-        valid_from = torch.full_like(begin, self._least)
-        for group, first in zip(own.groups, first_needed, strict=True):
+        valid_from = torch.full_like(begin, self._first_slot)
+        for group, first in zip(self._batches.groups, first_needed, strict=True):
             valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin, first))
         tail_page = self._tail_page(view, requests, begin)
         # A head cannot fill the first slot without the hidden state before it.
-        can_fill = ((tail_page != NULL_PAGE) & own.page_valid[tail_page]) if self._least else (begin >= 0)
+        can_fill = ((tail_page != NULL_PAGE) & own.page_valid[tail_page]) if self._first_slot else (begin >= 0)
         valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
         own.valid_from.index_copy_(0, rows, valid_from)
         own.filled.index_copy_(0, rows, begin)
@@ -213,13 +176,13 @@ class AutoregressiveDrafter(Drafter):
         table = view.page_tables[group.index][requests].long()
         columns = torch.arange(table.shape[1], device=self._device)
         in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
-        broken = in_hit & ((table == NULL_PAGE) | ~self._filled.page_valid[table])
+        broken = in_hit & ((table == NULL_PAGE) | ~self._state.page_valid[table])
         after = torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
         return torch.where(begin % group.page_tokens == 0, after, begin)
 
     def _tail_page(self, view: BatchView, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
         """[requests] the page with the hidden state of token begin - 1; the null page where there is none."""
-        group = self._filled.tail_group
+        group = self._batches.groups[self._state.tail_group]
         column = (begin // group.page_tokens - 1).clamp_min(0)
         page = view.page_tables[group.index][requests, column].long()
         return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
@@ -227,15 +190,13 @@ class AutoregressiveDrafter(Drafter):
     def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
         """Slot `begin` of rows just admitted. A head has nothing to put into slot 0."""
-        batch, own = step.batch.padded, self._filled
+        own = self._state
         hidden = None if self._tails is None else self._tails[tail_page]
-        single = self._one_each.of(replace(
-            batch, num_requests=rows.shape[0], rows=rows,
-            page_tables=tuple(table[requests] for table in batch.page_tables),
-        ))  # fmt: skip
+        single = self._batches.admitted(step, requests, rows)
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)
-        cells = cells_of(single, own.groups, begin, is_live)
-        alone = PassRows(begin, cells, torch.where(is_live, begin + 1, 0), is_live.long(), own.valid_from[rows])
-        view = self._moved(single, step, 1, tokens, alone)
+        cells = find_cells(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
+        lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
+        only = DraftPass(begin, cells, lengths, live, lengths.int(), live.int())
+        view = self._batches.first_slot(step, single, tokens, only, own.valid_from[rows])
         self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
         own.filled.index_copy_(0, rows, begin + 1)

@@ -12,12 +12,12 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
+from outrider.kernels.accept import Accepted
 from outrider.layers.base import LayeredModule
 from outrider.mixers.batch import ForwardBatch
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden, Model
-from outrider.sample.accept import Accepted
 from outrider.sample.rows import SamplingRows
 
 
@@ -82,9 +82,9 @@ class Drafter:
         """Requests take rows; before the step that first schedules them."""
 
     @property
-    def is_settled(self) -> bool:
-        """Whether what was admitted needs nothing more of the next step, which may then be a captured one."""
-        return True
+    def has_slots_to_fill(self) -> bool:
+        """Whether rows just admitted wait for the next step to fill slots of theirs. Such a step runs uncaptured."""
+        return False
 
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.most` tokens for every request. No host reads; rows that do not guess may hold anything."""

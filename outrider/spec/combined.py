@@ -37,8 +37,8 @@ class CombinedDrafter(Drafter):
             drafter.admit(admissions)
 
     @property
-    def is_settled(self) -> bool:
-        return all(drafter.is_settled for drafter in self._drafters)
+    def has_slots_to_fill(self) -> bool:
+        return any(drafter.has_slots_to_fill for drafter in self._drafters)
 
     def propose(self, step: Step) -> Drafts:
         first, *rest = [drafter.propose(step) for drafter in self._drafters]

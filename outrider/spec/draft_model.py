@@ -9,8 +9,7 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.mixers.cached import Attend
-from outrider.models.base import Model
-from outrider.spec.base import Step
+from outrider.models.base import Hidden, Model
 
 
 class _Shifted:
@@ -44,7 +43,7 @@ class DraftModelNetwork:
                         reads=None if layer.reads is None else layer.reads + self._first)
                 for layer in self._model.cache_layers()]  # fmt: skip
 
-    def consume(self, step: Step) -> torch.Tensor | None:
+    def consume(self, hidden: Hidden) -> None:
         return None
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,

@@ -1,56 +1,18 @@
-"""EAGLE-1 and EAGLE-3 heads as drafters, and the network that the autoregressive drafter runs around any draft head.
-
-What a head computes is in `models`; here it is loaded, checked against what is asked of it, and meets the step.
-"""
+"""EAGLE-1 and EAGLE-3 heads as drafters. What a head computes is in `models`; here it is loaded and checked."""
 
 from __future__ import annotations
 
 import logging
 
-import torch
-
-from outrider.cache.groups import LayerCache
 from outrider.config import SpeculativeConfig
-from outrider.mixers.cached import Attend
 from outrider.models.config import ConfigReader
 from outrider.models.eagle import build_eagle
 from outrider.models.head import DraftHead, load_dummy_head, load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
-from outrider.spec.base import DraftBuild, Step
+from outrider.spec.base import DraftBuild
 
 log = logging.getLogger("outrider")
-
-
-class HeadNetwork:
-    """A DraftNetwork around a head that consumes the target's hidden states."""
-
-    def __init__(self, head: DraftHead) -> None:
-        self.head = head
-        self.hidden_size = head.hidden_size
-        self.num_outputs = head.num_outputs
-        self.target_ids = head.target_ids
-        self.attention_layers = head.attention_layers
-
-    def cache_layers(self) -> list[LayerCache]:
-        return self.head.cache_layers()
-
-    def consume(self, step: Step) -> torch.Tensor:
-        return self.head.consume(step.hidden)
-
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        assert hidden is not None, "a head drafts from hidden states"
-        return self.head.forward(tokens, slots, hidden, attend)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
-
-    def module(self) -> DraftHead:
-        return self.head
-
-    def weight_bytes(self) -> int:
-        return self.head.weight_bytes()
 
 
 def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
@@ -72,4 +34,4 @@ def head_drafter(method: str, head: DraftHead, num_drafts: int) -> Autoregressiv
     if head.made_for is not None and num_drafts > head.made_for:
         log.warning("num_speculative_tokens is %d and the %s head was made for %d: later drafts may seldom be accepted",
                     num_drafts, method, head.made_for)
-    return AutoregressiveDrafter(method, HeadNetwork(head), num_drafts, head.taps)
+    return AutoregressiveDrafter(method, head, num_drafts, head.taps)

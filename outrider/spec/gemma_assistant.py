@@ -13,13 +13,12 @@ So one view serves every draft, nothing is written, no prompt is computed, and a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from outrider.config import SpeculativeConfig
 from outrider.core import Admission, Limits
-from outrider.mixers.batch import BatchView
+from outrider.kernels import ops
+from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.cached import CachedLayers
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
@@ -27,26 +26,25 @@ from outrider.models.head import load_dummy_head, load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
-from outrider.spec.eagle import HeadNetwork
-from outrider.spec.views import OneEach, Reading, reading_pass
+from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
 
 
 class AssistantDrafter(AutoregressiveDrafter):
     def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
-        super().__init__("gemma4_assistant", HeadNetwork(assistant), max_drafts)
+        super().__init__("gemma4_assistant", assistant, max_drafts)
         self.lookahead = 0  # it writes no slots
         self._behind = {"sampled": 1, "computed": 2}[position]  # known tokens from the rope position on
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._max_len = cached, limits.max_len
-        self._one_each = OneEach(limits, device)
+        self._batches = DraftingBatches(cached.groups, limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
         """Nothing is kept of rows."""
 
     @property
-    def is_settled(self) -> bool:
-        return True
+    def has_slots_to_fill(self) -> bool:
+        return False
 
     def skip(self, step: Step) -> None:
         """Nothing is missed."""
@@ -55,24 +53,20 @@ class AssistantDrafter(AutoregressiveDrafter):
         return 0
 
     def propose(self, step: Step) -> Drafts:
-        reading = reading_pass(step, self._max_len, self._behind)
-        choosing, tokens, positions = reading.choosing, reading.tokens, reading.rope_positions
-        attend = self._cached.bind(self.view(step, reading))
-        drafts = torch.empty_like(choosing.positions)
-        feedback = step.hidden.final[choosing.last]
+        reading = self.reading_pass(step)
+        keys, tokens, positions = reading.keys, reading.tokens, reading.rope_positions
+        attend = self._cached.bind(self._batches.reading(step, reading))
+        drafts = torch.empty_like(keys.positions)
+        feedback = step.hidden.final[keys.last]
         for index in range(step.most):
             output, feedback = self.network.forward(tokens, positions, feedback, attend)
-            self._choose(step, choosing, output, index, drafts)
+            self._draw(step, keys, output, index, drafts)
             tokens = drafts[index]
-        return Drafts(drafts.t(), choosing.counts)
+        return Drafts(drafts.t(), keys.counts)
 
-    def view(self, step: Step, reading: Reading) -> BatchView:
-        """The step's batch with one query for each request that guesses, at its last computed token."""
-        single, rows = self._one_each.of(step.batch.padded), reading.rows
-        return replace(
-            single, token_ids=reading.tokens, token_slots=rows.cells * len(single.token_slots), **rows.in_view,
-            int32_copies=(*single.int32_copies, *rows.int32_copies),
-        )  # fmt: skip
+    def reading_pass(self, step: Step) -> ReadingPass:
+        return ops.plan_reading_pass(committed_requests(step), drafting_rows(step), num_wanted=step.most,
+                                     max_len=self._max_len, behind=self._behind)
 
 
 def is_assistant(model: str) -> bool:

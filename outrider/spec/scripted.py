@@ -13,11 +13,12 @@ import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
+from outrider.kernels.drafting import DraftVerdicts
+from outrider.kernels.ops import Operation, triton_kernel
 from outrider.mixers.cached import CachedLayers
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
 from outrider.spec.base import Drafter, Drafts, Step
-from outrider.spec.views import draft_kernels
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]
 
@@ -76,18 +77,25 @@ class SyntheticAcceptance:
         if drafts.shape[1] == 0:
             return sampled
         assert self._thresholds is not None, "bind first"
-        kernels = draft_kernels(sampled.device)
-        if kernels is not None:
-            batch = kernels.Verdicts(logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position,
-                                     drafts)
-            made: torch.Tensor = kernels.accept_at_rates(sampled, batch, seed, self._thresholds, vocab=vocab,
-                                                         row_step=ROW_STEP)
-            return made
-        index = logit_rows.draft_index.clamp_max(drafts.shape[1] - 1)
-        draft = drafts[logit_rows.request, index]
-        # Keyed by position, so that a run repeats; requests without a seed of their own share one.
-        key = seed[logit_rows.row] + logit_rows.row * ROW_STEP
-        words = random_words(key, torch.zeros_like(key), logit_rows.position, None, 1).squeeze(1)
-        other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
-        chosen = torch.where(words < self._thresholds[index], draft, other)
-        return torch.where(logit_rows.draft_index < drafts.shape[1], chosen, sampled)
+        places = (logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position)
+        verdicts = DraftVerdicts(*places, drafts)
+        return accept_at_rates(sampled, verdicts, seed, self._thresholds, vocab=vocab, row_step=ROW_STEP)
+
+
+def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *,
+                     vocab: int, row_step: int) -> torch.Tensor:
+    """sampled [logit rows] with the draft where 32 random bits lie below its threshold, another token where not."""
+    request, row, draft_index, position, drafts = verdicts
+    index = draft_index.clamp_max(drafts.shape[1] - 1)
+    draft = drafts[request, index]
+    # Keyed by position, so that a run repeats; requests without a seed of their own share one.
+    key = seed[row] + row * row_step
+    words = random_words(key, torch.zeros_like(key), position, None, 1).squeeze(1)
+    other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
+    chosen = torch.where(words < thresholds[index], draft, other)
+    return torch.where(draft_index < drafts.shape[1], chosen, sampled)
+
+
+accept_at_rates = Operation(
+    _accept_at_rates, triton_kernel("outrider.kernels.triton.synthetic:accept_at_rates"), name="accept_at_rates"
+)

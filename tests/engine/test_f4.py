@@ -110,7 +110,7 @@ def test_f4_tokens_and_states_are_a_function_of_the_request(family: str, cell: C
         assert tokens_of(outputs) == expected(family)
         stats, cache = rig.scheduler.stats, rig.scheduler.cache
         accepted = {part.num_accepted for result in rig.results for part in result.requests}
-        assert (cache.stats.hit_tokens > 0) == (cache.checkpoints.num_restored > 0) == cell.prefix
+        assert (cache.stats.hit_tokens > 0) == (cache.states.num_restored > 0) == cell.prefix
         assert (cache.checkpoints.num_written > 0) == cell.prefix
         assert stats.max_steps_in_flight == (2 if cell.overlap else 1)
         assert (stats.num_preemptions > 0) == cell.preempted
@@ -223,7 +223,7 @@ def run_life(life: Life) -> Counter[str]:
         scheduler, cache = rig.scheduler, rig.scheduler.cache
         return Counter(
             lives=1, preemptions=scheduler.stats.num_preemptions, dropped=scheduler.stats.num_dropped_results,
-            hits=cache.stats.hit_tokens, evictions=cache.pool.num_evicted, restored=cache.checkpoints.num_restored,
+            hits=cache.stats.hit_tokens, evictions=cache.pool.num_evicted, restored=cache.states.num_restored,
             written=cache.checkpoints.num_written, folded=cache.checkpoints.num_folded,
             padded=rig.runner.num_padded_steps,
         )  # fmt: skip
@@ -247,7 +247,7 @@ def test_f4_batches_and_results_are_plain_data() -> None:
                   **Cell(17, "scripted", True, True, False).settings) as rig:
         rig.engine.runner = PicklingRunner(rig.runner)
         assert tokens_of(rig.run(ASKS)) == expected("mamba2")
-        assert rig.scheduler.cache.checkpoints.num_restored > 0
+        assert rig.scheduler.cache.states.num_restored > 0
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -15,11 +15,11 @@ from outrider.cache.groups import CacheLayout, Group, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, Limits, PageWrite, ScheduledBatch
 from outrider.core.params import SamplingParams
-from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.batch import BatchView, ExactQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
-from outrider.runner.batch import Inputs, PaddedSize, build_inputs, pack_host
+from outrider.runner.batch import EagerShape, Inputs, PaddedSize, build_inputs, pack_eager
 from outrider.runner.rows import RowState
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def build(members: list[Member], padded: PaddedSize | None = None) -> tuple[Inpu
         num_known=[m.num_known for m in members], num_drafts=[m.num_drafts for m in members],
         samples=[m.samples for m in members], bounds=[m.computed + m.num_known + m.num_drafts for m in members],
     )  # fmt: skip
-    shape, ints = pack_host(batch, padded)
+    shape, ints = pack_eager(batch, padded or PaddedSize(batch.num_requests, batch.num_tokens))
     return build_inputs(shape, torch.tensor(ints), state, LAYOUT.groups, LIMITS.max_len), state
 
 
@@ -95,8 +95,19 @@ def test_a_batch_keeps_its_promises(count: int, extra_requests: int, extra_token
     assert (unpadded.num_requests, unpadded.num_tokens) == (count, num_tokens)
     for view in (padded, unpadded):
         assert_view(view, members)
+        for wide, narrow in ((view.lengths, view.lengths_int32), (view.live, view.live_int32),
+                             (view.query_starts, view.query_starts_int32)):  # fmt: skip
+            assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
+    assert isinstance(inputs.shape, EagerShape)
+    assert sum(inputs.shape.queries.lens) == inputs.shape.scheduled_tokens == num_tokens
+    assert sum(inputs.shape.logit_counts) == inputs.shape.logit_rows
     assert_padding(padded, count, num_tokens)
     assert_one_writer_per_slot(padded)
+
+
+def exact_lens(view: BatchView) -> tuple[int, ...]:
+    assert isinstance(view.queries, ExactQueries)
+    return view.queries.lens
 
 
 def assert_view(view: BatchView, members: list[Member]) -> None:
@@ -105,7 +116,7 @@ def assert_view(view: BatchView, members: list[Member]) -> None:
     for index, member in enumerate(members):
         own = slice(starts[index], starts[index + 1])
         scheduled = member.num_known + member.num_drafts
-        assert own.stop - own.start == scheduled == view.query_lens[index]
+        assert own.stop - own.start == scheduled == exact_lens(view)[index]
         drafts = min(member.num_drafts, member.live_drafts) if member.samples else 0
         live = member.num_known + drafts if member.is_alive else 0
         length = member.computed + live if live else 0
@@ -125,7 +136,7 @@ def assert_view(view: BatchView, members: list[Member]) -> None:
 
 def assert_padding(view: BatchView, count: int, num_tokens: int) -> None:
     assert (view.rows[count:] == NULL_ROW).all() and (view.lengths[count:] == 0).all()
-    assert (view.live[count:] == 0).all() and all(n == 0 for n in view.query_lens[count:])
+    assert (view.live[count:] == 0).all() and all(n == 0 for n in exact_lens(view)[count:])
     assert (view.query_starts[count:] == num_tokens).all()
     for group in LAYOUT.groups:
         assert (view.page_table(group)[count:] == NULL_PAGE).all()

@@ -1,4 +1,4 @@
-"""Attention on the card with the head sizes that models have: decoding and prompts, windows, caps, sinks, first keys.
+"""Attention on the card with the head sizes that models have: decoding and prompts, windows, caps, first keys.
 
 Batches come from tests/kernels, with everything that nobody may see poisoned; there the sizes are small.
 """

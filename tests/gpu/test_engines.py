@@ -114,12 +114,12 @@ def test_eager_steps_and_the_torch_backend_agree() -> None:
 def test_many_requests_by_lists_of_splits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers with long contexts: attention lists the splits there are."""
     pytest.importorskip("triton", reason="needs the triton package")
-    from outrider.kernels.triton import attention_cut
+    from outrider.kernels.triton import attention_splits
     from outrider.mixers.paged import triton_backend
 
     folder = folder_of("llama")
     monkeypatch.setattr(triton_backend, "ENOUGH_LAYERS", 1)
-    monkeypatch.setattr(attention_cut, "listed_split", lambda programs, sms, padded_dim: 32)
+    monkeypatch.setattr(attention_splits, "least_listed_split", lambda programs, sms, padded_dim: 32)
     with GpuRig(loaded(folder), speculative_config=DRAFTERS[drafter]("llama"), max_num_seqs=16) as rig:
         for asked in (asks() * 2, asks()):  # all at once, then fewer than a list is made for
             expected = reference(folder)

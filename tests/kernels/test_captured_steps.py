@@ -15,20 +15,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.core import ScheduledBatch, StepResult  # noqa: E402
+from outrider.core import StepForm  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.kernels.triton import attention_cut  # noqa: E402
-from outrider.kernels.triton import draft as draft_kernels  # noqa: E402
+from outrider.kernels import ops  # noqa: E402
+from outrider.kernels.triton import attention_splits  # noqa: E402
 from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
-from outrider.runner import batch as batch_module  # noqa: E402
-from outrider.runner import step as step_module  # noqa: E402
-from outrider.runner.batch import pack_host  # noqa: E402
-from outrider.runner.graphs.keys import GraphKey, GraphKeys, empty_plan  # noqa: E402
-from outrider.runner.results import read_result  # noqa: E402
-from outrider.spec import autoregressive, views  # noqa: E402
+from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
@@ -45,45 +39,18 @@ ASKS = [
 ]
 
 
-class AsCaptured:
-    """Runs a rig's steps as a graph would."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-        self.keys = GraphKeys(rig.engine.limits, rig.step.drafter)
-        self.met: list[GraphKey] = []
-
-    @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> StepResult:
-        step = self._rig.step
-        self._rig._poison(batch)
-        step.apply_host_writes(batch)
-        key = self.keys.key_for(batch, step.state.params)
-        if key is None:
-            return read_result(batch, step.run(batch), 0.0)
-        self.met.append(key)
-        _, ints = pack_host(batch, self.keys.padded_size(key))
-        result = step.body(self.keys.shape(key), torch.tensor(ints), empty_plan(key))[2]
-        return read_result(batch, result, 0.0)
-
-
 @contextmanager
-def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
-    captured = AsCaptured(rig)
-    backend = TritonBackend(longest_short=1 + rig.engine.limits.max_drafts)
+def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]:
+    captured = AsCaptured(rig, form=form)
+    backend = TritonBackend(decode_kernel_max_query=1 + rig.engine.limits.max_drafts)
     rig.step.backend = backend
     for cached in (rig.step.cached, getattr(rig.step.drafter, "_cached", None)):
         for mixer in () if cached is None else cached.mixers:
             mixer.backend = backend  # type: ignore[attr-defined]
     if rig.step.recurrent.layers:
         rig.step.recurrent.backend.use_kernels = True
-    patches = [(batch_module, "step_kernels", kernels), (step_module, "step_kernels", kernels),
-               (views, "draft_kernels", draft_kernels)]  # fmt: skip
-    with ExitStack() as stack:
-        for module, name, value in patches:
-            stack.enter_context(mock.patch.object(module, name, lambda device, value=value: value))
-        stack.enter_context(mock.patch.object(autoregressive, "draft_kernels", lambda device: None))
-        stack.enter_context(mock.patch.object(rig.runner, "_run", captured.run))
+    with ops.using("triton", ops.prepare_step, ops.commit_step, ops.store_drafts, ops.plan_draft_passes,
+                   ops.plan_reading_pass, ops.forget_pages):
         yield captured
 
 
@@ -91,25 +58,27 @@ def on_a_card(rig: Rig) -> Iterator[AsCaptured]:
 def by_lists() -> Iterator[None]:
     """Attention by lists of splits, as with many requests and long contexts."""
     patches: list[tuple[Any, str, Any]] = [
-        (triton_backend, "pays_listing", lambda num_requests, window: True), (triton_backend, "ENOUGH_LAYERS", 1),
-        (attention_cut, "listed_split", lambda programs, sms, padded_dim: 16),
-        (attention_cut, "decode_config", lambda *shape: attention_cut.DecodeConfig(block_n=16, max_rows=16)),
+        (triton_backend, "pays_split_list", lambda num_requests, window: True), (triton_backend, "ENOUGH_LAYERS", 1),
+        (attention_splits, "least_listed_split", lambda programs, sms, padded_dim: 16),
+        (attention_splits, "decode_config", lambda *shape: attention_splits.DecodeConfig(block_n=16, max_rows=16)),
     ]  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in patches:
             stack.enter_context(mock.patch.object(module, name, value))
-        made = stack.enter_context(mock.patch.object(triton_backend, "list_work", wraps=attention_cut.list_work))
+        made = stack.enter_context(mock.patch.object(triton_backend, "list_splits", wraps=attention_splits.list_splits))
         yield
     assert made.call_count > 0
 
 
-def both_ways(model: Model, way: AbstractContextManager[None] | None = None, **settings: Any) -> tuple[AsCaptured, Rig]:
+def both_ways(model: Model, way: AbstractContextManager[None] | None = None, form: StepForm = StepForm.WHOLE,
+              **settings: Any) -> tuple[AsCaptured, Rig]:
     with Rig(model, **SETTINGS | settings) as rig:
         wanted = tokens_of(rig.run(ASKS))
-    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig) as captured, way or nullcontext():
+    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig, form) as captured, way or nullcontext():
         assert tokens_of(rig.run(ASKS)) == wanted
     assert any(key.has_prompts for key in captured.met) and any(not key.has_prompts for key in captured.met)
     assert any(len(set(batch.num_known)) > 1 for batch in rig.batches), "prompts beside decoding"
+    assert captured.turns == ([batch.step for batch in rig.batches] if form is StepForm.SPLIT else [])
     return captured, rig
 
 
@@ -123,16 +92,19 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
     assert len(captured.met) == len(rig.batches), "no step of these needs the host"
 
 
-@pytest.mark.parametrize(("kind", "family", "listed"), [
-    ("ngram", "llama", False), long("eagle3", "llama", False), long("ngram", "llama", True), ("eagle3", "gemma3", True),
+@pytest.mark.parametrize(("kind", "family", "listed", "form"), [
+    ("ngram", "llama", False, StepForm.WHOLE), ("ngram", "llama", False, StepForm.SPLIT),
+    long("eagle3", "llama", False, StepForm.SPLIT), long("ngram", "llama", True, StepForm.WHOLE),
+    ("eagle3", "gemma3", True, StepForm.WHOLE),
 ])  # fmt: skip
-def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, tmp_path: Path) -> None:
+def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, form: StepForm,
+                     tmp_path: Path) -> None:
     if kind == "ngram":
         config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
     else:
         config = make_drafter(kind, family, tmp_path).speculative(K) | {"auto": False}
     way = by_lists() if listed else None
-    captured, rig = both_ways(tiny_model(family, torch.float32), way, speculative_config=config)
+    captured, rig = both_ways(tiny_model(family, torch.float32), way, form=form, speculative_config=config)
     assert any(key.has_prompts and key.has_drafts for key in captured.met), "prompts beside drafts"
     assert any(part.num_drafted for result in rig.results for part in result.requests)
 
@@ -142,5 +114,5 @@ def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool,
 def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> None:
     """With checkpoints too: one of each request in a captured step."""
     captured, rig = both_ways(random_model(HYBRIDS[family], torch.float32, 3), enable_prefix_caching=caching)
-    assert any(key.has_targets for key in captured.met) == caching
+    assert any(key.takes_checkpoints for key in captured.met) == caching
     assert caching == any(result.checkpoints for result in rig.results)

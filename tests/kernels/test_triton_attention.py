@@ -15,14 +15,14 @@ triton = pytest.importorskip("triton", reason="needs the triton package")
 import triton.language as tl  # noqa: E402
 
 from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton import attention_cut  # noqa: E402
+from outrider.kernels.triton import attention_splits  # noqa: E402
 from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_cut import (  # noqa: E402
+from outrider.kernels.triton.attention_splits import (  # noqa: E402
     MOST_SPLITS,
     DecodeConfig,
-    cut_decode,
-    list_work,
-    pays_listing,
+    list_splits,
+    pays_split_list,
+    plan_launch,
     split_geometry,
 )
 from outrider.kernels.triton.prefill import (  # noqa: E402
@@ -150,10 +150,10 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
     given = {"max_query": int(batch.query_starts.diff().max()), "config": SMALL,
              "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options  # fmt: skip
     by = {name: given[name] for name in ("max_query", "max_length", "window", "key_starts", "config") if name in given}
-    with mock.patch.object(attention_cut, "listed_split", return_value=32):
-        work = list_work(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
-                         **by)  # fmt: skip
-    return decode(batch, work=work, **given | {"config": None})
+    with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
+        splits = list_splits(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim,
+                             batch.q.element_size(), **by)  # fmt: skip
+    return decode(batch, splits=splits, **given | {"config": None})
 
 
 LISTED = [(37, 1, 1), (0, 0, 0), (130, 3, 2), (40, 2, 0), (66, 1, 1), (130, 1, 1)]
@@ -175,11 +175,11 @@ ALIKE = replace(SMALL, min_split=32)  # cuts as a list with short splits does
 
 def test_a_list_has_each_split_once_and_the_longest_requests_first(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
-    with mock.patch.object(attention_cut, "listed_split", return_value=32):
-        work = list_work(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
+    with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
+        splits = list_splits(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
     wanted = [(2, s) for s in range(5)] + [(5, s) for s in range(5)] + [(4, 0), (4, 1), (4, 2), (3, 0), (3, 1), (0, 0),
                                                                         (0, 1), (1, 0)]  # fmt: skip
-    items = work.items[: int(work.count)].tolist()
+    items = splits.items[: int(splits.count)].tolist()
     assert [divmod(item, MOST_SPLITS.value) for item in items] == wanted
     assert torch.equal(listed(batch), decode(batch, num_splits=5, config=ALIKE)), "who serves a split changes no bit"
 
@@ -203,21 +203,22 @@ def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, d
 def test_how_a_list_is_cut() -> None:
     """By what was measured: many short splits of few requests; of many requests few long ones, which skew needs."""
     def cut(requests: int, window: int | None = None, kv_heads: int = 8, dim: int = 128) -> tuple[int, int]:
-        made = cut_decode(requests, 16, kv_heads, dim, 2, 132, max_query=1, max_length=4096, window=window,
+        made = plan_launch(requests, 16, kv_heads, dim, 2, 132, max_query=1, max_length=4096, window=window,
                           is_listed=True)
         return made.num_splits, made.split_size
 
     assert [cut(n) for n in (9, 16, 32, 48, 64, 256)] == [
         (32, 128), (32, 128), (16, 256), (8, 512), (2, 2048), (2, 2048)]  # fmt: skip
     assert cut(48, window=2000) == (4, 512) and cut(64, kv_heads=2, dim=512) == (8, 512)
-    assert pays_listing(9, None) and pays_listing(64, 4096) and not pays_listing(64, 512) and not pays_listing(8, None)
+    assert pays_split_list(9, None) and pays_split_list(64, 4096)
+    assert not pays_split_list(64, 512) and not pays_split_list(8, None)
 
 
 def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
     """A step with short contexts runs what was compiled for the longest there may be."""
     for requests in (1, 4, 8, 9, 16, 33, 64, 256):
         for is_listed in {False, requests > 8}:
-            cuts = [cut_decode(requests, 16, 8, 128, 2, 132, max_query=1, max_length=most, window=None,
+            cuts = [plan_launch(requests, 16, 8, 128, 2, 132, max_query=1, max_length=most, window=None,
                                is_listed=is_listed) for most in (16, 300, 4096, 131072)]  # fmt: skip
             assert len({(cut.is_split, cut.config, cut.block_m) for cut in cuts}) == 1
 
@@ -248,19 +249,19 @@ def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | 
 
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
-    work = list_work(batch.lengths, batch.live, 4, 2, 16, batch.q.element_size(), max_query=3, max_length=160)
-    given = {"max_query": 3, "max_length": 160, "work": work, "config": None}
+    splits = list_splits(batch.lengths, batch.live, 4, 2, 16, batch.q.element_size(), max_query=3, max_length=160)
+    given = {"max_query": 3, "max_length": 160, "splits": splits, "config": None}
     decode(batch, **given)
     for change in ({"max_query": 2}, {"max_length": 150}, {"window": 8}, {"key_starts": batch.live}):
-        with pytest.raises(ValueError, match="work was listed for another batch"):
+        with pytest.raises(ValueError, match="splits were listed for another batch"):
             decode(batch, **given | change)
-    with pytest.raises(ValueError, match="work was listed for another batch"):
+    with pytest.raises(ValueError, match="splits were listed for another batch"):
         decode(replace(batch, lengths=batch.lengths.clone()), **given)
     for change in ({"num_splits": 2}, {"split_size": 32}, {"config": SMALL}):
-        with pytest.raises(ValueError, match="work says how all is cut"):
+        with pytest.raises(ValueError, match="splits plan the launch already"):
             decode(batch, **given | change)
-    with pytest.raises(ValueError, match="list_work: live"):
-        list_work(batch.lengths, batch.live[1:], 4, 2, 16, 4, max_query=3, max_length=160)
+    with pytest.raises(ValueError, match="list_splits: live"):
+        list_splits(batch.lengths, batch.live[1:], 4, 2, 16, 4, max_query=3, max_length=160)
 
 
 def test_the_device_finds_the_tiles(device: torch.device, dtype: torch.dtype) -> None:
@@ -296,26 +297,6 @@ def test_short_splits_grow_where_there_are_many(device: torch.device, dtype: tor
     wanted = expected(batch, window)
     assert_close(decode(batch, config=config, window=window), wanted)
     assert_close(decode(batch, config=config, window=window, num_splits=3), wanted)
-
-
-@pytest.mark.parametrize("run", [decode, prefill])
-def test_sinks_only_take_weight_away(
-    device: torch.device, dtype: torch.dtype, run: Callable[..., torch.Tensor],
-) -> None:
-    batch = make_batch(device, dtype, [(40, 2, 2), (3, 1, 0)])
-    sinks = torch.tensor([-30.0, 0.0, 1.5, 30.0], device=device)
-    k = torch.cat([batch.k_cache[p] for p in batch.page_table[0, :3].tolist()])[:40].double()
-    v = torch.cat([batch.v_cache[p] for p in batch.page_table[0, :3].tolist()])[:40].double()
-    scores = torch.einsum("thd,shd->ths", batch.q[:2].double(), k.repeat_interleave(2, 1)) * 0.3
-    scores[0, :, 39] = float("-inf")
-    weights = torch.cat((scores, sinks.double()[None, :, None].expand(2, 4, 1)), -1).softmax(-1)[..., :40]
-    wanted = torch.cat((torch.einsum("ths,shd->thd", weights, v.repeat_interleave(2, 1)), wanted_zero(batch)))
-    for options in ({"num_splits": 1}, {"num_splits": 2}) if run is decode else ({},):
-        assert_close(run(batch, sinks=sinks, **options), wanted)
-
-
-def wanted_zero(batch: Batch) -> torch.Tensor:
-    return torch.zeros(1, *batch.q.shape[1:], dtype=torch.float64, device=batch.q.device)
 
 
 @pytest.mark.parametrize("run", [decode, prefill])

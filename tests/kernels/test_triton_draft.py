@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,12 +27,19 @@ from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Axis, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
+from outrider.kernels.drafting import (  # noqa: E402
+    CommittedRequests,
+    DrafterCacheState,
+    DraftingRows,
+    DraftPass,
+    DraftPasses,
+)
 from outrider.kernels.triton import draft as kernels  # noqa: E402
-from outrider.mixers.batch import BatchView, ForwardBatch, LengthBound  # noqa: E402
+from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
-from outrider.spec import autoregressive, gemma_assistant, views  # noqa: E402
 from outrider.spec.base import Step  # noqa: E402
-from outrider.spec.views import Filled, OneEach, Passes, PassRows  # noqa: E402
+from outrider.spec.draw import draw_drafts  # noqa: E402
+from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
 from tests.spec.rig import DraftRig  # noqa: E402
@@ -42,15 +49,16 @@ MAX_LEN = 80
 LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=MAX_LEN, max_drafts=7, vocab_size=50)
 LAYERS = [LayerCache(0, FullSpec(2, 8, 8)), LayerCache(1, SlidingSpec(2, 8, 8, 24)), LayerCache(2, FullSpec(2, 16, 8))]
 GROUPS = plan_groups(LAYERS).groups
-assert len({group.page_tokens for group in GROUPS}) > 1
+PAGE_TOKENS = tuple(group.page_tokens for group in GROUPS)
+assert len(set(PAGE_TOKENS)) > 1
 
 
-@contextmanager
-def using(module: ModuleType | None) -> Iterator[None]:
-    """Proposals do their bookkeeping with these kernels, or with none."""
-    with (mock.patch.object(views, "draft_kernels", lambda device: module),
-          mock.patch.object(autoregressive, "draft_kernels", lambda device: module)):
-        yield
+KINDS = ("reference", "triton")
+
+
+def using(kind: str) -> AbstractContextManager[None]:
+    """Proposals do their bookkeeping in torch, or with kernels."""
+    return ops.using(kind, ops.plan_draft_passes, ops.plan_reading_pass, ops.forget_pages, draw_drafts)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def member(draw: st.DrawFn) -> Member:
 
 
 def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: int, device: torch.device,
-              max_len: int = MAX_LEN) -> tuple[Step, Filled]:
+              max_len: int = MAX_LEN) -> tuple[Step, DrafterCacheState]:
     """Padded by `spare` requests and tokens. What is not defined holds anything that is in range, the null row too."""
     generator = torch.Generator().manual_seed(seed)
     limits = replace(LIMITS, max_len=max_len, max_requests=max(LIMITS.max_requests, len(members)))
@@ -107,8 +115,9 @@ def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: in
     before = ints([one.before for one in members] + [3] * spare[0])
     computed = ints([one.computed for one in members] + no_count)
     view = BatchView(
-        num_requests=requests, num_tokens=count, query_lens=tuple(lens), max_length=LengthBound(max_len),
+        num_requests=requests, num_tokens=count, queries=ExactQueries(tuple(lens)), max_length=LengthBound(max_len),
         rows=ints(rows + no_count), query_starts=ints(starts), lengths=before + computed, live=computed,
+        query_starts_int32=ints(starts).int(), lengths_int32=(before + computed).int(), live_int32=computed.int(),
         token_ids=some(50, count), positions=some(max_len, count), request_of=ints(request_of),
         page_tables=tuple(tables), token_slots=tuple(some(99, count) for _ in GROUPS),
     )  # fmt: skip
@@ -119,7 +128,7 @@ def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: in
     step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, guesses, tokens, known, sampling, False,
                 most)  # fmt: skip
     page_valid = some(2, len(pages) + 1).bool()
-    own = Filled(GROUPS, GROUPS[seed % len(GROUPS)], seed % 2, max_len, valid_from, filled, page_valid)
+    own = DrafterCacheState(PAGE_TOKENS, seed % len(GROUPS), seed % 2, max_len, valid_from, filled, page_valid)
     return step, own
 
 
@@ -129,8 +138,7 @@ def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
         assert actual.dtype == wanted.dtype and torch.equal(actual, wanted), f"{name}: {actual} for {wanted}"
     elif is_dataclass(wanted):
         for field in fields(wanted):
-            if field.name != "int32_copies":  # the torch path has none
-                assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
+            assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
     elif isinstance(wanted, tuple | list):
         assert len(actual) == len(wanted)
         for index, (one, other) in enumerate(zip(actual, wanted, strict=True)):
@@ -139,29 +147,31 @@ def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
         assert actual == wanted, name
 
 
-def assert_copies(rows: PassRows) -> None:
-    wide = [rows.lengths, rows.live, *([] if rows.key_starts is None else [rows.key_starts])]
-    assert [original for original, _ in rows.int32_copies] == wide
-    for original, narrow in rows.int32_copies:
-        assert narrow.dtype == torch.int32 and torch.equal(narrow, original.int())
+def assert_copies(rows: DraftPass) -> None:
+    for wide, narrow in ((rows.lengths, rows.lengths_int32), (rows.live, rows.live_int32)):
+        assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
 
 
-def assert_as_torch(step: Step, own: Filled) -> Passes:
+def of_step(step: Step) -> tuple[CommittedRequests, DraftingRows, tuple[torch.Tensor, ...]]:
+    return committed_requests(step), drafting_rows(step), step.batch.padded.page_tables
+
+
+def assert_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
     """Passes, rows and pages, of a proposal and of a cold step; the null page may be anything."""
     own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels")}
-    with using(None):
-        one_each = OneEach(LIMITS, own.filled.device)
-        wanted = views.lay_out_passes(step, own_of["torch"], one_each)
-        views.forget_pages(step, own_of["cold torch"])
-        reading = views.reading_pass(step, own.max_len, 1 + step.most % 2)
-    with using(kernels):
-        made = views.lay_out_passes(step, own_of["kernels"], one_each)
-        views.forget_pages(step, own_of["cold kernels"])
-        made_reading = views.reading_pass(step, own.max_len, 1 + step.most % 2)
-    assert_equal(made, wanted, "passes")
-    assert_equal(made_reading, reading, "reading")
-    for rows in (made.first, *made.further, made_reading.rows):
-        assert_copies(rows)
+    requests, rows, tables = of_step(step)
+    options: dict[str, Any] = {"num_wanted": step.most, "max_len": own.max_len, "behind": 1 + step.most % 2}
+    found = {}
+    for name, kind in (("torch", "reference"), ("kernels", "triton")):
+        with using(kind):
+            found[name] = (ops.plan_draft_passes(requests, rows, tables, own_of[name], num_wanted=step.most),
+                           ops.plan_reading_pass(requests, rows, **options))
+            ops.forget_pages(requests, tables, own_of[f"cold {name}"])
+    assert_equal(found["kernels"], found["torch"], "passes and reading pass")
+    made, reading = found["kernels"]
+    for one_pass in (made.first, *made.further, reading.only):
+        assert_copies(one_pass)
+    assert torch.equal(made.key_starts_int32, made.key_starts.int())
     for prefix in ("", "cold "):
         one, other = own_of[f"{prefix}kernels"], own_of[f"{prefix}torch"]
         for state in (one, other):
@@ -190,13 +200,12 @@ def test_the_steps_reach_every_case(device: torch.device) -> None:
     ]  # fmt: skip
     step, own = make_step(members, (2, 3), 5, 7, device)
     made, rows = assert_as_torch(step, own), step.batch.padded.rows
-    counts = made.choosing.counts.tolist()
+    counts = made.keys.counts.tolist()
     assert counts[:4] == [5, 5, 3, 0]
     live = torch.stack([rows.live for rows in made.further], dim=1).sum(dim=1)
     assert live.tolist() == [4, 4, 3, 0, 0, 0, 0, 0], "passes, which draft from a draft each"
-    starts = made.first.key_starts
-    assert starts is not None
-    assert own.least == 1 and starts[:2].tolist() == [1, 21]
+    starts = made.key_starts
+    assert own.first_slot == 1 and starts[:2].tolist() == [1, 21]
     assert int(starts[4]) == int(own.valid_from[rows[4]]), "only what fills meets a gap"
     assert int((made.tail_page > 0).sum()) == 2
     assert made.first.lengths.tolist()[4:] == [0, 39, 0, 0]
@@ -212,32 +221,35 @@ def test_more_tokens_and_pages_than_are_taken_at_a_time(device: torch.device) ->
 def test_padded_requests_leave_the_null_row_and_page_alone(device: torch.device) -> None:
     step, own = make_step([Member(4, 20, 20, 0, True, 1, 0)], (3, 4), 2, 5, device)
     before = copy.deepcopy(own)
-    with using(kernels):
-        views.lay_out_passes(step, own, OneEach(LIMITS, device))
-        views.forget_pages(step, own)
+    requests, rows, tables = of_step(step)
+    with using("triton"):
+        ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.most)
+        ops.forget_pages(requests, tables, own)
     for name in ("valid_from", "filled", "page_valid"):
         assert getattr(own, name)[0] == getattr(before, name)[0], name
     assert not torch.equal(own.filled, before.filled)
 
 
-def test_plans_take_the_int32_copies(device: torch.device) -> None:
-    """Attention over a pass casts nothing."""
+def test_views_of_passes_have_int32_copies_of_their_own(device: torch.device) -> None:
+    """Attention over a pass casts nothing, and no pass meets the copy of another one's tensor."""
     step, own = make_step([Member(4, 3, 3, 0, True, 0, 0)] * 2, (1, 1), 3, 5, device)
-    one_each = OneEach(LIMITS, device)
-    drafter: Any = SimpleNamespace(_filled=own, _one_each=one_each)
-    drafter._moved = lambda *args: autoregressive.AutoregressiveDrafter._moved(drafter, *args)
-    assistant: Any = SimpleNamespace(_one_each=one_each)
-    with using(kernels):
-        passes = views.lay_out_passes(step, own, one_each)
-        first = autoregressive.AutoregressiveDrafter._first_view(drafter, step, passes)
-        second = autoregressive.AutoregressiveDrafter._next_view(drafter, step, passes, 1, passes.choosing.last)
-        reading = gemma_assistant.AssistantDrafter.view(assistant, step, views.reading_pass(step, MAX_LEN, 1))
-    for view, query_starts in ((first, False), (second, True), (reading, True)):  # the first has the batch's own starts
-        plan, copies = TritonBackend().plan(view, GROUPS[0]), [narrow for _, narrow in view.int32_copies]
-        taken = [plan.lengths, plan.live, *([plan.query_starts] if query_starts else [])]
-        taken += [] if plan.key_starts is None else [plan.key_starts]
-        assert all(any(one is narrow for narrow in copies) for one in taken)
-    assert first.key_starts is not None and reading.key_starts is None
+    batches, (requests, rows, tables) = DraftingBatches(GROUPS, LIMITS, device), of_step(step)
+    with using("triton"):
+        passes = ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.most)
+        reading = ops.plan_reading_pass(requests, rows, num_wanted=step.most, max_len=MAX_LEN, behind=1)
+    first, read = batches.first(step, passes), batches.reading(step, reading)
+    second = batches.further(step, passes, 1, passes.keys.last)
+    for view in (first, second, read):
+        pairs = [(view.lengths, view.lengths_int32), (view.live, view.live_int32),
+                 (view.query_starts, view.query_starts_int32)]  # fmt: skip
+        if isinstance(view.visible, KeysFrom):
+            pairs.append((view.visible.starts, view.visible.starts_int32))
+        for wide, narrow in pairs:
+            assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
+        plan = TritonBackend().plan(view, GROUPS[0])
+        assert plan.decode_live is view.live_int32
+    assert isinstance(first.visible, KeysFrom) and isinstance(read.visible, AllKeys)
+    assert second.lengths_int32 is passes.further[0].lengths_int32 and read.lengths_int32 is reading.only.lengths_int32
 
 
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "overlap": True,
@@ -253,12 +265,12 @@ def test_an_engine_proposes_the_same_with_kernels(kind: str, family: str, tmp_pa
     asks = [Ask([*shared, *prompt_of(1, 9)], greedy(9)), Ask(prompt_of(2, 55), greedy(None)),
             Ask([*shared, *prompt_of(3, 2)], SamplingParams(temperature=1.0, seed=3, max_tokens=8))]  # fmt: skip
     found = []
-    for module in (None, kernels):
-        with using(module), DraftRig(tiny_model(family), speculative_config=drafter.speculative(3),
+    for kernel_kind in KINDS:
+        with using(kernel_kind), DraftRig(tiny_model(family), speculative_config=drafter.speculative(3),
                                      propose_at=lambda step: 3 if step % 4 else 0, **SETTINGS) as rig:
             outputs = [rig.run(asks), rig.run(asks)]
             assert rig.num_cold > 1 and rig.scheduler.cache.stats.hit_tokens > 0
-            own = rig.step.drafter._filled  # type: ignore[union-attr]
+            own = rig.step.drafter._state  # type: ignore[union-attr]
             state = (own.valid_from, own.filled, own.page_valid[1:])
             found.append((rig.proposals, [tokens_of(part) for part in outputs], [part.tolist() for part in state]))
     assert found[0] == found[1]
@@ -269,8 +281,8 @@ def test_an_assistant_proposes_the_same_with_kernels() -> None:
     if torch.cuda.is_available():
         pytest.skip("the engine under test runs on the CPU")
     found = []
-    for module in (None, kernels):
-        with using(module), trained_rig(pad_requests=(4,), pad_tokens=(30,), max_num_seqs=3) as rig:
+    for kind in KINDS:
+        with using(kind), trained_rig(pad_requests=(4,), pad_tokens=(30,), max_num_seqs=3) as rig:
             rig.run(trained_asks(3, (9, 20), max_tokens=10))
             found.append(rig.proposals)
     assert found[0] and found[0] == found[1]
@@ -293,13 +305,14 @@ def test_float32_drafts_are_the_same_with_kernels(kind: str, tmp_path: Path) -> 
     sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=6)
     asks = [Ask(prompt_of(1, 9), greedy(5)), Ask(prompt_of(2, 7), sampled)]
     found = []
-    for module in (None, kernels):
-        with (using(module), fused(module and triton),
+    for kernel_kind in KINDS:
+        module = triton if kernel_kind == "triton" else None
+        with (using(kernel_kind), fused(module),
               mock.patch.object(kernels, "sample_logits", wraps=kernels.sample_logits) as called,
               DraftRig(tiny_model("llama", torch.float32), speculative_config=drafter.speculative(2)) as rig):
             rig.run(asks)
             found.append(rig.proposals)
-            assert called.called == (module is kernels)
+            assert called.called == (kernel_kind == "triton")
     assert found[0] == found[1]
 
 
@@ -356,21 +369,19 @@ def test_wrappers_of_heads_name_what_is_wrong(device: torch.device) -> None:
 
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     step, own = make_step([Member(4, 3, 3, 0, True, 0, 0)], (0, 0), 2, 0, device)
-    batch, rows, pages = views._batch(kernels, step), views._rows(kernels, step), views._pages(kernels, step, own)
-    filled = kernels.Filled(own.valid_from, own.filled, own.page_valid)
-    options: dict[str, Any] = {"num_tokens": 3, "most": 2, "max_len": MAX_LEN, "least": 0}
-    kernels.draft_passes(batch, rows, filled, pages, **options)
-    cases: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        ("batch.guesses", (batch._replace(guesses=batch.row), rows, filled, pages), {}),
-        ("batch.query_starts", (batch._replace(query_starts=batch.row), rows, filled, pages), {}),
-        ("rows.known", (batch, rows._replace(known=rows.known.int()), filled, pages), {}),
-        ("own.page_valid", (batch, rows, filled._replace(page_valid=own.filled), pages), {}),
-        ("pages.tokens", (batch, rows, filled, pages._replace(tokens=(16,))), {}),
-        ("pages.tail", (batch, rows, filled, pages._replace(tail=len(GROUPS))), {}),
-        ("pages.tables", (batch, rows, filled, pages._replace(tables=tuple(t[:, :1] for t in pages.tables))), {}),
-        ("max_len", (batch, rows, filled, pages), {"max_len": MAX_LEN + 1}),
-        ("most", (batch, rows, filled, pages), {"most": 0}),
+    requests, rows, tables = of_step(step)
+    kernels.plan_draft_passes(requests, rows, tables, own, num_wanted=2)
+    cases: list[tuple[str, tuple[Any, ...], int]] = [
+        ("requests.guesses", (requests._replace(guesses=requests.rows), rows, tables, own), 2),
+        ("requests.query_starts", (requests._replace(query_starts=requests.rows), rows, tables, own), 2),
+        ("rows.known", (requests, rows._replace(known=rows.known.int()), tables, own), 2),
+        ("own.page_valid", (requests, rows, tables, replace(own, page_valid=own.filled)), 2),
+        ("own.page_tokens", (requests, rows, tables, replace(own, page_tokens=(16,))), 2),
+        ("own.tail_group", (requests, rows, tables, replace(own, tail_group=len(GROUPS))), 2),
+        ("tables", (requests, rows, tuple(table[:, :1] for table in tables), own), 2),
+        ("max_len", (requests, rows, tables, replace(own, max_len=MAX_LEN + 1)), 2),
+        ("num_wanted", (requests, rows, tables, own), 0),
     ]  # fmt: skip
-    for argument, tensors, changes in cases:
-        with pytest.raises(ValueError, match=f"draft_passes: {argument} "):
-            kernels.draft_passes(*tensors, **(options | changes))
+    for argument, tensors, num_wanted in cases:
+        with pytest.raises(ValueError, match=f"plan_draft_passes: {argument} "):
+            kernels.plan_draft_passes(*tensors, num_wanted=num_wanted)

@@ -11,8 +11,6 @@ from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton import (  # noqa: E402
     add_rms_norm,
     cache_write,
-    clear_pages,
-    copy_pages,
     gelu_tanh_mul,
     norm_add_norm,
     rms_norm,
@@ -130,21 +128,6 @@ def test_cache_write(device: torch.device, dtype: torch.dtype, kv_heads: int, di
     assert torch.equal(pool.nan_to_num(7), wanted.nan_to_num(7)), "no token has a slot"
 
 
-def test_pages_are_cleared_and_copied(device: torch.device) -> None:
-    for page_bytes in (4096 * 3 + 8, 20, 7):
-        pool = torch.randint(0, 255, (6, page_bytes + 8), dtype=torch.uint8, device=device)[:, :page_bytes]
-        wanted = pool.clone()
-        ids = torch.tensor([9, 1, -1, 3], dtype=torch.int32, device=device)[1:]
-        clear_pages(pool, ids)
-        wanted[1] = 0
-        wanted[3] = 0
-        assert torch.equal(pool, wanted)
-        copy_pages(pool, torch.tensor([2, -1, 5], dtype=torch.int32, device=device),
-                   torch.tensor([0, 4, 1], dtype=torch.int32, device=device))
-        wanted[0], wanted[1] = wanted[2], wanted[5]
-        assert torch.equal(pool, wanted)
-
-
 def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     x = rows(device, dtype, 2, 32)
     with pytest.raises(ValueError, match="silu_mul: x "):
@@ -153,9 +136,6 @@ def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -
         rms_norm(x, x[0, :31], 1e-5)
     with pytest.raises(ValueError, match="add_rms_norm: residual "):
         add_rms_norm(x, x[:1], x[0], 1e-5)
-    with pytest.raises(ValueError, match="clear_pages: page_ids "):
-        ids = torch.zeros(2, dtype=torch.int64, device=device)
-        clear_pages(torch.zeros(2, 8, dtype=torch.uint8, device=device), ids)
     qkv, positions, table, slots, pool = make_rope(device, dtype, 4, 2, 16, 16, 16)
     good = {"qkv": qkv, "positions": positions, "cos_sin": table, "slots": slots}
     good |= {"k_cache": pool[:, 0], "v_cache": pool[:, 1]}

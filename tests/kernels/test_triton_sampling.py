@@ -14,8 +14,10 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.core import Admission, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
+from outrider.kernels.drafting import DraftVerdicts  # noqa: E402
 from outrider.kernels.sampling_keys import SamplingKeys  # noqa: E402
-from outrider.kernels.triton import choose_scaled, draft, draw_tokens, sample_logits, sampling  # noqa: E402
+from outrider.kernels.triton import choose_scaled, draw_tokens, sample_logits, sampling  # noqa: E402
+from outrider.kernels.triton.synthetic import accept_at_rates  # noqa: E402
 from outrider.sample import (  # noqa: E402
     History,
     LogitRows,
@@ -150,14 +152,15 @@ def logit_rows(device: torch.device, count: int) -> LogitRows:
     """Two of each request, requests backwards."""
     request = torch.arange(count, device=device).repeat_interleave(2)
     draft_index = torch.arange(2, device=device).repeat(count)
-    return LogitRows(request, count - request, draft_index, 2 + draft_index + 7 * request, [2] * count)
+    return LogitRows(request, count - request, draft_index, 2 + draft_index + 7 * request)
 
 
 def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[SamplingParams]) -> Sampled:
     """With the kernels of one kind, or with none."""
     rows = sampling_rows(logits.device, params)
-    needs = StepNeeds.of(params[::-1], of.counts)
-    extras = StepExtras.of(params[::-1], of.counts, logits.shape[1], logits.device)
+    counts = [2] * len(params)
+    needs = StepNeeds.of(params[::-1], counts)
+    extras = StepExtras.of(params[::-1], counts, logits.shape[1], logits.device)
     ints = {"dtype": torch.int64, "device": logits.device}
     history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
     with ops.using(kind, draw.draw_tokens, draw.choose_scaled):
@@ -213,15 +216,15 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
     draft_index = torch.arange(most + 1, device=device).repeat(requests)
     request, draft_index = (torch.cat((x, x.new_full((5,), y))) for x, y in
                             ((request, requests - 1), (draft_index, most + 1)))  # padded
-    of = LogitRows(request, request % 7, draft_index, 3 + 2 * request + draft_index, [])
+    of = LogitRows(request, request % 7, draft_index, 3 + 2 * request + draft_index)
     drafts = torch.randint(0, 4, (requests, most), generator=generator).to(device)
     sampled = torch.randint(0, 4, (len(of),), generator=generator).to(device)
     seed = torch.randint(-(2**62), 2**62, (7,), generator=generator).to(device)
     synthetic = SyntheticAcceptance(rates)
     synthetic.bind(5, device)
     found = []
-    for module in (None, draft):
-        with mock.patch.object(scripted, "draft_kernels", lambda device, module=module: module):
+    for kind in ("reference", "triton"):
+        with ops.using(kind, scripted.accept_at_rates):
             found.append(synthetic.apply(sampled, of, drafts, seed, 4))
     assert torch.equal(found[0], found[1])
     grid, own = found[1][:-5].view(requests, most + 1), sampled[:-5].view(requests, most + 1)
@@ -230,7 +233,7 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
         rate = rates[min(j, len(rates) - 1)]
         share = float((grid[:, j] == drafts[:, j]).float().mean())
         assert share == rate if rate in (0, 1) else abs(share - rate) < 0.15
-    with mock.patch.object(scripted, "draft_kernels", lambda device: draft):
+    with ops.using("triton", scripted.accept_at_rates):
         assert synthetic.apply(sampled, of, drafts[:, :0], seed, 4) is sampled
 
 
@@ -248,11 +251,11 @@ def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
     for argument, change in (("ids", {"ids": zeros}), ("out", {"out": zeros.int()})):
         with pytest.raises(ValueError, match=f"sample_logits: {argument} "):
             sample_logits(logits, good.temperature[:2], zeros, zeros, zeros, **change)
-    batch = draft.Verdicts(zeros, zeros, zeros, zeros, zeros.new_zeros(1, 2))
+    batch = DraftVerdicts(zeros, zeros, zeros, zeros, zeros.new_zeros(1, 2))
     for argument, sampled, of, thresholds in (
-        ("sampled", zeros.int(), batch, zeros), ("batch.row", zeros, batch._replace(row=zeros[:1]), zeros),
-        ("batch.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros),
+        ("sampled", zeros.int(), batch, zeros), ("verdicts.row", zeros, batch._replace(row=zeros[:1]), zeros),
+        ("verdicts.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros),
         ("thresholds", zeros, batch, zeros[:1]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"accept_at_rates: {argument} "):
-            draft.accept_at_rates(sampled, of, zeros, thresholds, vocab=4, row_step=1)
+            accept_at_rates(sampled, of, zeros, thresholds, vocab=4, row_step=1)

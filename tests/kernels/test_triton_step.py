@@ -4,12 +4,10 @@ dead tokens, padding of every kind, ended rows, drafts cut by rows and ends, sev
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,14 +22,21 @@ from outrider.cache.groups import (
 )
 from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
+from outrider.kernels import ops  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
-from outrider.runner import batch as batch_module  # noqa: E402
-from outrider.runner import step as step_module  # noqa: E402
-from outrider.runner.batch import Inputs, PaddedSize, build_inputs, pack_host  # noqa: E402
-from outrider.runner.graphs.keys import GraphKey, empty_shape  # noqa: E402
+from outrider.kernels.packet import StepPacket, unpack  # noqa: E402
+from outrider.kernels.step import CommittedStep, VerifiedStep  # noqa: E402
+from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries  # noqa: E402
+from outrider.runner.batch import (  # noqa: E402
+    CapturedShape,
+    Inputs,
+    PaddedSize,
+    build_inputs,
+    pack_captured,
+    pack_eager,
+)
 from outrider.runner.rows import RowState  # noqa: E402
-from outrider.runner.step import Committed, DeviceStep  # noqa: E402
+from outrider.runner.step import DeviceStep  # noqa: E402
 from outrider.spec.base import Drafts  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 
@@ -42,12 +47,12 @@ GROUPS = plan_groups(LAYERS).groups
 assert len({group.page_tokens for group in GROUPS}) > 1
 
 
-@contextmanager
-def using(module: ModuleType | None) -> Iterator[None]:
-    """Steps do their bookkeeping with these kernels, or with none."""
-    with (mock.patch.object(batch_module, "step_kernels", lambda device: module),
-          mock.patch.object(step_module, "step_kernels", lambda device: module)):
-        yield
+KINDS = ("reference", "triton")
+
+
+def using(kind: str) -> AbstractContextManager[None]:
+    """Steps do their bookkeeping in torch, or with kernels."""
+    return ops.using(kind, ops.prepare_step, ops.commit_step, ops.store_drafts)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,6 @@ class Spare:
     drafts: int = 0
 
 
-NO_SPARE = Spare()
 SPARE = st.builds(Spare, st.integers(0, 3), st.integers(0, 5), st.integers(0, 4), st.integers(0, 2))
 
 
@@ -132,12 +136,14 @@ def prepared(members: list[Member], spare: Spare, seed: int, device: torch.devic
     batch = make_batch(members, rows)
     logit_rows = sum(1 + m.num_drafts for m in members if m.samples)
     drafts = min(max(m.num_drafts for m in members) + spare.drafts, limits.max_drafts)
-    size = PaddedSize(batch.num_requests + spare.requests, batch.num_tokens + spare.tokens,
-                      logit_rows + spare.logit_rows, drafts)
-    shape, ints = pack_host(batch, size)
+    shape = CapturedShape(
+        batch.num_requests + spare.requests, batch.num_tokens + spare.tokens, logit_rows + spare.logit_rows, drafts,
+        MixedQueries(1 + drafts), MixedQueries(1), LengthBound(limits.max_len), limits.max_drafts, False,
+    )  # fmt: skip
+    ints = pack_captured(batch, shape)
     made = []
-    for module in (None, kernels):
-        with using(module):
+    for kind in KINDS:
+        with using(kind):
             made.append(build_inputs(shape, torch.tensor(ints, device=device), state, GROUPS, limits.max_len))
     return made[0], made[1], state
 
@@ -148,7 +154,7 @@ def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
         assert actual.dtype == wanted.dtype and torch.equal(actual, wanted), f"{name}: {actual} for {wanted}"
     elif is_dataclass(wanted):
         for field in fields(wanted):
-            if field.name not in ("int32_copies", "first_logit", "order"):  # the torch path has none
+            if field.name != "first_logit":  # undefined where a request has no logit rows
                 assert_equal(getattr(actual, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
     elif isinstance(wanted, tuple | list):
         assert len(actual) == len(wanted)
@@ -160,25 +166,22 @@ def assert_equal(actual: Any, wanted: Any, name: str = "") -> None:
 
 def assert_prepared(made: Inputs, wanted: Inputs) -> None:
     assert_equal(made, wanted, "inputs")
-    view, first_logit = made.batch.padded, made.first_logit
-    assert first_logit is not None
-    for field in (view.query_starts, view.lengths, view.live):
-        (int32,) = [made_with for original, made_with in view.int32_copies if original is field]
-        assert int32.dtype == torch.int32 and torch.equal(int32, field.int())
-    if made.shape.logit_rows_are_tokens:
-        own = sum(made.shape.logit_counts)
-        assert made.logit_token_rows[:own].tolist() == list(range(own)) and len(made.logit_rows) <= view.num_tokens
+    view = made.batch.padded
+    for wide, narrow in ((view.query_starts, view.query_starts_int32), (view.lengths, view.lengths_int32),
+                         (view.live, view.live_int32)):  # fmt: skip
+        assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
     for request, samples in enumerate(made.samples.tolist()):
         own = (made.logit_rows.request == request) & (made.logit_rows.draft_index == 0)
-        assert not samples or int(first_logit[request]) == own.tolist().index(True)
+        for first_logit in (made.first_logit, wanted.first_logit):
+            assert not samples or int(first_logit[request]) == own.tolist().index(True)
 
 
-def commit(inputs: Inputs, state: RowState, tokens: torch.Tensor, bad: torch.Tensor) -> Committed:
+def commit(inputs: Inputs, state: RowState, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
     step: Any = SimpleNamespace(state=state)
     return DeviceStep.commit(step, inputs, tokens, bad)
 
 
-def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -> Committed:
+def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -> CommittedStep:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (len(made.logit_rows),), generator=generator)
     # Most logit rows choose their draft, so that runs get long; padded ones choose anything.
@@ -189,8 +192,8 @@ def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -
     bad = (torch.rand(tokens.shape, generator=generator) < 0.1).to(state.device)
     states = [copy.deepcopy(state), state]
     found = []
-    for own_state, inputs, module in zip(states, (wanted, made), (None, kernels), strict=True):
-        with using(module):
+    for own_state, inputs, kind in zip(states, (wanted, made), KINDS, strict=True):
+        with using(kind):
             found.append(commit(inputs, own_state, tokens.to(state.device), bad))
     assert_equal(found[1], found[0], "committed")
     for name, tensor in vars(states[0]).items():
@@ -243,7 +246,7 @@ def test_padded_requests_leave_the_null_row_alone(device: torch.device) -> None:
     state.num_drafts[0] = 0  # as every step leaves it
     before = copy.deepcopy(state)
     sampled = torch.ones_like(made.logit_rows.row)
-    with using(kernels):
+    with using("triton"):
         committed = commit(made, state, sampled, torch.ones_like(sampled, dtype=torch.bool))
     assert not committed.counts[1:].any() and not committed.accepted.run[1:].any()
     for name in ("tokens", "known", "computed", "alive", "drafts", "num_drafts"):
@@ -251,17 +254,21 @@ def test_padded_requests_leave_the_null_row_alone(device: torch.device) -> None:
 
 
 def test_logit_rows_are_token_rows_where_all_sample_with_one_known_token(device: torch.device) -> None:
-    def are_tokens(members: list[Member], spare: Spare = NO_SPARE) -> bool:
-        made = prepared(members, spare, 3, device)[1]
-        assert_prepared(made, made)
-        return made.shape.logit_rows_are_tokens
+    def are_tokens(members: list[Member], extra: int = 0) -> bool:
+        batch = make_batch(members, [LIMITS.max_requests - i for i in range(len(members))])
+        shape, ints = pack_eager(batch, PaddedSize(batch.num_requests + extra, batch.num_tokens + extra))
+        is_same = unpack(shape, torch.tensor(ints)).logit_token.tolist() == list(range(shape.logit_rows))
+        assert shape.logit_rows <= shape.tokens and (is_same or not shape.logit_rows_are_tokens)
+        return shape.logit_rows_are_tokens
 
     decoding, drafting = Member(4, 1, 0, 0, True, True, 9, ()), Member(4, 1, 3, 1, True, True, 9, ())
     two_known, chunk = replace(decoding, num_known=2), replace(decoding, samples=False)
-    assert are_tokens([decoding] * 3) and are_tokens([decoding, drafting], Spare(2, 4, 4))
+    assert are_tokens([decoding] * 3) and are_tokens([decoding, drafting], 2)
     assert not are_tokens([decoding, two_known]) and not are_tokens([decoding, chunk, decoding])
-    assert not are_tokens([decoding], Spare(1, 1, 2)), "more logit rows than token rows"
-    assert empty_shape(GraphKey(4, 8, 0, True), 3, 80).logit_rows_are_tokens
+    captured = CapturedShape.decoding(4, 8, 3, window=3, max_len=80)
+    assert captured.logit_rows_are_tokens and captured.logit_rows == captured.tokens
+    assert captured.queries == DecodeQueries(4)
+    assert not CapturedShape.with_prompts(4, 8, 3, window=3, max_len=80).logit_rows_are_tokens
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -274,16 +281,16 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
     drafts = Drafts(tokens, torch.tensor([3, 0, 2, 1, 3, 3], device=device))
     guesses = torch.tensor([True, True, False, True, False, False], device=device)
     found = []
-    for module in (None, kernels):
+    for kind in KINDS:
         own, counts = copy.deepcopy(state), torch.full((6, 6), 7, device=device)
         step: Any = SimpleNamespace(state=own)
         drafter: Any = SimpleNamespace(propose=lambda step: drafts, skip=lambda step: None)
-        committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, computed=None)
-        with using(module):
+        committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, num_computed=None)
+        with using(kind):
             for propose in (0, 3):
                 plan: Any = SimpleNamespace(propose=propose, any_sampled=False)
                 DeviceStep.draft(step, drafter, made, None, committed, plan)  # type: ignore[arg-type]
-        assert torch.equal(own.drafts[0], state.drafts[0]) or module is None, "the null row keeps what it has"
+        assert torch.equal(own.drafts[0], state.drafts[0]) or kind == "reference", "the null row keeps what it has"
         own.drafts[0] = 0
         found.append((own.drafts, own.num_drafts, counts))
     assert_equal(found[1], found[0], "stored")
@@ -294,15 +301,6 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
         given = {"tokens": tokens, "counts": drafts.counts, "guesses": guesses} | {argument: change}
         with pytest.raises(ValueError, match=f"store_drafts: {argument} "):
             kernels.store_drafts(rows, **given, **arguments)
-
-
-def test_a_view_never_meets_the_int32_copy_of_another_tensor(device: torch.device) -> None:
-    _, made, _ = prepared([Member(4, 1, 0, 0, True, True, 9, ())] * 2, Spare(), 7, device)
-    view = made.batch.padded
-    moved = replace(view, lengths=view.lengths + 1)
-    plan, moved_plan = TritonBackend().plan(view, GROUPS[0]), TritonBackend().plan(moved, GROUPS[0])
-    assert plan.lengths is view.int32_copies[0][1] and plan.live is view.int32_copies[1][1]
-    assert torch.equal(moved_plan.lengths, plan.lengths + 1) and moved_plan.query_starts is plan.query_starts
 
 
 def test_an_engine_gives_the_same_tokens_with_kernels() -> None:
@@ -316,8 +314,8 @@ def test_an_engine_gives_the_same_tokens_with_kernels() -> None:
     }  # fmt: skip
     asks = [Ask([5, 6, 7, 8] * (3 + i) + prompt_of(i, 3), greedy(8, stop_token_ids=[9 + i])) for i in range(4)]
     found = []
-    for module in (None, kernels):
-        with using(module), Rig(tiny_model("gemma3"), **options) as rig:
+    for kind in KINDS:
+        with using(kind), Rig(tiny_model("gemma3"), **options) as rig:
             found.append((tokens_of(rig.run(asks)), [result.requests for result in rig.results]))
     assert found[0] == found[1]
     assert any(request.num_drafted for requests in found[0][1] for request in requests), "drafts were checked"
@@ -326,17 +324,18 @@ def test_an_engine_gives_the_same_tokens_with_kernels() -> None:
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     _, made, state = prepared([Member(4, 1, 2, 2, True, True, 9, ())], Spare(), 0, device)
     view, one = made.batch.padded, made.samples.long()
-    scheduled = kernels.Scheduled(view.rows, one, one, one, view.query_starts, view.request_of, view.request_of,
-                                  made.logit_rows.request, made.logit_rows.draft_index)
+    logit_rows = made.logit_rows
+    packet = StepPacket(view.rows, one, one, one, view.query_starts, view.request_of, view.request_of,
+                        logit_rows.request, logit_rows.draft_index, made.logit_token_rows, one)
     page_tokens = tuple(group.page_tokens for group in GROUPS)
-    options: dict[str, Any] = {"most_drafts": 2, "page_tokens": page_tokens, "max_len": 80}
-    kernels.prepare_step(scheduled, state, **options)
-    for argument, value in (("most_drafts", 6), ("page_tokens", (16,)), ("max_len", 81)):
+    options: dict[str, Any] = {"max_drafts": 2, "page_tokens": page_tokens, "max_len": 80}
+    kernels.prepare_step(packet, state, **options)
+    for argument, value in (("max_drafts", 6), ("page_tokens", (16,)), ("max_len", 81)):
         with pytest.raises(ValueError, match=f"prepare_step: {argument} "):
-            kernels.prepare_step(scheduled, state, **(options | {argument: value}))
-    with pytest.raises(ValueError, match="prepare_step: scheduled.query_starts "):
-        kernels.prepare_step(scheduled._replace(query_starts=view.rows), state, **options)
-    batch = kernels.Verified(view.rows, made.num_known, made.num_drafts, made.samples, made.first_logit, made.drafts)
+            kernels.prepare_step(packet, state, **(options | {argument: value}))
+    with pytest.raises(ValueError, match="prepare_step: packet.query_starts "):
+        kernels.prepare_step(packet._replace(query_starts=view.rows), state, **options)
+    batch = VerifiedStep(view.rows, made.num_known, made.num_drafts, made.samples, made.first_logit, made.drafts)
     tokens, bad = torch.zeros_like(made.logit_rows.row), torch.zeros_like(made.logit_rows.row, dtype=torch.bool)
     for argument, call in (
         ("bad", (tokens, tokens, batch)), ("sampled", (tokens.int(), bad, batch)),

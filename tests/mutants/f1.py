@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.kernels import ops
+from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.batch import BatchView
 from outrider.spec.base import Step
-from outrider.spec.gemma_assistant import AssistantDrafter
-from outrider.spec.views import Reading, reading_pass
+from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
 
 NAME = "page table of the padded batch"
 TESTS = ["tests/spec/test_f1.py"]
 
 
 def apply() -> None:
-    view = AssistantDrafter.view
+    reading = DraftingBatches.reading
 
-    def two_sizes(self: AssistantDrafter, step: Step, _: Reading) -> BatchView:
+    def two_sizes(self: DraftingBatches, step: Step, _: ReadingPass) -> BatchView:
         actual = replace(step, batch=replace(step.batch, padded=step.batch.unpadded), **{
             name: getattr(step, name)[: step.batch.unpadded.num_requests]
             for name in ("computed_before", "num_computed", "guesses")
         })  # fmt: skip
-        cut = reading_pass(actual, self._max_len, self._behind)
-        return replace(view(self, actual, cut), page_tables=step.batch.padded.page_tables)
+        cut = ops.plan_reading_pass(committed_requests(actual), drafting_rows(actual), num_wanted=step.most,
+                                    max_len=self._max_len, behind=1)
+        return replace(reading(self, actual, cut), page_tables=step.batch.padded.page_tables)
 
-    AssistantDrafter.view = two_sizes  # type: ignore[method-assign]
+    DraftingBatches.reading = two_sizes  # type: ignore[method-assign]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from outrider.cache.checkpoints import Checkpoints
-from outrider.cache.prefix import PageHashes
+from outrider.cache.known_states import DigestAt, KnownStates
 
 NAME = "f4: hits without a state"
 TESTS = ["tests/unit/test_recurrent_cache.py", "-k", "not f4"]
 
 
 def apply() -> None:
-    def any_state(self: Checkpoints, hashes: dict[int, PageHashes], token_ids: Sequence[int], candidate: int) -> int:
+    def any_state(self: KnownStates, digest_at: DigestAt, candidate: int) -> int:
         return candidate
 
-    Checkpoints.serves = any_state  # type: ignore[method-assign]
+    KnownStates.serves = any_state  # type: ignore[method-assign]

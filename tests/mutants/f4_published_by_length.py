@@ -14,7 +14,7 @@ def apply() -> None:
     settle = Checkpoints.settle
 
     def settle_all(self: Checkpoints, step: int, written: Sequence[int],
-                   tokens_of: Callable[[int], Sequence[int]]) -> None:
-        settle(self, step, [c.id for c in list(self._open.values()) if c.step <= step], tokens_of)
+                   digest_of: Callable[[int, int], bytes]) -> None:
+        settle(self, step, [c.id for c in list(self._open.values()) if c.last_step <= step], digest_of)
 
     Checkpoints.settle = settle_all  # type: ignore[method-assign]

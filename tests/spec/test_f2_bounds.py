@@ -13,7 +13,7 @@ import pytest
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import BatchView, KeysFrom
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model
 from tests.spec.checkpoints import make_drafter
 from tests.spec.rig import DraftRig
@@ -42,7 +42,7 @@ class Recorder:
         return self._run(*args, **options)
 
     def plan(self, view: BatchView, group: Group) -> Any:
-        is_drafting = view.key_starts is not None
+        is_drafting = isinstance(view.visible, KeysFrom)
         columns = view.page_table(group).shape[1]
         longest = int(view.lengths.max())
         self.passes[-1].append((is_drafting, view.max_length.tokens, columns, group, longest))

@@ -143,7 +143,7 @@ def assert_occurred(rig: HybridRig, cell: Cell) -> None:
     assert (rig.runner.num_padded_steps > 0) == cell.padded, "padded beyond scheduled"
     assert (stats.num_preemptions > 0) == (cell.preempted or is_tiny), "preemptions"
     assert (cache.checkpoints.num_written > 0) == cell.prefix, "checkpoints"
-    assert (cache.stats.hit_tokens > 0) == (cache.checkpoints.num_restored > 0) == cell.prefix, "hits, and states"
+    assert (cache.stats.hit_tokens > 0) == (cache.states.num_restored > 0) == cell.prefix, "hits, and states"
     assert (cache.pool.num_evicted > 0) == (rig.num_evicted["checkpoints"] > 0) == is_tiny, "evictions"
     assert rig.num_poisoned > 0, "poisoned pages"
     if rig._compares:
@@ -203,7 +203,7 @@ def run_life(life: Life) -> Counter[str]:
             "lives": 1, life.family: 1, life.drafter: 1, "preemptions": stats.num_preemptions,
             "dropped": stats.num_dropped_results, "hits": cache.stats.hit_tokens, "pages evicted":
             rig.num_evicted["pages"], "checkpoints evicted": rig.num_evicted["checkpoints"],
-            "restored": cache.checkpoints.num_restored, "written": cache.checkpoints.num_written,
+            "restored": cache.states.num_restored, "written": cache.checkpoints.num_written,
             "folded": cache.checkpoints.num_folded, "padded": rig.runner.num_padded_steps,
             **{f"{accepted} accepted": 1 for accepted in rig.accepted},
         })  # fmt: skip

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
+from outrider.models.head import DraftHead
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild
-from outrider.spec.eagle import HeadNetwork
 from outrider.spec.registry import make_drafter as build_drafter
 from tests.engine.harness import Ask as Request
 from tests.engine.harness import Rig, greedy, prompt_of, tiny_model, tokens_of
@@ -46,8 +46,8 @@ def with_tensors(drafter: Drafter, drop: tuple[str, ...] = (), **added: torch.Te
 
 
 def head_of(drafter: AutoregressiveDrafter) -> Any:
-    assert isinstance(drafter.network, HeadNetwork)
-    return drafter.network.head
+    assert isinstance(drafter.network, DraftHead)
+    return drafter.network
 
 
 # What is refused
@@ -108,7 +108,7 @@ def test_a_head_of_the_other_kind(kind: str, asked: str, tmp_path: Path) -> None
 
 
 def test_unknown_methods_and_missing_folders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown method 'eagle4'; known are .*eagle3"):
+    with pytest.raises(ValueError, match="method must be one of .*eagle3.*, got 'eagle4'"):
         SpeculativeConfig.parse({"method": "eagle4", "model": "x", "num_speculative_tokens": 2})
     with pytest.raises(ValueError, match="needs 'model'"):
         SpeculativeConfig.parse({"method": "eagle3", "num_speculative_tokens": 2})

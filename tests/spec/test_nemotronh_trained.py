@@ -116,14 +116,14 @@ def test_mean_run_at_temperature_one_with_the_targets_own_noise() -> None:
 def test_equal_drafts_alone_after_a_hit_and_after_a_preemption() -> None:
     run, drafts = healthy()
     with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
-        checkpoints = rig.scheduler.cache.checkpoints
+        states = rig.scheduler.cache.states
         alone = rig.run_one_by_one(asks())
-        assert drafts_of(rig) == drafts and mean_run(alone) == run and checkpoints.num_restored == 0
+        assert drafts_of(rig) == drafts and mean_run(alone) == run and states.num_restored == 0
         hit = rig.run(asks())
-        assert all(output.metrics.num_cached_tokens >= 16 for output in hit) and checkpoints.num_restored == 16
+        assert all(output.metrics.num_cached_tokens >= 16 for output in hit) and states.num_restored == 16
         assert drafts_of(rig) == drafts and mean_run(hit) == run
         preempted = rig.run(asks(), after_step=rig.preempt)
-        assert all(output.metrics.num_preemptions == 1 for output in preempted) and checkpoints.num_restored == 48
+        assert all(output.metrics.num_preemptions == 1 for output in preempted) and states.num_restored == 48
         # A resumed request waits for its first drafts, so that its runs fall elsewhere.
         assert drafts_of(rig).items() <= everywhere().items()
         assert mean_run(preempted) > run - 0.5

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from outrider.core.outputs import RequestOutput
+from outrider.kernels.drafting import DraftPasses
 from outrider.mixers.batch import BatchView
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import Step
-from outrider.spec.views import Passes
 from tests.spec.rig import DraftRig
 
 NGRAM_CEILING, HARM = 1.5, 0.5
@@ -36,8 +36,8 @@ def shuffled_hidden(drafter: AutoregressiveDrafter) -> None:
     """Every token row gets the hidden state of another."""
     consume = drafter.network.consume
 
-    def shuffled(step: Any) -> torch.Tensor:
-        hidden = consume(step)
+    def shuffled(states: Any) -> torch.Tensor:
+        hidden = consume(states)
         assert hidden is not None
         return hidden[torch.randperm(len(hidden), generator=torch.Generator().manual_seed(len(hidden)))]
 
@@ -46,33 +46,33 @@ def shuffled_hidden(drafter: AutoregressiveDrafter) -> None:
 
 def foreign_table(drafter: AutoregressiveDrafter) -> None:
     """Keys and values are written where they belong and read from the pages of the next request."""
-    moved = drafter._moved
+    moved = drafter._batches._moved
 
     def misread(*args: Any) -> BatchView:
         view = moved(*args)
         return replace(view, page_tables=tuple(table.roll(1, dims=0) for table in view.page_tables))
 
-    drafter._moved = misread  # type: ignore[method-assign]
+    drafter._batches._moved = misread  # type: ignore[method-assign]
 
 
 def late_position(drafter: AutoregressiveDrafter) -> None:
     """Further drafts stand two positions behind where they should."""
-    next_view = drafter._next_view
+    further = drafter._batches.further
 
     def late(*args: Any) -> BatchView:
-        view = next_view(*args)
+        view = further(*args)
         return replace(view, positions=view.positions + 2)
 
-    drafter._next_view = late  # type: ignore[method-assign]
+    drafter._batches.further = late  # type: ignore[method-assign]
 
 
 def late_tokens(drafter: AutoregressiveDrafter) -> None:
     """Slots get the token of the slot two before them: a position off by two, for a head that knows no positions."""
-    first_view = drafter._first_view
+    first = drafter._batches.first
 
-    def late(step: Step, passes: Passes) -> BatchView:
-        view = first_view(step, passes)
+    def late(step: Step, passes: DraftPasses) -> BatchView:
+        view = first(step, passes)
         rows = view.rows[view.request_of]
         return replace(view, token_ids=step.tokens[rows, (view.positions - 2).clamp_min(0)])
 
-    drafter._first_view = late  # type: ignore[method-assign]
+    drafter._batches.first = late  # type: ignore[method-assign]

@@ -157,7 +157,7 @@ class Driver:
         num_pages = 1 + largest + scenario.spare_pages
         self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
                                   lookahead=scenario.lookahead)
-        self.cache.pool = self.cache.checkpoints.pool = self.pool = WatchedPool(num_pages)
+        self.cache.pool = self.cache.checkpoints.pool = self.cache.states.pool = self.pool = WatchedPool(num_pages)
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),

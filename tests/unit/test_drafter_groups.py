@@ -27,11 +27,15 @@ def manager(*groups: tuple[int, int], num_pages: int = 100) -> CacheManager:
 
 def compute(cache: CacheManager, request_id: int, tokens: list[int]) -> None:
     """Admitted, computed to its end, and gone; its full pages stay known."""
-    cache.admit(request_id, request_id + 1, tokens, cache.new_hashes(()))
+    cache.admit(request_id, request_id + 1, cache.find_start(tokens, cache.new_hashes(())))
     assert cache.reserve(request_id, Bound(len(tokens)))
     cache.settle(request_id, Settled(len(tokens)), tokens)
     cache.check_integrity()
     cache.free(request_id)
+
+
+def can_start(cache: CacheManager, tokens: list[int]) -> bool:
+    return cache.can_start(cache.find_start(tokens, cache.new_hashes(())))
 
 
 def forget(cache: CacheManager, group: int, column: int) -> None:
@@ -47,7 +51,7 @@ def forget(cache: CacheManager, group: int, column: int) -> None:
 
 def admitted(cache: CacheManager, request_id: int = 9) -> tuple[int, list[list[bool]]]:
     """The hit of all tokens, and by group which of its columns have a page."""
-    hit = cache.admit(request_id, 1, TOKENS, cache.new_hashes(()))
+    hit = cache.admit(request_id, 1, cache.find_start(TOKENS, cache.new_hashes(())))
     cache.check_integrity()
     columns = cache._requests[request_id].columns
     return hit, [[page != NULL_PAGE for page in group] for group in columns]
@@ -94,14 +98,14 @@ def test_pages_that_left_a_drafters_window_are_not_looked_for() -> None:
 
 def test_room_for_a_request_counts_what_the_drafters_group_has() -> None:
     cache = manager((4, 0), (4, 0), num_pages=1 + 20 + 2)
-    cache.admit(0, 1, TOKENS, cache.new_hashes(()))
+    cache.admit(0, 1, cache.find_start(TOKENS, cache.new_hashes(())))
     assert cache.reserve(0, Bound(40))
     cache.settle(0, Settled(40), TOKENS)
     assert cache.pool.num_free == 2
-    assert cache.can_start([*TOKENS, 1], cache.new_hashes(())), "ten pages of each group are shared, one of each is new"
-    assert not cache.can_start([*TOKENS, 1, 1, 1, 1], cache.new_hashes(()))
+    assert can_start(cache, [*TOKENS, 1]), "ten pages of each group are shared, one of each is new"
+    assert not can_start(cache, [*TOKENS, 1, 1, 1, 1])
     cache.pool._forget(cache._requests[0].columns[1][5])
-    assert not cache.can_start([*TOKENS, 1], cache.new_hashes(())), "of the drafter's group only the last four are"
+    assert not can_start(cache, [*TOKENS, 1]), "of the drafter's group only the last four are"
 
 
 def test_which_groups_are_the_targets() -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch
+from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.params import SamplingParams
-from outrider.runner.batch import PaddedSize, pack_host
-from outrider.runner.graphs.keys import GraphKeys, empty_batch, empty_shape, request_ladder, start_ladder
+from outrider.kernels.packet import StepPacket, empty_packet, unpack
+from outrider.mixers.batch import DecodeQueries, MixedQueries
+from outrider.runner.batch import CapturedShape, pack_captured
+from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult
@@ -39,9 +42,15 @@ def row_params(**params: Any) -> RowParams:
 PLAIN = row_params()
 
 
-def graphs(*, is_settled: bool = True, is_costly: bool = True, takes_prompts: bool = True) -> GraphKeys:
-    drafter = SimpleNamespace(is_settled=is_settled, attention_layers=(None,) if is_costly else ())
+def graphs(*, fills: bool = False, is_costly: bool = True, takes_prompts: bool = True) -> GraphKeys:
+    drafter = SimpleNamespace(has_slots_to_fill=fills, attention_layers=(None,) if is_costly else ())
     return GraphKeys(LIMITS, drafter, takes_prompts=takes_prompts)  # type: ignore[arg-type]
+
+
+def served(made: GraphKeys, batch: ScheduledBatch) -> GraphKey:
+    key = made.key_for(batch, PLAIN)
+    assert isinstance(key, GraphKey), key
+    return key
 
 
 @pytest.mark.parametrize("num_drafts", [[0], [3], [0] * 9, [3, 1] + [0] * 7, [3] * 9, [1] * 64, [0] * 63 + [2]])
@@ -49,24 +58,22 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
     """Nine requests with four drafts among them are thirteen tokens: they fit sixteen padded requests of one token
     each, and still need room for three drafts a request."""
     made, batch = graphs(), batch_of(num_drafts)
-    key = made.key_for(batch, PLAIN)
-    assert key is not None and key.requests >= len(num_drafts) and key.tokens >= batch.num_tokens
-    size = made.padded_size(key)
-    assert size.drafts is not None and size.drafts >= max(num_drafts)
-    shape, ints = pack_host(batch, size)
-    captured = empty_shape(key, size.drafts, LIMITS.max_len)
-    assert len(ints) == shape.num_ints == captured.num_ints
-    assert (shape.requests, shape.tokens, shape.logit_rows, shape.most_drafts) == (
-        captured.requests, captured.tokens, captured.logit_rows, captured.most_drafts)  # fmt: skip
+    key = served(made, batch)
+    assert key.requests >= len(num_drafts) and key.tokens >= batch.num_tokens
+    shape = made.shape(key)
+    assert shape.max_drafts >= max(num_drafts) and shape.queries == DecodeQueries(1 + shape.max_drafts)
+    assert len(pack_captured(batch, shape)) == sum(shape.field_sizes) and shape.logit_rows_are_tokens
 
 
-@pytest.mark.parametrize(("batch", "params"), [
-    (batch_of([0]), row_params(logprobs=1)), (batch_of([0]), row_params(min_tokens=2)),
-    (batch_of([0]), row_params(logit_bias={3: 1.0})), (batch_of([0] * 65), PLAIN),
-    (batch_of([0], num_known=513), PLAIN),
+@pytest.mark.parametrize(("batch", "params", "reason"), [
+    (batch_of([0]), row_params(logprobs=1), Uncaptured.SAMPLING_PARAMETERS),
+    (batch_of([0]), row_params(min_tokens=2), Uncaptured.SAMPLING_PARAMETERS),
+    (batch_of([0]), row_params(logit_bias={3: 1.0}), Uncaptured.SAMPLING_PARAMETERS),
+    (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
+    (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
 ], ids=["logprobs", "min_tokens", "logit_bias", "too many requests", "too many tokens"])  # fmt: skip
-def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, params: RowParams) -> None:
-    assert graphs().key_for(batch, params) is None
+def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, params: RowParams, reason: Uncaptured) -> None:
+    assert graphs().key_for(batch, params) is reason
 
 
 @pytest.mark.parametrize(("num_known", "num_drafts"), [
@@ -74,21 +81,20 @@ def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, params: RowPar
 ])  # fmt: skip
 def test_a_batch_with_prompts_fits_its_graph(num_known: int, num_drafts: list[int]) -> None:
     made, batch = graphs(), batch_of(num_drafts, num_known)
-    key = made.key_for(batch, PLAIN)
-    assert key is not None and key.has_prompts
+    key = served(made, batch)
+    assert key.has_prompts
     assert key.requests >= batch.num_requests and batch.num_tokens <= key.tokens <= batch.num_tokens * 9 // 8 + 64
-    size = made.padded_size(key)
-    shape, ints = pack_host(batch, size)
-    captured = empty_shape(key, size.drafts or 0, LIMITS.max_len)
-    assert len(ints) == shape.num_ints == captured.num_ints and captured.longest_short == 1 + (size.drafts or 0)
-    assert captured.logit_rows >= sum(1 + n for n in num_drafts) and not captured.logit_rows_are_tokens
+    shape = made.shape(key)
+    assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
+    assert shape.queries == MixedQueries(1 + shape.max_drafts)
+    assert shape.logit_rows >= sum(1 + n for n in num_drafts) and not shape.logit_rows_are_tokens
 
 
 def test_prompts_that_no_graph_serves() -> None:
     prompt, decoding = batch_of([0], num_known=9), batch_of([0])
-    assert graphs(takes_prompts=False).key_for(prompt, PLAIN) is None
-    assert graphs(takes_prompts=False).key_for(decoding, PLAIN) is not None
-    assert graphs(is_settled=False).key_for(decoding, PLAIN) is None
+    assert graphs(takes_prompts=False).key_for(prompt, PLAIN) is Uncaptured.PROMPTS
+    assert served(graphs(takes_prompts=False), decoding)
+    assert graphs(fills=True).key_for(decoding, PLAIN) is Uncaptured.DRAFTER_FILLS_SLOTS
 
 
 @pytest.mark.parametrize("is_costly", [False, True])
@@ -102,8 +108,7 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             if not is_costly and propose not in (0, 3):
                 continue  # it always proposes all it can
             batch = replace(batch_of([drafts] + [0] * (requests - 1)), propose=propose)
-            key = made.key_for(batch, PLAIN)
-            assert key is not None
+            key = served(made, batch)
             keys.add(key)
             serving = key if key in at_start else made.wider(key)
             if serving not in at_start:
@@ -111,7 +116,8 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
                 serving = key
             for one in (key, serving):
                 assert one.tokens >= one.requests * (1 + drafts) and one.propose >= propose
-            assert len(pack_host(batch, made.padded_size(serving))[1]) == made.shape(serving).num_ints
+            shape = made.shape(serving)
+            assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
         assert len(keys) <= (7 if is_costly else 5)
 
 
@@ -121,24 +127,44 @@ def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:
 
 
 def test_checkpoints_are_integers_of_a_captured_batch() -> None:
-    """One boundary per padded request, or -1, behind everything else; the graph has room for them."""
+    """One boundary per padded request, or -1; a step without checkpoints has none, and other integers are the same."""
     made, batch = graphs(), replace(batch_of([1, 0, 2]), checkpoints=writes((3, 48), (1, 32)))
-    key = made.key_for(batch, PLAIN)
-    assert key is not None and key.has_targets and key != made.key_for(batch_of([1, 0, 2]), PLAIN)
-    shape, ints = pack_host(batch, made.padded_size(key))
-    captured = empty_shape(key, LIMITS.max_drafts, LIMITS.max_len)
-    assert ints[-key.requests :] == [32, -1, 48] + [-1] * (key.requests - 3)
-    assert ints[: -key.requests] == pack_host(batch, replace(made.padded_size(key), has_targets=False))[1]
-    assert len(ints) == shape.num_ints == captured.num_ints == len(empty_batch(captured, torch.device("cpu")))
-    assert empty_batch(captured, torch.device("cpu"))[-key.requests :].tolist() == [-1] * key.requests
+    key = served(made, batch)
+    assert key.takes_checkpoints and key != served(made, batch_of([1, 0, 2]))
+    shape = made.shape(key)
+    packet = unpack(shape, torch.tensor(pack_captured(batch, shape)))
+    assert packet.boundaries.tolist() == [32, -1, 48] + [-1] * (key.requests - 3)
+    plain = made.shape(replace(key, takes_checkpoints=False))
+    without = unpack(plain, torch.tensor(pack_captured(batch, plain)))
+    assert without.boundaries.tolist() == [-1] * key.requests
+    for name in set(StepPacket._fields) - {"boundaries"}:
+        assert torch.equal(getattr(packet, name), getattr(without, name)), name
+
+
+def test_an_empty_packet_is_all_padding() -> None:
+    shape = CapturedShape.decoding(4, 8, 3, window=3, max_len=80)
+    packet = unpack(shape, empty_packet(shape, torch.device("cpu")))
+    expected = {"request_of": [3] * 8, "offset": [8] * 8, "logit_request": [3] * 8, "logit_draft": [4] * 8,
+                "boundaries": [-1] * 4}  # fmt: skip
+    for name, values in packet._asdict().items():
+        assert values.tolist() == expected.get(name, [0] * len(values)), name
+    assert [len(values) for values in packet] == shape.field_sizes
 
 
 def test_several_checkpoints_of_a_request_and_folds_run_eagerly() -> None:
     several = replace(batch_of([0, 0]), checkpoints=writes((1, 32), (2, 48), (1, 48)))
-    assert graphs().key_for(several, PLAIN) is None
-    assert graphs().key_for(replace(batch_of([0]), folds=writes((2, 16))), PLAIN) is None
+    assert graphs().key_for(several, PLAIN) is Uncaptured.SEVERAL_CHECKPOINTS
+    assert graphs().key_for(replace(batch_of([0]), folds=writes((2, 16))), PLAIN) is Uncaptured.FOLDS
     with pytest.raises(ValueError, match="several checkpoints"):
-        pack_host(several, PaddedSize(2, 2, has_targets=True))
+        pack_captured(several, CapturedShape.decoding(2, 2, 0, window=0, max_len=80, takes_checkpoints=True))
+
+
+def test_a_split_step_has_a_graph_of_its_own() -> None:
+    made, batch = graphs(), batch_of([1, 0, 2])
+    whole, split = served(made, batch), served(made, replace(batch, form=StepForm.SPLIT))
+    assert split == replace(whole, form=StepForm.SPLIT) and made.shape(split) == made.shape(whole)
+    assert made.wider(split).form is StepForm.SPLIT
+    assert all(key.form is StepForm.WHOLE for key in made.at_start(takes_checkpoints=True)), "captured when it is met"
 
 
 def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
@@ -149,9 +175,11 @@ def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
         assert read_result(batch, result, 0.0).checkpoints == ids
 
 
-def test_the_ladder_ends_at_the_most_requests() -> None:
+def test_the_ladders_end_at_the_most_there_may_be() -> None:
     for most in (1, 3, 8, 64, 200, 256):
-        ladder, at_start = request_ladder(most), start_ladder(most)
-        assert ladder[-1] == at_start[-1] == most
-        assert all(sizes == sorted(set(sizes)) for sizes in (ladder, at_start))
-        assert set(at_start) <= set(ladder), "no size is captured that no batch asks for"
+        sizes = GraphSizes.from_limits(replace(LIMITS, max_requests=most))
+        assert sizes.requests[-1] == sizes.at_start[-1] == sizes.prompt_requests[-1] == most
+        assert sizes.prompt_tokens[-1] == LIMITS.max_batched_tokens
+        for ladder in (sizes.requests, sizes.at_start, sizes.prompt_requests, sizes.prompt_tokens):
+            assert ladder == sorted(set(ladder))
+        assert set(sizes.at_start) <= set(sizes.requests), "no size is captured that no batch asks for"

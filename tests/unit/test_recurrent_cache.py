@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import strategies as st
 
-from outrider.cache.checkpoints import Reach
+from outrider.cache.checkpoints import StateProgress
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
@@ -39,12 +39,12 @@ def manager(num_pages: int = 60, state_pages: int = 2, **options: object) -> Cac
 
 
 def admit(cache: CacheManager, request_id: int, tokens: Sequence[int]) -> int:
-    return cache.admit(request_id, request_id + 1, tokens, cache.new_hashes(()))
+    return cache.admit(request_id, request_id + 1, cache.find_start(tokens, cache.new_hashes(())))
 
 
-def chunk(before: int, after: int) -> Reach:
+def chunk(before: int, after: int) -> StateProgress:
     """A prompt's tokens: nothing is in doubt."""
-    return Reach(before, before, after, after)
+    return StateProgress(before, before, after, after)
 
 
 def compute(cache: CacheManager, request_id: int, tokens: Sequence[int], length: int, step: int = 0) -> None:
@@ -104,14 +104,14 @@ def test_a_decode_step_gets_pages_only_if_it_may_reach_a_boundary() -> None:
     cache = manager()
     admit(cache, 0, TOKENS[:9])
     # 14 tokens settled, of which one waits to be folded; the state will have seen 15 to 18.
-    assert [w.boundary for w in cache.grant_checkpoints(1, {0: Reach(13, 13, 15, 18)})] == [16]
-    assert cache.grant_checkpoints(2, {0: Reach(16, 16, 17, 19)}) == []
+    assert [w.boundary for w in cache.grant_checkpoints(1, {0: StateProgress(13, 13, 15, 18)})] == [16]
+    assert cache.grant_checkpoints(2, {0: StateProgress(16, 16, 17, 19)}) == []
 
 
 def test_steps_in_flight_share_the_pages_of_a_boundary() -> None:
     cache = manager()
     admit(cache, 0, TOKENS[:9])
-    first, second = (cache.grant_checkpoints(step, {0: Reach(10, 10, 11, 13)}) for step in (1, 2))
+    first, second = (cache.grant_checkpoints(step, {0: StateProgress(10, 10, 11, 13)}) for step in (1, 2))
     assert first == second and len(first) == 1
 
 
@@ -162,10 +162,10 @@ def test_a_checkpoint_is_known_only_when_its_step_has_reported_it() -> None:
 def test_a_boundary_that_was_passed_without_a_report_gives_its_pages_back() -> None:
     cache = manager()
     admit(cache, 0, TOKENS[:9])
-    cache.grant_checkpoints(1, {0: Reach(10, 10, 11, 13)})
+    cache.grant_checkpoints(1, {0: StateProgress(10, 10, 11, 13)})
     report(cache, 1, [], TOKENS)
     assert len(cache.checkpoints.held()) == 2, "the next step may reach it"
-    cache.grant_checkpoints(2, {0: Reach(13, 13, 14, 14)})
+    cache.grant_checkpoints(2, {0: StateProgress(13, 13, 14, 14)})
     assert cache.checkpoints.held() == []
 
 
@@ -185,8 +185,8 @@ def test_what_steps_in_flight_wrote_for_a_request_that_ended_is_kept() -> None:
     admit(cache, 0, TOKENS[:9])
     assert cache.reserve(0, Bound(16))
     cache.settle(0, Settled(12), TOKENS)
-    writes = cache.grant_checkpoints(1, {0: Reach(11, 11, 12, 14)})
-    beyond = cache.grant_checkpoints(2, {0: Reach(11, 11, 13, 18)})
+    writes = cache.grant_checkpoints(1, {0: StateProgress(11, 11, 12, 14)})
+    beyond = cache.grant_checkpoints(2, {0: StateProgress(11, 11, 13, 18)})
     assert [w.boundary for w in beyond] == [12, 16]
     end(cache, 0, TOKENS[:13], 12, 11, is_exact=False)
     assert len(cache.checkpoints.held()) == 2, "of tokens that the host never saw nothing can be known"
@@ -223,11 +223,12 @@ def test_a_hit_names_the_pages_of_its_state_and_holds_them_until_the_batch_is_ma
     report(cache, 0, writes, TOKENS)
     cache.settle(0, Settled(49), TOKENS)
     assert admit(cache, 1, TOKENS[:40]) == 32
-    assert cache.checkpoints.restored(1) == next(w.pages for w in writes if w.boundary == 32)
-    held = cache.checkpoints.held()
-    assert set(cache.checkpoints.restored(1)) <= set(held)
+    assert cache.restored(1) == next(w.pages for w in writes if w.boundary == 32)
+    held = cache.states.held()
+    assert set(cache.restored(1)) <= set(held)
     cache.take_granted()
-    assert not set(held) & set(cache.checkpoints.held()), "from the next batch on the pages may go"
+    assert not cache.states.held(), "from the next batch on the pages may go"
+    assert not set(held) & set(cache.checkpoints.held())
 
 
 def test_a_state_with_a_page_gone_serves_nobody_and_never_mixes_with_another() -> None:
@@ -244,8 +245,8 @@ def test_a_state_with_a_page_gone_serves_nobody_and_never_mixes_with_another() -
     admit(cache, 0, TOKENS[:17])
     compute(cache, 0, TOKENS, 17, step=1)
     assert admit(cache, 2, TOKENS[:20]) == 16
-    restored = cache.checkpoints.restored(2)
-    first_id, pages = next(iter(cache.checkpoints._known.values()))
+    restored = cache.restored(2)
+    first_id, pages = next(iter(cache.states._pages_of.values()))
     assert restored == pages and first_id > 1
 
 
@@ -255,7 +256,7 @@ def test_a_hit_that_leaves_no_pages_to_go_on_is_not_taken() -> None:
     admit(cache, 0, TOKENS[:9])
     compute(cache, 0, TOKENS, 9)
     end(cache, 0, TOKENS[:10], 9)
-    assert cache.can_start(TOKENS[:24], cache.new_hashes(()))
+    assert cache.can_start(cache.find_start(TOKENS[:24], cache.new_hashes(())))
     assert admit(cache, 1, TOKENS[:24]) == 0
     assert cache.reserve(1, Bound(25))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.core import Admission, Finish, Limits
 from outrider.core.params import SamplingParams
-from outrider.sample import Accepted, LogitRows, SamplingRows, accept
+from outrider.sample import Accepted, SamplingRows, accept
 
 LIMITS = Limits(max_requests=6, max_batched_tokens=64, max_len=20, max_drafts=5, vocab_size=4, max_stop_ids=3)
 
@@ -52,19 +52,17 @@ def run_accept(cases: list[Case], width: int) -> Accepted:
                   params=SamplingParams(), sample_index=0, seed=0)
         for c, r in zip(cases, row, strict=True)
     ])
-    places = [(i, row[i], j, c.known + j) for i, c in enumerate(cases) for j in range(len(c.sampled))]
-    logit_rows = LogitRows(
-        *torch.tensor(places, dtype=torch.int64).view(-1, 4).T, counts=[len(c.sampled) for c in cases]
-    )
+    # Undefined where a request has no logit rows: here as many as there are.
+    first_logit = [sum(len(c.sampled) for c in cases[:i]) for i in range(len(cases))]
     drafts = torch.full((len(cases), width), 3)  # unused cells hold tokens of earlier owners
     for i, c in enumerate(cases):
         drafts[i, : len(c.drafts)] = torch.tensor(c.drafts, dtype=torch.int64)
     bad = [b for c in cases for b in c.bad]
     return accept(
-        torch.tensor([t for c in cases for t in c.sampled], dtype=torch.int64), logit_rows, drafts,
+        torch.tensor([t for c in cases for t in c.sampled], dtype=torch.int64), torch.tensor(bad, dtype=torch.bool),
+        torch.tensor(first_logit), drafts,
         torch.tensor([c.num_drafts for c in cases]), torch.tensor([c.samples for c in cases]),
         torch.tensor([c.known for c in cases]), rows, torch.tensor(row),
-        bad=torch.tensor(bad, dtype=torch.bool) if any(bad) else None,
     )
 
 

@@ -151,7 +151,7 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
     request, logit_row, draft_index, position = torch.tensor(places, dtype=torch.int64).view(-1, 4).to(device).T
     return Batch(
         logits=torch.from_numpy(np.concatenate([case.logits for case in cases])).to(device),
-        logit_rows=LogitRows(request, logit_row, draft_index, position, counts),
+        logit_rows=LogitRows(request, logit_row, draft_index, position),
         rows=rows,
         history=History(tokens.to(device), known.to(device), drafts.to(device), bound),
         needs=StepNeeds.of(params, counts),

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from outrider.core import Admission, RequestResult, ScheduledBatch
+from outrider.core import Admission, RequestResult, ScheduledBatch, StepResult, Uncaptured
 from outrider.core.outputs import RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.stats import EngineStats, StatsLog
@@ -53,6 +53,18 @@ def test_a_copy_stays_and_the_rest_is_what_came_after() -> None:
     assert before.num_runs == 5
     still = stats.since(stats.copy())
     assert still == EngineStats() and still.acceptance_per_position == [] and still.line()
+
+
+def test_uncaptured_steps_are_counted_by_reason() -> None:
+    stats = EngineStats()
+    assert stats.uncaptured_line == "Steps: 0, uncaptured: none"
+    stats.observe_step(StepResult(0, [], uncaptured=Uncaptured.FOLDS))
+    before = stats.copy()
+    for reason in (Uncaptured.SAMPLING_PARAMETERS, None, Uncaptured.SAMPLING_PARAMETERS, Uncaptured.FOLDS):
+        stats.observe_step(StepResult(0, [], uncaptured=reason))
+    line = f"Steps: 4, uncaptured: 2 ({Uncaptured.SAMPLING_PARAMETERS.value}), 1 ({Uncaptured.FOLDS.value})"
+    assert stats.since(before).uncaptured_line == line and before.num_steps == 1
+    assert sum(stats.uncaptured.values()) == 4
 
 
 def test_the_line_can_be_grepped() -> None:

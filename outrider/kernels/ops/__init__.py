@@ -7,13 +7,10 @@ like their references: `ops.rms_norm(x, weight, eps)`. Other packages add rows f
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import moe, reference
+from outrider.kernels import drafting, moe, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
@@ -27,6 +24,7 @@ from outrider.kernels.ops.operation import (
     has_triton,
     native_kernel,
     operations,
+    precompiling,
     triton_kernel,
     using,
 )
@@ -42,14 +40,10 @@ __all__ = [
     "has_triton",
     "native_kernel",
     "operations",
+    "precompiling",
     "triton_kernel",
     "using",
 ]
-
-
-def triton_kernels() -> ModuleType | None:
-    """All Triton kernels, where there is a GPU that runs them."""
-    return import_module("outrider.kernels.triton") if has_triton() else None
 
 
 # Norms
@@ -221,3 +215,18 @@ find_ngram = Operation(
     native_kernel("outrider.kernels.native:find_ngram", takes=checks.takes_find_ngram),
     triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
 )
+
+# Steps and proposals
+
+prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
+                         subject=lambda packet, *_, **__: packet.rows)
+commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"))
+store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"))
+plan_draft_passes = Operation(drafting.plan_draft_passes,
+                              triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
+                              subject=lambda requests, *_, **__: requests.rows)
+plan_reading_pass = Operation(drafting.plan_reading_pass,
+                              triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
+                              subject=lambda requests, *_, **__: requests.rows)
+forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
+                         subject=lambda requests, *_, **__: requests.rows)

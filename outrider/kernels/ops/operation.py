@@ -15,7 +15,7 @@ are imported at their first use. A variant with exact arithmetic, or its refusal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
@@ -51,6 +51,14 @@ def has_triton() -> bool:
 
 def has_native() -> bool:
     return bool(import_module("outrider.kernels.native").available())
+
+
+def precompiling(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, kernels for the device are compiled and not launched; nothing where none is compiled at run time."""
+    if device.type != "cuda" or not has_triton():
+        return nullcontext()
+    ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
+    return ahead
 
 
 @dataclass(frozen=True)

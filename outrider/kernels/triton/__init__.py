@@ -5,7 +5,7 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.attention import decode_attention, prepare_counters
-from outrider.kernels.triton.attention_cut import Work, list_work, pays_listing
+from outrider.kernels.triton.attention_splits import SplitList, list_splits, pays_split_list
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
@@ -14,27 +14,22 @@ from outrider.kernels.triton.join import join_embedding, take_rows
 from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
-from outrider.kernels.triton.pages import clear_pages, copy_pages
 from outrider.kernels.triton.precompile import compiling_ahead
 from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
 from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import choose_scaled, draw_tokens, sample_logits
 from outrider.kernels.triton.split_linear import split_linear
-from outrider.kernels.triton.step import Scheduled, Verified, commit_step, prepare_step
+from outrider.kernels.triton.step import commit_step, prepare_step
 from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
 
 __all__ = [
     "QueryTiles",
-    "Scheduled",
-    "Verified",
-    "Work",
+    "SplitList",
     "add_rms_norm",
     "cache_write",
     "choose_scaled",
-    "clear_pages",
     "commit_step",
     "compiling_ahead",
-    "copy_pages",
     "decode_attention",
     "delta_config",
     "delta_steps",
@@ -44,10 +39,10 @@ __all__ = [
     "gated_norm",
     "device_query_tiles",
     "gelu_tanh_mul",
-    "list_work",
+    "list_splits",
     "matvec",
     "norm_add_norm",
-    "pays_listing",
+    "pays_split_list",
     "join_embedding",
     "prefill_attention",
     "prepare_counters",

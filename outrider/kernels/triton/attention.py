@@ -4,7 +4,7 @@ One program serves one request, one key/value head and one split: those of its p
 several splits the program that ends last merges them all, in split order, so that the result does not depend on who
 that was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
 the split grows with the request's own length, so the result of a request depends on the number of splits but not on
-batch mates. How all this is cut says `attention_cut`.
+batch mates. Tiles and splits are planned in `attention_splits`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.attention_core import (
-    add_sink,
     attend_keys,
     check_attention,
     zero_padding,
 )
-from outrider.kernels.triton.attention_cut import (
+from outrider.kernels.triton.attention_splits import (
     MOST_SPLITS,
     DecodeConfig,
-    Work,
-    cut_decode,
+    SplitList,
+    plan_launch,
     split_geometry,
 )
 from outrider.kernels.triton.common import (
@@ -44,13 +43,13 @@ _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_siz
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, sinks, out, part_out,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, out, part_out,
     part_lse, counters, scale, softcap, window, num_tokens, num_requests, max_query, split_size, coarse_size,
     num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_STARTS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
     EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -131,9 +130,6 @@ def _decode_kernel(
             if is_last:
                 acc, peak, total = _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M, D_PAD)
     if is_last:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_query, other=float("-inf"))
-            acc, peak, total = add_sink(acc, tl.where(is_query, peak, 0.0), total, sink)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
         result = tl.where(is_query[:, None], result, 0.0)
@@ -223,58 +219,59 @@ def _check_bounds(
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
-    scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, work: Work | None = None,
+    scale: float, window: int | None = None, softcap: float | None = None,
+    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, splits: SplitList | None = None,
     split_size: int | None = None, num_splits: int | None = None, out: torch.Tensor | None = None,
     fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
     Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    key_starts [requests] is the first key each request may see; `work` is what `list_work` made of the same batch. A
-    batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per split, for
-    results that do not depend on the grid; `num_splits` only overrides the number chosen from the bounds.
+    key_starts [requests] is the first key each request may see; `splits` is what `list_splits` made of the same
+    batch. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per
+    split, for results that do not depend on the grid; `num_splits` overrides the number chosen from the bounds.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
+    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
                             window, softcap, key_starts)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
     heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, q.element_size())
-    if work is not None:
-        require(split_size is None and num_splits is None and config is None, name, "work", "says how all is cut")
-        require(work.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "work",
-                "was listed for another batch")
-    cut = cut_decode(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
-                     split_size=split_size, num_splits=num_splits, config=config) if work is None else work.cut
-    require(split_size is None or split_size % cut.config.block_n == 0, name, "split_size",
-            f"is {split_size}, expected a multiple of {cut.config.block_n}")
+    if splits is not None:
+        require(split_size is None and num_splits is None and config is None, name, "splits", "plan the launch already")
+        require(splits.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "splits",
+                "were listed for another batch")
+    plan = plan_launch(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
+                       split_size=split_size, num_splits=num_splits, config=config) if splits is None else splits.plan
+    require(split_size is None or split_size % plan.config.block_n == 0, name, "split_size",
+            f"is {split_size}, expected a multiple of {plan.config.block_n}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return out
     part_out = part_lse = out
-    if cut.is_split:
-        parts = shape.num_requests * max_query * shape.num_heads * cut.num_splits
+    if plan.is_split:
+        parts = shape.num_requests * max_query * shape.num_heads * plan.num_splits
         part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_STARTS": key_starts is not None,
-             "HAS_SOFTCAP": softcap is not None, "LISTED": work is not None}
+    flags = {"HAS_WINDOW": window is not None, "HAS_STARTS": key_starts is not None, "HAS_SOFTCAP": softcap is not None,
+             "LISTED": splits is not None}
     counters = _counters(q.device, max(_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
-                                                                     * cut.num_tiles)))  # fmt: skip
-    items, count = (lengths, lengths) if work is None else (work.items, work.count)
-    grid = (shape.num_kv_heads, shape.num_requests, cut.num_splits * cut.num_tiles)
-    if work is not None:
-        grid = (shape.num_kv_heads, len(work.items), cut.num_tiles)
+                                                                     * plan.num_tiles)))  # fmt: skip
+    items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)
+    grid = (shape.num_kv_heads, shape.num_requests, plan.num_splits * plan.num_tiles)
+    if splits is not None:
+        grid = (shape.num_kv_heads, len(splits.items), plan.num_tiles)
     _decode_kernel[grid](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
-        items, count, q if sinks is None else sinks, out, part_out, part_lse, counters, scale, softcap or 1.0,
-        window or 0, shape.num_tokens, shape.num_requests, max_query, cut.split_size, cut.coarse_size, cut.num_splits,
-        cut.num_tiles, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        items, count, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
+        shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits, plan.num_tiles,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
-        D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=cut.q_tile, BLOCK_M=cut.block_m,
-        BLOCK_N=cut.config.block_n, SPLIT=cut.is_split, FILL_PADDING=fill_padding, EARLY_VALUES=cut.config.early_values,
-        PDL=pdl, num_warps=cut.config.num_warps, num_stages=cut.config.num_stages, **flags, **pdl_options(pdl),
+        D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,
+        BLOCK_N=plan.config.block_n, SPLIT=plan.is_split, FILL_PADDING=fill_padding,
+        EARLY_VALUES=plan.config.early_values, PDL=pdl, num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages, **flags, **pdl_options(pdl),
     )
     return out

@@ -75,15 +75,6 @@ def attend_keys(
 
 
 @triton.jit
-def add_sink(acc, peak, total, sink):
-    """Adds a logit without a value to the softmax: it only takes weight away."""
-    sink = sink.to(tl.float32) * LOG2E
-    new_peak = tl.maximum(peak, sink)
-    shrink = tl.exp2(peak - new_peak)
-    return acc * shrink[:, None], new_peak, total * shrink + tl.exp2(sink - new_peak)
-
-
-@triton.jit
 def zero_padding(
     out, first, step, num_tokens, head_offset, out_token_stride, out_head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
@@ -121,7 +112,7 @@ class AttentionShape:
 
 def check_attention(
     kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
-    query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, sinks: torch.Tensor | None,
+    query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor,
     out: torch.Tensor | None, window: int | None, softcap: float | None, key_starts: torch.Tensor | None = None,
 ) -> AttentionShape:
     device, int32 = q.device, (torch.int32,)
@@ -142,8 +133,6 @@ def check_attention(
     require_tensor(kernel, "live", live, (num_requests,), device, int32)
     if key_starts is not None:
         require_tensor(kernel, "key_starts", key_starts, (num_requests,), device, int32)
-    if sinks is not None:
-        require_tensor(kernel, "sinks", sinks, (num_heads,), device, FLOATS)
     if out is not None:
         require_tensor(kernel, "out", out, tuple(q.shape), device, (q.dtype,))
     require(window is None or window > 0, kernel, "window", f"is {window}, expected None or at least 1")

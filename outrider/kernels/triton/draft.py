@@ -1,6 +1,6 @@
 """The bookkeeping of a proposal in one launch: all passes of a drafter that fills slots, or the one that only reads.
 
-The torch code of the drafters is the specification, integer for integer. A committed step and row state come in, token
+`kernels.drafting` is the specification, integer for integer. A committed step and row state come in, token
 rows go out. A program has a request to itself, and one warp: nothing is read that another could have moved on.
 """
 
@@ -13,59 +13,37 @@ import torch
 import triton
 import triton.language as tl
 from outrider.core import NULL_ROW
+from outrider.kernels.drafting import (
+    CommittedRequests,
+    DrafterCacheState,
+    DraftingRows,
+    DraftPass,
+    DraftPasses,
+    DraftSamplingKeys,
+    ReadingPass,
+    Tables,
+)
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
-from outrider.kernels.triton.synthetic import Verdicts, accept_at_rates
-
-__all__ = ["Batch", "Filled", "Pages", "Passes", "Reading", "Rows", "Verdicts", "accept_at_rates", "draft_passes",
-           "forget_pages", "reading_pass", "sample_logits", "store_drafts"]  # fmt: skip
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
 _NULL_ROW = tl.constexpr(NULL_ROW)
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
 
 
-class Batch(NamedTuple):
-    """A committed step's requests, padded; int64 but for `guesses`."""
+class _Own(NamedTuple):
+    """The tensors of a DrafterCacheState."""
 
-    row: torch.Tensor  # [requests]
-    query_starts: torch.Tensor  # [requests + 1]
-    computed_before: torch.Tensor  # [requests]
-    num_computed: torch.Tensor  # [requests]
-    guesses: torch.Tensor  # [requests] bool
+    valid_from: torch.Tensor
+    filled: torch.Tensor
+    page_valid: torch.Tensor
 
 
-class Rows(NamedTuple):
-    """Row state, read only; int64 but for `temperature`."""
-
-    tokens: torch.Tensor  # [ROWS, LENGTH]
-    known: torch.Tensor  # [ROWS]
-    seed: torch.Tensor
-    sample_index: torch.Tensor
-    temperature: torch.Tensor  # float32
-
-
-class Filled(NamedTuple):
-    """What a drafter has filled."""
-
-    valid_from: torch.Tensor  # [ROWS] int64
-    filled: torch.Tensor  # [ROWS] int64
-    page_valid: torch.Tensor  # [pages] bool
-
-
-class Pages(NamedTuple):
-    """The drafter's groups."""
-
-    tables: tuple[torch.Tensor, ...]  # [requests, columns] int32 each
-    tokens: tuple[int, ...]  # of a page
-    tail: int  # place of the group whose pages keep hidden states
-
-
-class Passes(NamedTuple):
+class _Out(NamedTuple):
     """Every pass of a proposal; int64 where nothing else is said."""
 
-    choosing: torch.Tensor  # [4 + drafts, requests] seed, sample index, drafts with room, last token row; positions
+    keys: torch.Tensor  # [4 + drafts, requests] seed, sample index, drafts with room, last token row; positions
     temperature: torch.Tensor  # [requests] float32
     requests: torch.Tensor  # [2, requests] of the first pass: lengths; of all: key starts
     narrow: torch.Tensor  # [3, requests] int32: lengths and live tokens of the first pass, key starts
@@ -75,11 +53,11 @@ class Passes(NamedTuple):
 
 
 @triton.jit
-def _store_choosing(request, row, start, count, rows, out, temperature, requests, most, max_len, DRAFTS: tl.constexpr):
-    known = tl.load(rows.known + row)
-    tl.store(temperature + request, tl.load(rows.temperature + row))
-    tl.store(out + request, tl.load(rows.seed + row))
-    tl.store(out + requests + request, tl.load(rows.sample_index + row))
+def _store_keys(request, row, start, count, state, out, temperature, requests, most, max_len, DRAFTS: tl.constexpr):
+    known = tl.load(state.known + row)
+    tl.store(temperature + request, tl.load(state.temperature + row))
+    tl.store(out + request, tl.load(state.seed + row))
+    tl.store(out + requests + request, tl.load(state.sample_index + row))
     tl.store(out + 2 * requests + request, tl.minimum(tl.maximum(max_len - known, 0), most))
     tl.store(out + 3 * requests + request, tl.maximum(start + count - 1, 0))
     index = tl.arange(0, DRAFTS)
@@ -98,7 +76,7 @@ def _mark_pages(table, page_valid, before, count, valid_from, least, PAGE: tl.co
 
 @triton.jit
 def _store_first(
-    request, row, start, end, before, count, rows, tables, out, tokens, max_len, token_stride, table_strides,
+    request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The tokens behind the computed ones, at their slots; dead token rows repeat a slot and write nothing."""
@@ -108,7 +86,7 @@ def _store_first(
         offset = at - start
         is_live = valid & (offset < count)
         slot = tl.minimum(before + 1 + tl.minimum(offset, tl.maximum(count - 1, 0)), max_len - 1)
-        token = tl.load(rows.tokens + row * token_stride + slot, mask=is_live, other=0)
+        token = tl.load(state.tokens + row * token_stride + slot, mask=is_live, other=0)
         tl.store(out.tokens + at, token, mask=valid)
         tl.store(out.tokens + tokens + at, slot, mask=valid)
         position = before + offset
@@ -151,17 +129,17 @@ def _store_further(
 
 # Sizes of a batch, and tensors that may begin anywhere in a buffer: no reason to compile anew.
 _VARYING = ["requests", "tokens", "most"]
-_SLICES = ["row", "query_starts", "computed_before", "num_computed", "guesses"]
+_SLICES = list(CommittedRequests._fields)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
-    row, query_starts, computed_before, num_computed, guesses, rows, own, tables, out, requests, tokens, most, max_len,
-    least, token_stride, table_strides,
+    rows, query_starts, request_of, computed_before, num_computed, guesses, state, own, tables, out, requests, tokens,
+    most, max_len, least, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    row = tl.load(row + request)
+    row = tl.load(rows + request)
     before = tl.load(computed_before + request)
     count = tl.load(num_computed + request)
     start = tl.load(query_starts + request)
@@ -182,15 +160,15 @@ def _passes_kernel(
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
         _mark_pages(table, own.page_valid, before, count, valid_from, least, PAGES[group], BLOCK)
-    _store_choosing(
-        request, row, start, count, rows, out.choosing, out.temperature, requests, most, max_len, DRAFTS
+    _store_keys(
+        request, row, start, count, state, out.keys, out.temperature, requests, most, max_len, DRAFTS
     )
     _store_first(
-        request, row, start, end, before, count, rows, tables, out, tokens, max_len, token_stride, table_strides,
+        request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
         PAGES, TAIL, GROUPS, BLOCK,
     )
     guesses = tl.load(guesses + request) != 0
-    known = tl.load(rows.known + row)
+    known = tl.load(state.known + row)
     _store_further(
         request, guesses, known, tables, out, requests, most, max_len, table_strides, PAGES, GROUPS, DRAFTS
     )
@@ -212,35 +190,35 @@ def _forget_kernel(
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
-    row, query_starts, computed_before, num_computed, guesses, rows, choosing, temperature, out, narrow, requests, most,
-    max_len, behind, token_stride, DRAFTS: tl.constexpr,
+    rows, query_starts, request_of, computed_before, num_computed, guesses, state, keys, temperature, out, narrow,
+    requests, most, max_len, behind, token_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    row = tl.load(row + request)
+    row = tl.load(rows + request)
     count = tl.load(num_computed + request)
     start = tl.load(query_starts + request)
-    _store_choosing(request, row, start, count, rows, choosing, temperature, requests, most, max_len, DRAFTS)
+    _store_keys(request, row, start, count, state, keys, temperature, requests, most, max_len, DRAFTS)
     computed = tl.load(computed_before + request) + count
     guesses = tl.load(guesses + request) != 0
-    token = tl.load(rows.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
+    token = tl.load(state.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
     length = tl.where(guesses, computed, 0)
     tl.store(out + request, token)
     tl.store(out + requests + request, tl.maximum(computed - 1, 0))
     tl.store(out + 2 * requests + request, length)
     tl.store(out + 3 * requests + request, guesses.to(tl.int64))
     tl.store(out + 4 * requests + request, -1)
-    tl.store(out + 5 * requests + request, tl.maximum(tl.load(rows.known + row) - behind, 0))
+    tl.store(out + 5 * requests + request, tl.maximum(tl.load(state.known + row) - behind, 0))
     tl.store(narrow + request, length.to(tl.int32))
     tl.store(narrow + requests + request, guesses.to(tl.int32))
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
 def _store_kernel(
-    row, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
+    rows, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
     proposed_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    row = tl.load(row + request)
+    row = tl.load(rows + request)
     count = tl.where(tl.load(guesses + request) != 0, tl.load(counts + request), 0)
     index = tl.arange(0, DRAFTS)
     is_draft = (index < most) & (row != _NULL_ROW)
@@ -250,109 +228,123 @@ def _store_kernel(
     tl.store(proposed + request * proposed_stride, count)
 
 
-def _check(name: str, batch: Batch, rows: Rows, pages: Pages | None, max_len: int) -> None:
-    requests, device, num_rows = batch.row.shape[0], batch.row.device, rows.known.shape[0]
+def _check(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int) -> None:
+    requests, device, num_rows = batch.rows.shape[0], batch.rows.device, rows.known.shape[0]
+    sizes = {"query_starts": requests + 1, "request_of": batch.request_of.shape[0]}
     for field, tensor in zip(batch._fields, batch, strict=True):
-        size = requests + 1 if field == "query_starts" else requests
         dtype = torch.bool if field == "guesses" else torch.int64
-        require_tensor(name, f"batch.{field}", tensor, (size,), device, (dtype,))
+        require_tensor(name, f"requests.{field}", tensor, (sizes.get(field, requests),), device, (dtype,))
     for field, tensor in zip(rows._fields, rows, strict=True):
         shape = (num_rows, None) if field == "tokens" else (num_rows,)
         dtype = torch.float32 if field == "temperature" else torch.int64
         require_tensor(name, f"rows.{field}", tensor, shape, device, (dtype,))
     require(max_len <= rows.tokens.shape[1], name, "max_len", f"is {max_len}, more than the rows hold")
-    if pages is not None:
-        groups = len(pages.tables)
-        require(groups == len(pages.tokens), name, "pages.tokens", f"are {len(pages.tokens)} for {groups} tables")
-        require(0 <= pages.tail < groups, name, "pages.tail", f"is {pages.tail} for {groups} tables")
-        for table, size in zip(pages.tables, pages.tokens, strict=True):
-            require_tensor(name, "pages.tables", table, (requests, None), device, (torch.int32,))
-            require(table.shape[1] * size >= max_len, name, "pages.tables", f"have no column for token {max_len - 1}")
 
 
-def draft_passes(
-    batch: Batch, rows: Rows, own: Filled, pages: Pages, *, num_tokens: int, most: int, max_len: int, least: int
-) -> Passes:
-    """Every pass of a proposal of `most` drafts; the first has the batch's own `num_tokens` token rows. Moves `own` on:
-    rows by what the first pass fills, and pages whose last token the step computed. No row has slots below `least`."""
-    name, device, (requests,) = "draft_passes", batch.row.device, batch.row.shape
-    _check(name, batch, rows, pages, max_len)
-    for field, tensor in zip(own._fields, own, strict=True):
-        shape, dtype = ((None,), torch.bool) if field == "page_valid" else (tuple(rows.known.shape), torch.int64)
-        require_tensor(name, f"own.{field}", tensor, shape, device, (dtype,))
-    require(most > 0, name, "most", f"is {most}")
+def _check_tables(name: str, batch: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
+    groups = len(tables)
+    require(groups == len(own.page_tokens), name, "own.page_tokens", f"are {own.page_tokens} for {groups} tables")
+    require(0 <= own.tail_group < groups, name, "own.tail_group", f"is {own.tail_group} for {groups} tables")
+    require_tensor(name, "own.page_valid", own.page_valid, (None,), batch.rows.device, (torch.bool,))
+    for table, size in zip(tables, own.page_tokens, strict=True):
+        require_tensor(name, "tables", table, (batch.rows.shape[0], None), batch.rows.device, (torch.int32,))
+        has_room = table.shape[1] * size >= own.max_len
+        require(has_room, name, "tables", f"have no column for token {own.max_len - 1}")
+
+
+def plan_draft_passes(
+    requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *, num_wanted: int
+) -> DraftPasses:
+    """As `kernels.drafting.plan_draft_passes`."""
+    name, device, (count,), (num_tokens,) = (
+        "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
+    )  # fmt: skip
+    _check(name, requests, rows, own.max_len)
+    _check_tables(name, requests, tables, own)
+    for field, tensor in (("valid_from", own.valid_from), ("filled", own.filled)):
+        require_tensor(name, f"own.{field}", tensor, tuple(rows.known.shape), device, (torch.int64,))
+    require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    groups, int32 = len(pages.tables), torch.int32
-    out = Passes(
-        empty(_KEYS.value + most, requests), empty(requests, dtype=torch.float32), empty(2, requests),
-        empty(3, requests, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, most - 1, requests),
-        empty(2, most - 1, requests, dtype=int32),
+    groups, int32 = len(tables), torch.int32
+    out = _Out(
+        empty(_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(2, count),
+        empty(3, count, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, num_wanted - 1, count),
+        empty(2, num_wanted - 1, count, dtype=int32),
     )  # fmt: skip
-    if requests:
-        _passes_kernel[(requests,)](
-            *batch, rows, own, pages.tables, out, requests, num_tokens, most, max_len, least, rows.tokens.stride(0),
-            tuple(table.stride(0) for table in pages.tables), PAGES=pages.tokens, TAIL=pages.tail, GROUPS=groups,
-            DRAFTS=next_power_of_two(most), BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
-    return out
-
-
-def forget_pages(batch: Batch, page_valid: torch.Tensor, pages: Pages) -> None:
-    """Pages whose last token the step computed are not valid."""
-    name, device, (requests,) = "forget_pages", batch.row.device, batch.row.shape
-    require_tensor(name, "page_valid", page_valid, (None,), device, (torch.bool,))
-    for argument, tensor in (("computed_before", batch.computed_before), ("num_computed", batch.num_computed)):
-        require_tensor(name, f"batch.{argument}", tensor, (requests,), device, (torch.int64,))
-    for table in pages.tables:
-        require_tensor(name, "pages.tables", table, (requests, None), device, (torch.int32,))
-    if requests:
-        _forget_kernel[(requests,)](
-            batch.computed_before, batch.num_computed, page_valid, pages.tables,
-            tuple(table.stride(0) for table in pages.tables), PAGES=pages.tokens, GROUPS=len(pages.tables),
+    if count:
+        _passes_kernel[(count,)](
+            *requests, rows, _Own(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
+            num_wanted, own.max_len, own.first_slot, rows.tokens.stride(0), tuple(table.stride(0) for table in tables),
+            PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
+    return _unpacked(out, requests.num_computed)
 
 
-class Reading(NamedTuple):
-    """One pass that writes nothing; int64 where nothing else is said."""
+def _unpacked(out: _Out, num_computed: torch.Tensor) -> DraftPasses:
+    tokens, slots, tail_page, *cells = out.tokens
+    lengths, key_starts = out.requests
+    lengths_int32, live_int32, key_starts_int32 = out.narrow
+    first = DraftPass(slots, tuple(cells), lengths, num_computed, lengths_int32, live_int32)
+    further = []
+    for (own_slots, own_lengths, live, *own_cells), narrow in zip(
+        out.further.unbind(1), out.narrow_further.unbind(1), strict=True
+    ):
+        further.append(DraftPass(own_slots, tuple(own_cells), own_lengths, live, *narrow))
+    keys = _unpacked_keys(out.keys, out.temperature)
+    return DraftPasses(keys, tokens, first, further, key_starts, key_starts_int32, tail_page)
 
-    choosing: torch.Tensor  # these two as in Passes
-    temperature: torch.Tensor
-    requests: torch.Tensor  # [6, requests] tokens, positions, lengths, live tokens, cells; rope positions
-    narrow: torch.Tensor  # [2, requests] int32: lengths, live tokens
+
+def _unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSamplingKeys:
+    seed, sample_index, counts, last = keys[: _KEYS.value]
+    return DraftSamplingKeys(temperature, seed, sample_index, keys[_KEYS.value :], counts, last)
 
 
-def reading_pass(batch: Batch, rows: Rows, *, most: int, max_len: int, behind: int) -> Reading:
-    """The pass stands at each guessing request's last computed token, with the known token after it, and has no cells.
-    Its rope position is `behind` the known tokens."""
-    requests, device = batch.row.shape[0], batch.row.device
-    _check("reading_pass", batch, rows, None, max_len)
-    require(most > 0, "reading_pass", "most", f"is {most}")
-    out = Reading(
-        torch.empty(_KEYS.value + most, requests, dtype=torch.int64, device=device),
-        torch.empty(requests, dtype=torch.float32, device=device),
-        torch.empty(6, requests, dtype=torch.int64, device=device),
-        torch.empty(2, requests, dtype=torch.int32, device=device),
-    )
-    if requests:
-        _reading_kernel[(requests,)](
-            *batch, rows, *out, requests, most, max_len, behind, rows.tokens.stride(0),
-            DRAFTS=next_power_of_two(most), num_warps=1,
+def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
+    """As `kernels.drafting.forget_pages`."""
+    name, device, (count,) = "forget_pages", requests.rows.device, requests.rows.shape
+    _check_tables(name, requests, tables, own)
+    for field, tensor in (("computed_before", requests.computed_before), ("num_computed", requests.num_computed)):
+        require_tensor(name, f"requests.{field}", tensor, (count,), device, (torch.int64,))
+    if count:
+        _forget_kernel[(count,)](
+            requests.computed_before, requests.num_computed, own.page_valid, tables,
+            tuple(table.stride(0) for table in tables), PAGES=own.page_tokens, GROUPS=len(tables), BLOCK=_BLOCK,
+            num_warps=1,
         )  # fmt: skip
-    return out
+
+
+def plan_reading_pass(
+    requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int, behind: int
+) -> ReadingPass:
+    """As `kernels.drafting.plan_reading_pass`."""
+    name, device, (count,) = "plan_reading_pass", requests.rows.device, requests.rows.shape
+    _check(name, requests, rows, max_len)
+    require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
+    keys = torch.empty(_KEYS.value + num_wanted, count, dtype=torch.int64, device=device)
+    temperature = torch.empty(count, dtype=torch.float32, device=device)
+    out = torch.empty(6, count, dtype=torch.int64, device=device)
+    narrow = torch.empty(2, count, dtype=torch.int32, device=device)
+    if count:
+        _reading_kernel[(count,)](
+            *requests, rows, keys, temperature, out, narrow, count, num_wanted, max_len, behind, rows.tokens.stride(0),
+            DRAFTS=next_power_of_two(num_wanted), num_warps=1,
+        )  # fmt: skip
+    tokens, slots, lengths, live, nowhere, rope_positions = out
+    only = DraftPass(slots, (nowhere,), lengths, live, *narrow)
+    return ReadingPass(_unpacked_keys(keys, temperature), tokens, rope_positions, only)
 
 
 def store_drafts(
-    row: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *, drafts: torch.Tensor,
+    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *, drafts: torch.Tensor,
     num_drafts: torch.Tensor, proposed: torch.Tensor,
 ) -> None:
-    """Drafts [requests, most], of which counts [requests] are meant where a request guesses and none otherwise, become
-    those of its row; how many they are is written to `proposed` [requests] too. The null row keeps what it has."""
-    name, device, int64, (requests,) = "store_drafts", row.device, (torch.int64,), row.shape
-    require_tensor(name, "row", row, (requests,), device, int64)
+    """As `kernels.step.store_drafts`; the null row keeps what it has."""
+    name, device, int64, (requests,) = "store_drafts", rows.device, (torch.int64,), rows.shape
+    require_tensor(name, "rows", rows, (requests,), device, int64)
     require_tensor(name, "tokens", tokens, (requests, None), device, int64, 0)
     require_tensor(name, "counts", counts, (requests,), device, int64)
     require_tensor(name, "guesses", guesses, (requests,), device, (torch.bool,))
@@ -363,6 +355,15 @@ def store_drafts(
     require(most <= drafts.shape[1], name, "tokens", f"has {most} columns, more than the rows")
     if requests:
         _store_kernel[(requests,)](
-            row, tokens, counts, guesses, drafts, num_drafts, proposed, most, tokens.stride(0), tokens.stride(1),
+            rows, tokens, counts, guesses, drafts, num_drafts, proposed, most, tokens.stride(0), tokens.stride(1),
             drafts.stride(0), proposed.stride(0), DRAFTS=next_power_of_two(drafts.shape[1]), num_warps=1,
         )  # fmt: skip
+
+
+def draw_drafts(
+    logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
+    out: torch.Tensor,
+) -> None:
+    """As `spec.draw.draw_drafts`. One kernel draws whether a temperature is 0 or not."""
+    key = (keys.seed, keys.sample_index, keys.positions[index])
+    sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out)

@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.attention_core import add_sink, attend_keys, check_attention, zero_padding
+from outrider.kernels.triton.attention_core import attend_keys, check_attention, zero_padding
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,
@@ -53,13 +53,13 @@ def _find_tile(starts, program, num_requests, PAD: tl.constexpr):
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
-    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, sinks, tile_requests, tile_indices, out,
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
     scale, softcap, window, num_tokens, num_requests, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr,
     SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -131,9 +131,6 @@ def _prefill_kernel(
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
 
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_query, other=float("-inf"))
-        acc, peak, total = add_sink(acc, tl.where(is_query, peak, 0.0), total, sink)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     result = tl.where(is_query[:, None], result, 0.0)
     is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
@@ -213,7 +210,7 @@ def device_query_tiles(
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
-    scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    scale: float, window: int | None = None, softcap: float | None = None,
     key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
     pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -221,7 +218,7 @@ def prefill_attention(
     left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, sinks, out,
+    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
                             window, softcap, key_starts)
     num_tiles = tiles.count
     listed = num_tiles if tiles.indices is not None else shape.num_requests + 1
@@ -236,7 +233,7 @@ def prefill_attention(
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
-        lengths if key_starts is None else key_starts, q if sinks is None else sinks,
+        lengths if key_starts is None else key_starts,
         tiles.requests, tiles.requests if tiles.indices is None else tiles.indices, out,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
@@ -244,7 +241,7 @@ def prefill_attention(
         GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
         BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
         SEARCH=0 if tiles.indices is not None else _search_width(shape.num_requests),
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )

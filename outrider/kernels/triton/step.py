@@ -1,20 +1,21 @@
 """A step's bookkeeping in two launches: `prepare_step` before the forward, `commit_step` after the sampler.
 
-The runner's torch code is the specification, integer for integer. Host integers and row state come in, tensors of the
-batch go out. Nothing here knows models or caches; no program reads what another one writes.
+`kernels.step` is the specification, integer for integer. Host integers and row state come in, tensors of the batch go
+out. Nothing here knows models or caches; no program reads what another one writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 import triton
 import triton.language as tl
-from outrider.core import NULL_ROW, Finish
+from outrider.core import NULL_ROW, Axis, Finish
+from outrider.kernels.accept import Accepted
+from outrider.kernels.packet import StepPacket, packet_axes
+from outrider.kernels.step import CommittedStep, PreparedStep, RowFields, VerifiedStep
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
@@ -24,69 +25,6 @@ _COUNTS = 6  # run length, finish, computed, drafted, accepted, proposed
 _NULL_ROW = tl.constexpr(NULL_ROW)
 _NO, _STOP = tl.constexpr(int(Finish.NO)), tl.constexpr(int(Finish.STOP))
 _LENGTH, _ERROR = tl.constexpr(int(Finish.LENGTH)), tl.constexpr(int(Finish.ERROR))
-
-
-class RowFields(Protocol):
-    """What the kernels read and write of the row state; int64 but for `alive` (bool) and page tables (int32)."""
-
-    tokens: torch.Tensor  # [ROWS, LENGTH]
-    known: torch.Tensor  # [ROWS]
-    computed: torch.Tensor
-    alive: torch.Tensor
-    drafts: torch.Tensor  # [ROWS, DRAFTS]
-    num_drafts: torch.Tensor  # [ROWS]
-
-    @property
-    def sampling(self) -> Any: ...  # end_len and num_stop_ids [ROWS], stop_ids [ROWS, STOP_IDS]
-
-    @property
-    def page_tables(self) -> Sequence[torch.Tensor]: ...  # per group [ROWS, columns]
-
-
-class Scheduled(NamedTuple):
-    """What the host scheduled, padded, as int64 device tensors."""
-
-    row: torch.Tensor  # [requests]
-    num_known: torch.Tensor  # [requests]
-    num_drafts: torch.Tensor  # [requests]
-    samples: torch.Tensor  # [requests] 0 or 1
-    query_starts: torch.Tensor  # [requests + 1]
-    request_of: torch.Tensor  # [tokens]
-    offset: torch.Tensor  # [tokens] place among the request's tokens; past all of them for padded tokens
-    logit_request: torch.Tensor  # [logit rows]
-    logit_draft: torch.Tensor  # [logit rows] drafts before it; more than any request has for padded ones
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """int64 where nothing else is said; [requests], [tokens] or [logit rows]."""
-
-    computed: torch.Tensor
-    num_known: torch.Tensor  # live
-    num_drafts: torch.Tensor  # live
-    live: torch.Tensor
-    lengths: torch.Tensor
-    samples: torch.Tensor  # bool
-    drafts: torch.Tensor  # [requests, most drafts]
-    narrow: tuple[torch.Tensor, ...]  # lengths, live and query starts as int32
-    first_logit: torch.Tensor  # a request's first logit row; undefined where it has none
-    page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns] int32
-    positions: torch.Tensor
-    token_ids: torch.Tensor
-    slots: tuple[torch.Tensor, ...]  # per group
-    logit_row: torch.Tensor
-    logit_position: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Committed:
-    counts: torch.Tensor  # [requests, 6] the next four and the live drafts in the result's order; nothing proposed yet
-    run: torch.Tensor  # [requests, most drafts + 1]
-    run_len: torch.Tensor  # [requests]
-    finish: torch.Tensor  # [requests]
-    num_computed: torch.Tensor  # [requests]
-    num_accepted: torch.Tensor  # [requests]
-    goes_on: torch.Tensor  # [requests] bool: got a run and has not ended
 
 
 class _State(NamedTuple):
@@ -114,28 +52,28 @@ class _Out(NamedTuple):
 
 
 @triton.jit
-def _live_counts(scheduled, state, request, valid):
+def _live_counts(packet, state, request, valid):
     """(row, known, alive, samples, live known tokens, live drafts) of requests. Loads are cheaper than a second launch,
     so every token row works them out for itself."""
-    row = tl.load(scheduled.row + request, mask=valid, other=_NULL_ROW)
+    row = tl.load(packet.rows + request, mask=valid, other=_NULL_ROW)
     known = tl.load(state.known + row, mask=valid, other=0)
     alive = (tl.load(state.alive + row, mask=valid, other=0) != 0) & (row != _NULL_ROW)
-    samples = alive & (tl.load(scheduled.samples + request, mask=valid, other=0) > 0)
-    num_known = tl.where(alive, tl.load(scheduled.num_known + request, mask=valid, other=0), 0)
+    samples = alive & (tl.load(packet.samples + request, mask=valid, other=0) > 0)
+    num_known = tl.where(alive, tl.load(packet.num_known + request, mask=valid, other=0), 0)
     # Drafts past the end could never be accepted.
     room = tl.maximum(tl.load(state.end_len + row, mask=valid, other=0) - known - 1, 0)
-    drafts = tl.load(scheduled.num_drafts + request, mask=valid, other=0)
+    drafts = tl.load(packet.num_drafts + request, mask=valid, other=0)
     drafts = tl.minimum(tl.minimum(drafts, tl.load(state.num_drafts + row, mask=valid, other=0)), room)
     return row, known, alive, samples, num_known, tl.where(samples, drafts, 0)
 
 
 @triton.jit
 def _prepare_requests(
-    block, scheduled, state, out, requests, most_drafts, draft_stride, BLOCK: tl.constexpr, DRAFTS: tl.constexpr
+    block, packet, state, out, requests, max_drafts, draft_stride, BLOCK: tl.constexpr, DRAFTS: tl.constexpr
 ):
     request = block * BLOCK + tl.arange(0, BLOCK)
     valid = request < requests
-    row, known, alive, samples, num_known, num_drafts = _live_counts(scheduled, state, request, valid)
+    row, known, alive, samples, num_known, num_drafts = _live_counts(packet, state, request, valid)
     computed = tl.load(state.computed + row, mask=valid, other=0)
     live = num_known + num_drafts
     length = tl.where(alive, computed + live, 0)
@@ -148,25 +86,25 @@ def _prepare_requests(
     tl.store(out.narrow + request, length.to(tl.int32), mask=valid)
     tl.store(out.narrow + requests + request, live.to(tl.int32), mask=valid)
     is_start = request <= requests
-    start = tl.load(scheduled.query_starts + request, mask=is_start, other=0)
+    start = tl.load(packet.query_starts + request, mask=is_start, other=0)
     tl.store(out.narrow + 2 * requests + request, start.to(tl.int32), mask=is_start)
     index = tl.arange(0, DRAFTS)[None, :]
-    is_draft = valid[:, None] & (index < most_drafts)
+    is_draft = valid[:, None] & (index < max_drafts)
     draft = tl.load(state.drafts + row[:, None] * draft_stride + index, mask=is_draft, other=0)
-    tl.store(out.drafts + request[:, None] * most_drafts + index, draft, mask=is_draft)
+    tl.store(out.drafts + request[:, None] * max_drafts + index, draft, mask=is_draft)
 
 
 @triton.jit
 def _prepare_tokens(
-    block, scheduled, state, tables, slots, out, tokens, max_len, token_stride, draft_stride, table_strides,
+    block, packet, state, tables, slots, out, tokens, max_len, token_stride, draft_stride, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Known tokens first, then drafts; dead ones repeat a valid position and write nothing."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < tokens
-    request = tl.load(scheduled.request_of + at, mask=valid, other=0)
-    offset = tl.load(scheduled.offset + at, mask=valid, other=0)
-    row, known, alive, samples, num_known, num_drafts = _live_counts(scheduled, state, request, valid)
+    request = tl.load(packet.request_of + at, mask=valid, other=0)
+    offset = tl.load(packet.offset + at, mask=valid, other=0)
+    row, known, alive, samples, num_known, num_drafts = _live_counts(packet, state, request, valid)
     live = num_known + num_drafts
     is_live = valid & (offset < live)
     is_known = offset < num_known
@@ -184,12 +122,12 @@ def _prepare_tokens(
 
 
 @triton.jit
-def _prepare_logit_rows(block, scheduled, state, out, logit_rows, BLOCK: tl.constexpr):
+def _prepare_logit_rows(block, packet, state, out, logit_rows, BLOCK: tl.constexpr):
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < logit_rows
-    request = tl.load(scheduled.logit_request + at, mask=valid, other=0)
-    draft = tl.load(scheduled.logit_draft + at, mask=valid, other=0)
-    row = tl.load(scheduled.row + request, mask=valid, other=_NULL_ROW)
+    request = tl.load(packet.logit_request + at, mask=valid, other=0)
+    draft = tl.load(packet.logit_draft + at, mask=valid, other=0)
+    row = tl.load(packet.rows + request, mask=valid, other=_NULL_ROW)
     known = tl.load(state.known + row, mask=valid, other=0)
     tl.store(out.logit_row + at, row, mask=valid)
     tl.store(out.logit_position + at, known + draft, mask=valid)
@@ -198,9 +136,9 @@ def _prepare_logit_rows(block, scheduled, state, out, logit_rows, BLOCK: tl.cons
 
 @triton.jit
 def _copy_tables(
-    request, tile, scheduled, tables, own_tables, widths, table_strides, GROUPS: tl.constexpr, COLUMNS: tl.constexpr
+    request, tile, packet, tables, own_tables, widths, table_strides, GROUPS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    row = tl.load(scheduled.row + request)
+    row = tl.load(packet.rows + request)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     for group in tl.static_range(GROUPS):
         valid = column < widths[group]
@@ -209,35 +147,35 @@ def _copy_tables(
 
 
 # Sizes of a batch, and tensors that may begin anywhere in a buffer: no reason to compile anew.
-_VARYING = ["requests", "tokens", "logit_rows", "most_drafts", "first_token_block", "first_logit_block", "first_copy"]
-_SLICES = ["row", "num_known", "num_drafts", "samples", "query_starts", "request_of", "offset", "logit_request",
-           "logit_draft", "sampled", "bad"]  # fmt: skip
+_VARYING = ["requests", "tokens", "logit_rows", "max_drafts", "first_token_block", "first_logit_block", "first_copy"]
+_SLICES = [*StepPacket._fields, "sampled", "bad"]
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _prepare_kernel(
-    row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft,
-    state, tables, out, slots, own_tables, requests, tokens, logit_rows, most_drafts,
+    rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
+    boundaries, state, tables, out, slots, own_tables, requests, tokens, logit_rows, max_drafts,
     first_token_block, first_logit_block, first_copy, tiles, max_len, token_stride, draft_stride, widths, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Programs in turn: blocks of requests, of token rows, of logit rows, then tiles of page tables."""
-    scheduled = Scheduled(
-        row, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft
+    packet = StepPacket(
+        rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
+        boundaries,
     )
     program = tl.program_id(0)
     if program < first_token_block:
-        _prepare_requests(program, scheduled, state, out, requests, most_drafts, draft_stride, BLOCK, DRAFTS)
+        _prepare_requests(program, packet, state, out, requests, max_drafts, draft_stride, BLOCK, DRAFTS)
     elif program < first_logit_block:
         _prepare_tokens(
-            program - first_token_block, scheduled, state, tables, slots, out, tokens, max_len, token_stride,
+            program - first_token_block, packet, state, tables, slots, out, tokens, max_len, token_stride,
             draft_stride, table_strides, PAGES, GROUPS, BLOCK,
         )
     elif program < first_copy:
-        _prepare_logit_rows(program - first_logit_block, scheduled, state, out, logit_rows, BLOCK)
+        _prepare_logit_rows(program - first_logit_block, packet, state, out, logit_rows, BLOCK)
     else:
         copy = program - first_copy
-        _copy_tables(copy // tiles, copy % tiles, scheduled, tables, own_tables, widths, table_strides, GROUPS, COLUMNS)
+        _copy_tables(copy // tiles, copy % tiles, packet, tables, own_tables, widths, table_strides, GROUPS, COLUMNS)
 
 
 @triton.jit
@@ -247,14 +185,14 @@ def _first(found, index, NONE: tl.constexpr):
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _commit_kernel(
-    sampled, bad, row, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
-    requests, most_drafts, length, stop_width, token_stride, stop_stride,
+    sampled, bad, rows, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
+    requests, max_drafts, length, stop_width, token_stride, stop_stride,
     RUN: tl.constexpr, STOPS: tl.constexpr, COUNTS: tl.constexpr,
 ):
     """One program, of one warp, accepts and commits one request: a second warp could read lengths already moved. Rows
     have one request each, but for the null row: padded requests have no tokens and do not sample."""
     request = tl.program_id(0).to(tl.int64)
-    row = tl.load(row + request)
+    row = tl.load(rows + request)
     num_known = tl.load(num_known + request)
     num_drafts = tl.load(num_drafts + request)
     samples = tl.load(samples + request) != 0
@@ -267,7 +205,7 @@ def _commit_kernel(
     logit_row = tl.load(first_logit + request, mask=samples, other=0) + index
     chosen = tl.load(sampled + logit_row, mask=reached, other=0)
     is_bad = reached & (tl.load(bad + logit_row, mask=reached, other=0) != 0)
-    draft = tl.load(drafts + request * most_drafts + index, mask=index < num_drafts, other=0)
+    draft = tl.load(drafts + request * max_drafts + index, mask=index < num_drafts, other=0)
     stop_index = tl.arange(0, STOPS)
     is_id = stop_index < tl.minimum(tl.load(state.num_stop_ids + row), stop_width)
     stop_id = tl.load(state.stop_ids + row * stop_stride + stop_index, mask=is_id, other=0)
@@ -287,7 +225,7 @@ def _commit_kernel(
     num_computed = num_known + num_accepted
 
     in_run = index < run_len
-    tl.store(run + request * (most_drafts + 1) + index, tl.where(in_run, chosen, 0), mask=index <= most_drafts)
+    tl.store(run + request * (max_drafts + 1) + index, tl.where(in_run, chosen, 0), mask=index <= max_drafts)
     tl.store(out + request, run_len)
     tl.store(out + requests + request, finish)
     tl.store(out + 2 * requests + request, num_computed)
@@ -321,19 +259,19 @@ def _state(name: str, rows: RowFields) -> _State:
 
 
 def prepare_step(
-    scheduled: Scheduled, rows: RowFields, *, most_drafts: int, page_tokens: tuple[int, ...], max_len: int
-) -> Prepared:
-    """Everything of a batch that depends on row state. `page_tokens` is per group; no position reaches `max_len`."""
-    name, device = "prepare_step", scheduled.row.device
-    requests, tokens, logits = (t.shape[0] for t in (scheduled.row, scheduled.request_of, scheduled.logit_request))
-    sizes = (*[requests] * 4, requests + 1, tokens, tokens, logits, logits)
-    for field, tensor, size in zip(scheduled._fields, scheduled, sizes, strict=True):
-        require_tensor(name, f"scheduled.{field}", tensor, (size,), device, (torch.int64,))
+    packet: StepPacket, rows: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...], max_len: int
+) -> PreparedStep:
+    """As `kernels.step.prepare_step`."""
+    name, device = "prepare_step", packet.rows.device
+    requests, tokens, logits = (t.shape[0] for t in (packet.rows, packet.request_of, packet.logit_request))
+    extents = {Axis.REQUESTS: requests, Axis.STARTS: requests + 1, Axis.TOKENS: tokens, Axis.LOGIT_ROWS: logits}
+    for field, tensor, axis in zip(packet._fields, packet, packet_axes(), strict=True):
+        require_tensor(name, f"packet.{field}", tensor, (extents[axis],), device, (torch.int64,))
     state, tables = _state(name, rows), tuple(rows.page_tables)
     require(len(tables) == len(page_tokens), name, "page_tokens", f"are {len(page_tokens)} for {len(tables)} tables")
     for table in tables:
         require_tensor(name, "rows.page_tables", table, (rows.known.shape[0], None), device, (torch.int32,))
-    require(most_drafts <= rows.drafts.shape[1], name, "most_drafts", f"is {most_drafts}, more than the rows hold")
+    require(max_drafts <= rows.drafts.shape[1], name, "max_drafts", f"is {max_drafts}, more than the rows hold")
     require(max_len <= rows.tokens.shape[1], name, "max_len", f"is {max_len}, more than the rows hold")
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -344,57 +282,49 @@ def prepare_step(
     slots = tuple(empty(tokens) for _ in tables)
     out = _Out(
         empty(5, requests), empty(3 * requests + 1, dtype=torch.int32), empty(requests, dtype=torch.bool),
-        empty(requests, most_drafts), empty(requests), empty(tokens), empty(tokens), empty(logits), empty(logits),
+        empty(requests, max_drafts), empty(requests), empty(tokens), empty(tokens), empty(logits), empty(logits),
     )  # fmt: skip
     tiles = triton.cdiv(max(widths, default=0), _COLUMNS)
     first_token_block = triton.cdiv(requests + 1, _BLOCK)
     first_logit_block = first_token_block + triton.cdiv(tokens, _BLOCK)
     first_copy = first_logit_block + triton.cdiv(logits, _BLOCK)
     _prepare_kernel[(first_copy + requests * tiles,)](
-        *scheduled, state, tables, out, slots, own_tables, requests, tokens, logits, most_drafts, first_token_block,
+        *packet, state, tables, out, slots, own_tables, requests, tokens, logits, max_drafts, first_token_block,
         first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0), state.drafts.stride(0), widths,
         tuple(table.stride(0) for table in tables), PAGES=page_tokens, GROUPS=len(tables),
         DRAFTS=next_power_of_two(state.drafts.shape[1]), BLOCK=_BLOCK, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
     computed, num_known, num_drafts, live, lengths = out.ints
-    narrow = out.narrow.split((requests, requests, requests + 1))
-    return Prepared(computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, narrow, out.first_logit,
-                    own_tables, out.positions, out.token_ids, slots, out.logit_row, out.logit_position)
+    lengths_int32, live_int32, query_starts_int32 = out.narrow.split((requests, requests, requests + 1))
+    return PreparedStep(
+        computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, lengths_int32, live_int32,
+        query_starts_int32, out.first_logit, own_tables, out.positions, out.token_ids, slots, out.logit_row,
+        out.logit_position,
+    )  # fmt: skip
 
 
-class Verified(NamedTuple):
-    """What a commit must know of the batch, [requests]."""
-
-    row: torch.Tensor
-    num_known: torch.Tensor  # live
-    num_drafts: torch.Tensor  # live
-    samples: torch.Tensor  # bool
-    first_logit: torch.Tensor
-    drafts: torch.Tensor  # [requests, most drafts]
-
-
-def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: Verified, rows: RowFields) -> Committed:
-    """Accepts drafts by the tokens `sampled` [logit rows], finds out how each request ends, and moves the rows on."""
+def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, rows: RowFields) -> CommittedStep:
+    """As `kernels.step.commit_step`."""
     name, device, int64 = "commit_step", sampled.device, (torch.int64,)
-    requests, most_drafts = batch.drafts.shape
+    requests, max_drafts = batch.drafts.shape
     require_tensor(name, "sampled", sampled, (None,), device, int64)
     require_tensor(name, "bad", bad, tuple(sampled.shape), device, (torch.bool,))
     for field, tensor in zip(batch._fields[:-1], batch[:-1], strict=True):
         dtype = torch.bool if field == "samples" else torch.int64
         require_tensor(name, f"batch.{field}", tensor, (requests,), device, (dtype,))
-    require_tensor(name, "batch.drafts", batch.drafts, (requests, most_drafts), device, int64, 2 if most_drafts else 1)
+    require_tensor(name, "batch.drafts", batch.drafts, (requests, max_drafts), device, int64, 2 if max_drafts else 1)
     state = _state(name, rows)
-    require(most_drafts <= rows.drafts.shape[1], name, "batch.drafts", f"has {most_drafts} columns, more than the rows")
+    require(max_drafts <= rows.drafts.shape[1], name, "batch.drafts", f"has {max_drafts} columns, more than the rows")
     out = torch.empty(4, requests, dtype=torch.int64, device=device)
     counts = torch.empty(requests, _COUNTS, dtype=torch.int64, device=device)
-    run = torch.empty(requests, most_drafts + 1, dtype=torch.int64, device=device)
+    run = torch.empty(requests, max_drafts + 1, dtype=torch.int64, device=device)
     goes_on = torch.empty(requests, dtype=torch.bool, device=device)
     if requests:
         _commit_kernel[(requests,)](
-            sampled, bad, *batch, state, out, counts, run, goes_on, requests, most_drafts, state.tokens.shape[1],
+            sampled, bad, *batch, state, out, counts, run, goes_on, requests, max_drafts, state.tokens.shape[1],
             state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
             RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
             COUNTS=_COUNTS, num_warps=1,
         )  # fmt: skip
     run_len, finish, num_computed, num_accepted = out
-    return Committed(counts, run, run_len, finish, num_computed, num_accepted, goes_on)
+    return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)

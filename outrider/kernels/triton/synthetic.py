@@ -1,46 +1,33 @@
 """Verdicts at chosen rates instead of the model's own, for benchmarks: sampled tokens are replaced in one launch.
 
-`spec.scripted.SyntheticAcceptance` is the specification, integer for integer. Knows nothing of models or rows' state.
+`spec.scripted.accept_at_rates` is the specification, integer for integer. Knows nothing of models or rows' state.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.triton.common import require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # logit rows of a program
-
-
-class Verdicts(NamedTuple):
-    """Where the logit rows of a batch belong, int64."""
-
-    request: torch.Tensor  # [logit rows]
-    row: torch.Tensor  # [logit rows]
-    draft_index: torch.Tensor  # [logit rows]
-    position: torch.Tensor  # [logit rows]
-    drafts: torch.Tensor  # [requests, most drafts]
-
-
 _SLICES = ["request", "row", "draft_index", "position"]
 
 
-@kernel(do_not_specialize=["num_logit_rows", "most_drafts"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["num_logit_rows", "max_drafts"], do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
-    sampled, request, row, draft_index, position, drafts, seed, thresholds, out, num_logit_rows, most_drafts, vocab,
+    sampled, request, row, draft_index, position, drafts, seed, thresholds, out, num_logit_rows, max_drafts, vocab,
     row_step, BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = at < num_logit_rows
     token = tl.load(sampled + at, mask=valid, other=0)
     index = tl.load(draft_index + at, mask=valid, other=0)
-    has_draft = valid & (index < most_drafts)
-    draft = tl.load(drafts + tl.load(request + at, mask=valid, other=0) * most_drafts + index, mask=has_draft, other=0)
+    has_draft = valid & (index < max_drafts)
+    draft = tl.load(drafts + tl.load(request + at, mask=valid, other=0) * max_drafts + index, mask=has_draft, other=0)
     row = tl.load(row + at, mask=valid, other=0)
     key = tl.load(seed + row, mask=valid, other=0) + row * row_step
     zero = tl.zeros([BLOCK], dtype=tl.uint32)
@@ -53,25 +40,27 @@ def _accept_kernel(
 
 
 def accept_at_rates(
-    sampled: torch.Tensor, batch: Verdicts, seed: torch.Tensor, thresholds: torch.Tensor, *, vocab: int, row_step: int
+    sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *, vocab: int,
+    row_step: int,
 ) -> torch.Tensor:
     """sampled [logit rows] with the draft where 32 random bits lie below its threshold, another token where not.
 
     The bits are word 0 of Philox with counter (0, position, 0, 0) and key seed[row] + row * row_step.
     """
     name, device, int64 = "accept_at_rates", sampled.device, (torch.int64,)
-    (num_logit_rows,), (requests, most_drafts) = sampled.shape, batch.drafts.shape
+    (num_logit_rows,), (requests, max_drafts) = sampled.shape, verdicts.drafts.shape
     require_tensor(name, "sampled", sampled, (None,), device, int64)
-    for field, tensor in zip(batch._fields[:-1], batch[:-1], strict=True):
-        require_tensor(name, f"batch.{field}", tensor, (num_logit_rows,), device, int64)
-    require_tensor(name, "batch.drafts", batch.drafts, (requests, most_drafts), device, int64, 2 if most_drafts else 1)
+    for field, tensor in zip(verdicts._fields[:-1], verdicts[:-1], strict=True):
+        require_tensor(name, f"verdicts.{field}", tensor, (num_logit_rows,), device, int64)
+    inner = 2 if max_drafts else 1
+    require_tensor(name, "verdicts.drafts", verdicts.drafts, (requests, max_drafts), device, int64, inner)
     require_tensor(name, "seed", seed, (None,), device, int64)
     require_tensor(name, "thresholds", thresholds, (None,), device, int64)
-    require(thresholds.shape[0] >= most_drafts, name, "thresholds", f"are not enough for {most_drafts} drafts")
+    require(thresholds.shape[0] >= max_drafts, name, "thresholds", f"are not enough for {max_drafts} drafts")
     out = torch.empty_like(sampled)
     if num_logit_rows:
         _accept_kernel[(triton.cdiv(num_logit_rows, _BLOCK),)](
-            sampled, *batch, seed, thresholds, out, num_logit_rows, most_drafts, vocab, row_step, BLOCK=_BLOCK,
+            sampled, *verdicts, seed, thresholds, out, num_logit_rows, max_drafts, vocab, row_step, BLOCK=_BLOCK,
             num_warps=4,
         )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.kernels import native, ops, reference
-from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, PagedLayer, Rope, check_writes
 
 
@@ -30,7 +30,7 @@ class NativeBackend(Backend):
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
         table = view.page_table(group)
-        requests = native.make_requests(table, view.query_starts, view.lengths, view.live, view.key_starts)
+        requests = native.make_requests(table, view.query_starts, view.lengths, view.live, _first_keys(view))
         return Plan(view, table, view.slots(group).contiguous(), requests)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
@@ -64,8 +64,13 @@ class NativeBackend(Backend):
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
         out = ops.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                  layer.scale, layer.window or 0, layer.softcap or 0.0, view.key_starts)
+                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view))
         return out.view(-1, layer.num_heads * layer.head_dim)
+
+
+def _first_keys(view: BatchView) -> torch.Tensor | None:
+    """As the native call takes them: none where every key may be seen."""
+    return view.visible.starts if isinstance(view.visible, KeysFrom) else None
 
 
 def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: HeadNorms | None,

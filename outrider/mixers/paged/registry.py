@@ -55,7 +55,7 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts
 def _refuses_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "its kernels are for CUDA and at most 32 bits"
-    return None if ops.triton_kernels() is not None else "the triton package is missing"
+    return None if ops.has_triton() else "the triton package is missing"
 
 
 def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -67,7 +67,7 @@ def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:
 def _make_triton(max_drafts: int) -> Backend:
     from outrider.mixers.paged.triton_backend import TritonBackend
 
-    return TritonBackend(longest_short=1 + max_drafts)
+    return TritonBackend(decode_kernel_max_query=1 + max_drafts)
 
 
 register_backend(BackendEntry("triton", _refuses_triton, _make_triton))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, VisibleKeys, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
 
 SHORT_QUERY = 16  # requests of at most so many tokens are attended together
@@ -26,7 +26,7 @@ class Part:
     positions: torch.Tensor  # [requests, query]
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
-    key_starts: torch.Tensor | None  # [requests]
+    visible: VisibleKeys  # of these requests
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class TorchBackend(Backend):
         live_rows = (slots >= 0).nonzero().squeeze(1)  # a plan of this backend may read the device
         lengths = view.lengths.tolist()
         starts = view.query_starts.tolist()
-        short = [r for r, n in enumerate(view.query_lens) if 0 < n <= SHORT_QUERY and lengths[r] > 0]
-        long = [r for r, n in enumerate(view.query_lens) if n > SHORT_QUERY and lengths[r] > 0]
+        lens = view.queries.lens if isinstance(view.queries, ExactQueries) else view.query_starts.diff().tolist()
+        short = [r for r, n in enumerate(lens) if 0 < n <= SHORT_QUERY and lengths[r] > 0]
+        long = [r for r, n in enumerate(lens) if n > SHORT_QUERY and lengths[r] > 0]
         parts = [_part(view, group, members, lengths, starts) for members in [short, *([r] for r in long)] if members]
         return Plan(parts, slots[live_rows], live_rows, view.num_tokens)
 
@@ -73,11 +74,12 @@ def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tens
 
 def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> Part:
     device = view.rows.device
-    query = max(view.query_lens[r] for r in members)
+    lens = [starts[r + 1] - starts[r] for r in members]
+    query = max(lens)
     columns = -(-max(lengths[r] for r in members) // group.page_tokens)
     index = torch.tensor(members, device=device)
     first = torch.tensor([starts[r] for r in members], device=device)
-    count = torch.tensor([view.query_lens[r] for r in members], device=device)
+    count = torch.tensor(lens, device=device)
     steps = torch.arange(query, device=device)
     token_rows = first[:, None] + torch.minimum(steps, count[:, None] - 1)
     return Part(
@@ -86,16 +88,22 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
         positions=view.positions[token_rows],
         is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
         lengths=view.lengths[index],
-        key_starts=None if view.key_starts is None else view.key_starts[index],
+        visible=_of_requests(view.visible, index),
     )
+
+
+def _of_requests(visible: VisibleKeys, index: torch.Tensor) -> VisibleKeys:
+    if isinstance(visible, KeysFrom):
+        return KeysFrom(visible.starts[index], visible.starts_int32[index])
+    return visible
 
 
 def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: Part) -> torch.Tensor:
     requests, query = part.token_rows.shape
     key_positions = torch.arange(part.pages.shape[1] * cache.k.shape[1], device=q.device)
     exists = key_positions < part.lengths[:, None]  # [requests, keys]
-    if part.key_starts is not None:
-        exists = exists & (key_positions >= part.key_starts[:, None])
+    if isinstance(part.visible, KeysFrom):
+        exists = exists & (key_positions >= part.visible.starts[:, None])
     keys = _gather(cache.k, part, exists)  # [requests, kv heads, keys, dim]
     values = _gather(cache.v, part, exists)
     seen = (key_positions <= part.positions[..., None]) & exists[:, None, :]  # [requests, query, keys]

@@ -15,21 +15,46 @@ from outrider.cache.groups import Group
 from outrider.core import Limits
 from outrider.kernels.triton import (
     QueryTiles,
-    Work,
+    SplitList,
     cache_write,
     decode_attention,
     device_query_tiles,
-    list_work,
-    pays_listing,
+    list_splits,
+    pays_split_list,
     prefill_attention,
     prepare_counters,
     query_tiles,
     rope_cache_write,
 )
-from outrider.mixers.batch import BatchView, check_rows
+from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 
 ENOUGH_LAYERS = 4  # of a group, that a list of splits pays for
+
+
+@dataclass(frozen=True)
+class NoPrefill:
+    """Every request is for the decode kernel."""
+
+
+@dataclass(frozen=True)
+class HostPrefill:
+    """Requests for the prefill kernel, as the host knows them."""
+
+    lens: list[int]  # tokens of each, 0 for the others
+
+    def tiles(self, view: BatchView, heads: tuple[int, int, int]) -> QueryTiles:
+        return query_tiles(self.lens, *heads, view.query_starts_int32.device)
+
+
+@dataclass(frozen=True)
+class DevicePrefill:
+    """Only the device knows which requests are for the prefill kernel."""
+
+    decode_kernel_max_query: int
+
+    def tiles(self, view: BatchView, heads: tuple[int, int, int]) -> QueryTiles:
+        return device_query_tiles(view.query_starts_int32, view.num_tokens, self.decode_kernel_max_query, *heads)
 
 
 @dataclass
@@ -37,63 +62,69 @@ class Plan:
     view: BatchView
     page_table: torch.Tensor
     slots: torch.Tensor
-    query_starts: torch.Tensor  # these three as int32
-    lengths: torch.Tensor
-    live: torch.Tensor
-    key_starts: torch.Tensor | None
-    short_live: torch.Tensor | None  # live tokens of the requests for the decode kernel; None: all of them
-    short_query: int  # most tokens of such a request; 0 where there is none
-    long_lens: list[int] | None  # tokens of the requests for the prefill kernel, 0 for the others
+    decode_live: torch.Tensor  # [requests] int32: live tokens of the requests for the decode kernel, 0 for the others
+    decode_max_query: int  # most tokens of such a request; 0 where there is none
+    prefill: NoPrefill | HostPrefill | DevicePrefill
     may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
-    tiles: QueryTiles | None = None
-    works: dict[tuple[int | None, ...], Work] = field(default_factory=dict)
+    tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
+    split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
 
-    def work_for(self, layer: AttentionLayer, live: torch.Tensor, itemsize: int) -> Work | None:
+    @property
+    def key_starts(self) -> torch.Tensor | None:
+        """As kernels take them: none where every key may be seen."""
+        return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
+
+    def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
         """The splits for the decode kernel: one list for all layers with the same heads and window."""
-        if not self.may_list or not pays_listing(self.view.num_requests, layer.window):
+        if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         key = (*heads, layer.window)
-        if key not in self.works:
-            self.works[key] = list_work(self.lengths, live, *heads, itemsize, max_query=self.short_query,
-                                        max_length=self.view.max_length.tokens, window=layer.window,
-                                        key_starts=self.key_starts)
-        return self.works[key]
+        if key not in self.split_lists:
+            self.split_lists[key] = list_splits(
+                self.view.lengths_int32, self.decode_live, *heads, itemsize, max_query=self.decode_max_query,
+                max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
+            )  # fmt: skip
+        return self.split_lists[key]
 
     def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
-        """Tiles for the prefill kernel, None where no request is for it. Layers of a group have the same heads."""
+        """Tiles for the prefill kernel, None where no request is for it."""
+        if isinstance(self.prefill, NoPrefill):
+            return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        if self.tiles is None and self.view.longest_short is not None:
-            self.tiles = device_query_tiles(self.query_starts, self.view.num_tokens, self.view.longest_short, *heads)
-        elif self.tiles is None and self.long_lens is not None:
-            self.tiles = query_tiles(self.long_lens, *heads, self.query_starts.device)
-        return self.tiles
+        if heads not in self.tiles:
+            self.tiles[heads] = self.prefill.tiles(self.view, heads)
+        return self.tiles[heads]
 
 
 class TritonBackend(Backend):
     name = "triton"
 
-    def __init__(self, longest_short: int = 16) -> None:
-        """longest_short: tokens of a request that the decode kernel takes, 16 at most. Every power of two up to it is a
-        kernel of its own to compile."""
-        self._longest_short = min(16, longest_short)
+    def __init__(self, decode_kernel_max_query: int = 16) -> None:
+        """decode_kernel_max_query: tokens of a request that the decode kernel takes, 16 at most. Every power of two up
+        to it is a kernel of its own to compile."""
+        self._max_query = min(16, decode_kernel_max_query)
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        live, starts = view.int32(view.live), view.int32(view.query_starts)
-        short = [n for n in view.query_lens if 0 < n <= self._longest_short]
-        long_lens, short_live = None, None
-        if view.longest_short is not None:  # only the device knows which they are
-            short = [view.longest_short]
-            short_live = torch.where(starts.diff() <= view.longest_short, live, 0)
-        elif view.max_query > self._longest_short:
-            long_lens = [n if n > self._longest_short else 0 for n in view.query_lens]
-            if short:
-                is_short = torch.tensor([n <= self._longest_short for n in view.query_lens], dtype=torch.int32)
-                short_live = live * is_short.pin_memory().to(live.device, non_blocking=True)
-        key_starts = None if view.key_starts is None else view.int32(view.key_starts)
-        return Plan(view, view.page_table(group), view.slots(group), starts, view.int32(view.lengths), live, key_starts,
-                    short_live, max(short, default=0), long_lens,
+        live, max_query = view.live_int32, 0
+        prefill: NoPrefill | HostPrefill | DevicePrefill = NoPrefill()
+        match view.queries:
+            case ExactQueries(lens):
+                max_query = max((n for n in lens if n <= self._max_query), default=0)
+                if max(lens, default=0) > self._max_query:
+                    prefill = HostPrefill([n if n > self._max_query else 0 for n in lens])
+                    if max_query:
+                        is_short = torch.tensor([n <= self._max_query for n in lens], dtype=torch.int32)
+                        live = live * is_short.pin_memory().to(live.device, non_blocking=True)
+            case DecodeQueries(most) if most <= self._max_query:
+                max_query = most
+            case DecodeQueries(most):
+                prefill = HostPrefill([most] * view.num_requests)
+            case MixedQueries(most):
+                max_query, prefill = most, DevicePrefill(most)
+                live = torch.where(view.query_starts_int32.diff() <= most, live, 0)
+        return Plan(view, view.page_table(group), view.slots(group), live, max_query, prefill,
                     may_list=len(group.layers) >= ENOUGH_LAYERS)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
@@ -117,13 +148,13 @@ class TritonBackend(Backend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
                                    "key_starts": plan.key_starts}
-        tensors = (q, cache.k, cache.v, plan.page_table, plan.query_starts, plan.lengths)
-        if plan.short_query:
-            live = plan.live if plan.short_live is None else plan.short_live
-            longest = plan.view.max_length.tokens
-            decode_attention(*tensors, live, max_query=plan.short_query, max_length=longest,
-                             work=plan.work_for(layer, live, q.element_size()), **options)
+        view = plan.view
+        tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
+        if plan.decode_max_query:
+            decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
+                             max_length=view.max_length.tokens, splits=plan.splits_for(layer, q.element_size()),
+                             **options)
         tiles = plan.tiles_for(layer)
         if tiles is not None:
-            prefill_attention(*tensors, plan.live, tiles, fill_padding=not plan.short_query, **options)
+            prefill_attention(*tensors, view.live_int32, tiles, fill_padding=not plan.decode_max_query, **options)
         return out.view(-1, layer.num_heads * layer.head_dim)

@@ -1,4 +1,4 @@
-"""Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key.
+"""Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key, or its halves as two.
 
 The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Sizes for
 decoding are captured at start-up; others, steps with prompts in them above all, when they are met.
@@ -12,28 +12,51 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from outrider.core import Limits
+from outrider.core import Limits, StepForm, Uncaptured
+from outrider.kernels.packet import empty_packet
 from outrider.layers.base import DecoderLayer
 from outrider.models.base import Model
-from outrider.runner.graphs.keys import GraphKey, GraphKeys, empty_batch, empty_plan
+from outrider.runner.batch import CapturedShape
+from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.sizes import MOST_LATER, PATIENCE
 from outrider.runner.step import DeviceResult, DeviceStep
 
 log = logging.getLogger("outrider")
-
-PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
-MOST_LATER = 256  # captures after start-up
+Made = TypeVar("Made")
+HostTurn = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class CapturedStep:
-    key: GraphKey
-    graph: torch.cuda.CUDAGraph
+class WholeCapture:
+    """A step in one graph: the host has no turn in it."""
+
+    shape: CapturedShape
     ints: torch.Tensor
     result: DeviceResult
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self, host_turn: HostTurn) -> None:
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class SplitCapture:
+    """A step in two graphs, forward and the rest: the host has its turn when the first is queued."""
+
+    shape: CapturedShape
+    ints: torch.Tensor
+    result: DeviceResult
+    forward: torch.cuda.CUDAGraph
+    finish: torch.cuda.CUDAGraph
+
+    def replay(self, host_turn: HostTurn) -> None:
+        self.forward.replay()
+        host_turn()
+        self.finish.replay()
 
 
 class StepGraphs:
@@ -41,7 +64,7 @@ class StepGraphs:
         self._step = step
         step.cached.prepare_capture(limits)
         self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts)
-        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self._missed: Counter[GraphKey] = Counter()
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
@@ -49,36 +72,43 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def serve(self, key: GraphKey) -> CapturedStep | None:
-        """The captured step, or a wider one while a key is new. One that is met for the first time is captured now;
-        None if there is no memory for it, or have been too many."""
+    def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
+        """The captured step, or a wider one while a key is new. One that is met for the first time is captured now,
+        unless there is no memory for it, or have been too many."""
         if key in self._captured:
             return self._captured[key]
         self._missed[key] += 1
         wider = self.keys.wider(key)
         if wider in self._captured and self._missed[key] <= PATIENCE:
             return self._captured[wider]
-        if key in self._refused or len(self._captured) - self._num_at_start >= MOST_LATER:
-            return None
+        if key in self._refused:
+            return Uncaptured.NO_MEMORY
+        if len(self._captured) - self._num_at_start >= MOST_LATER:
+            return Uncaptured.TOO_MANY_CAPTURES
         return self._try(key)
 
-    def run(self, key: GraphKey, ints: torch.Tensor) -> DeviceResult:
+    def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
         """The step as it is captured, uncaptured."""
-        return self._step.body(self.keys.shape(key), ints, empty_plan(key))[2]
+        plan = key.plan
+        half = self._step.forward_half(self.keys.shape(key), ints, plan)
+        if key.form is StepForm.SPLIT:
+            host_turn()
+        return self._step.finish_half(half, plan)
 
     def run_empty(self, key: GraphKey) -> None:
         """Compiles and loads what a capture must find loaded."""
+        shape = self.keys.shape(key)
         with one_layer_each(self._step.model):
-            self.run(key, empty_batch(self.keys.shape(key), self._step.state.device))
+            self._step.whole(shape, empty_packet(shape, self._step.state.device), key.plan)
 
-    def get(self, key: GraphKey) -> CapturedStep:
+    def get(self, key: GraphKey) -> WholeCapture | SplitCapture:
         if key not in self._captured:
             self.run_empty(key)
-            self.capture(key)
+            self._captured[key] = self.capture(key)
         return self._captured[key]
 
     @contextmanager
-    def borrowed(self, key: GraphKey) -> Iterator[CapturedStep]:
+    def borrowed(self, key: GraphKey) -> Iterator[WholeCapture | SplitCapture]:
         """To be timed. A key that serves no batch, as none has drafts and proposes nothing, is not kept."""
         yield self.get(key)
         if key.has_drafts and not key.propose:
@@ -87,9 +117,7 @@ class StepGraphs:
 
     def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
         """The largest first, so that all share its memory. Returns how many."""
-        if self.keys.largest is not None:
-            self.get(self.keys.largest)
-        for key in self.keys.decoding(takes_checkpoints=takes_checkpoints):
+        for key in self.keys.at_start(takes_checkpoints=takes_checkpoints):
             self.get(key)
         self._num_at_start = len(self._captured)
         return self._num_at_start
@@ -100,7 +128,7 @@ class StepGraphs:
         for key in (*self.keys.decoding(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
             self.run_empty(key)
 
-    def _try(self, key: GraphKey) -> CapturedStep | None:
+    def _try(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """If memory does not suffice, such steps stay uncaptured."""
         for _ in range(2):
             try:
@@ -109,18 +137,25 @@ class StepGraphs:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
         log.warning("no memory to capture steps of %s: they run uncaptured", key)
         self._refused.add(key)
-        return None
+        return Uncaptured.NO_MEMORY
 
-    def capture(self, key: GraphKey) -> None:
+    def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
         """After `run_empty` of the same key. Builds everything anew."""
-        ints = empty_batch(self.keys.shape(key), self._step.state.device)
-        graph = torch.cuda.CUDAGraph()
-        result = self._record(graph, lambda: self.run(key, ints))
+        step, shape, plan = self._step, self.keys.shape(key), key.plan
+        ints, graph = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph()
+        if key.form is StepForm.WHOLE:
+            result = self._record(graph, lambda: step.whole(shape, ints, plan))
+            captured: WholeCapture | SplitCapture = WholeCapture(shape, ints, result, graph)
+        else:
+            finish = torch.cuda.CUDAGraph()
+            half = self._record(graph, lambda: step.forward_half(shape, ints, plan))
+            result = self._record(finish, lambda: step.finish_half(half, plan))
+            captured = SplitCapture(shape, ints, result, graph, finish)
         # The next replay overwrites all of it: what is not copied when a step is queued must not be there.
         assert result.logprobs is None and result.prompt_logprobs is None
-        self._captured[key] = CapturedStep(key, graph, ints, result)
+        return captured
 
-    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], DeviceResult]) -> DeviceResult:
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:
         """What `torch.cuda.graph` does, without its collection of garbage, which takes longer than a capture. None may
         be collected on the way either: what dies could be a graph or an event."""
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -12,9 +12,14 @@ import torch
 
 from outrider.core import Limits
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
+from outrider.kernels.buffers import to_device
+from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.keys import GraphKey, empty_batch, empty_plan, empty_shape
-from outrider.runner.step import DeviceStep
+from outrider.runner.graphs.keys import GraphKey
+from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_TOKENS, MEASURED_UNCAPTURED
+from outrider.runner.graphs.warm_up import dead_batch
+from outrider.runner.step import DeviceStep, StepPlan
+from outrider.sample.extras import StepExtras, StepNeeds
 
 REPEATS = 3
 SAMPLE_BYTES = 1 << 30  # of the pool, read to learn how fast it is
@@ -26,9 +31,8 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
     k = limits.max_drafts
     most = min(limits.max_requests * (1 + k), limits.max_batched_tokens)
     if sizes is None:
-        # Captured sizes, where there are graphs; else also both sides of the steps that products make on a CPU.
-        few = (1, 2, 4) if runner is not None else (1, 2, 3, 4, 5, 6, 9, 17, 65)
-        sizes = sorted({size for size in (*few, 8, 16, 32, 64, 128, 256, 512) if size < most} | {most})
+        few = MEASURED_CAPTURED if runner is not None else MEASURED_UNCAPTURED
+        sizes = sorted({size for size in (*few, *MEASURED_TOKENS) if size < most} | {most})
     seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
@@ -36,8 +40,9 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
     drafting: list[DraftCost] = []
     if step.drafter is not None and step.drafter.attention_layers:
         plain = dict(zip(sizes, seconds, strict=True))
-        counts = sorted({1, *(n for n in (8, 64) if is_padded and n < limits.max_requests),
-                         *([limits.max_requests] if is_padded else [])})  # fmt: skip
+        counts = [1]
+        if is_padded:
+            counts = sorted({*(n for n in DRAFTING_REQUESTS if n < limits.max_requests), limits.max_requests})
         drafting = [_drafting(step, limits, runner, n, plain.get(n)) for n in counts]
     reading, row_seconds = read_costs(step)
     return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, is_padded)
@@ -71,17 +76,19 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
 
 def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens: int, propose: int) -> float:
     """The best of a few runs of a step of `tokens` token rows."""
-    requests = min(tokens, limits.max_requests)
+    requests, device = min(tokens, limits.max_requests), step.state.device
     if runner is not None and runner.graphs is not None:
         tokens = -(-tokens // requests) * requests
         key = GraphKey(requests, tokens, propose, tokens > requests)
         with runner.graphs.borrowed(key) as captured:
-            return _best(captured.graph.replay, step.state.device)
-    key = GraphKey(requests, tokens, propose, tokens > requests)
-    shape = empty_shape(key, limits.max_drafts if tokens > requests else 0, limits.max_len)
-    ints = empty_batch(shape, step.state.device)
+            return _best(lambda: captured.replay(lambda: None), device)
+    lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+    batch = dead_batch(lens, max(lens) - 1, limits.max_len, num_pending=limits.max_drafts)
+    shape, packed = pack_eager(batch, PaddedSize(requests, tokens))
+    ints = to_device(packed, torch.int64, device)
     # Greedy: noise in plain torch is no small part of a step there, and the same with drafts and without.
-    return _best(lambda: step.body(shape, ints, empty_plan(key, any_sampled=False)), step.state.device)
+    plan = StepPlan(StepNeeds(), StepExtras(), False, propose)
+    return _best(lambda: step.whole(shape, ints, plan), device)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 
 import torch
 
-from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core import Limits, ScheduledBatch, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
-from outrider.runner.batch import PaddedSize, pack_host
+from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.graphs.captures import StepGraphs
+from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
@@ -25,9 +26,9 @@ from outrider.runner.step import DeviceResult, DeviceStep
 class PendingStep(Future[StepResult]):
     """A queued step. `result()` waits for its copy to the host and reads it."""
 
-    def __init__(self, batch: ScheduledBatch, result: DeviceResult) -> None:
+    def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
-        self._batch = batch
+        self._batch, self._uncaptured = batch, uncaptured
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)
@@ -41,7 +42,7 @@ class PendingStep(Future[StepResult]):
         late = self._device_result
         host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, self._written,
                             late.by_request, late.params)
-        return read_result(self._batch, host, time.perf_counter() - self._queued)
+        return read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,25 +88,36 @@ class CudaRunner:
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
-        key = None if self.graphs is None else self.graphs.keys.key_for(batch, self.device_step.state.params)
-        if key is None or self.graphs is None:
-            self.num_eager += 1
-            size = self._padding.size_for(batch)
-            self._count_padding(batch, size)
-            return PendingStep(batch, self.device_step.run(batch, size))
-        captured = self.graphs.serve(key)
-        size = self.graphs.keys.padded_size(key if captured is None else captured.key)
+        if self.graphs is None:
+            return self._run_eagerly(batch, Uncaptured.NO_GRAPHS)
+        key = self.graphs.keys.key_for(batch, self.device_step.state.params)
+        if isinstance(key, Uncaptured):
+            return self._run_eagerly(batch, key)
+        return self._run_captured(batch, key, self.graphs)
+
+    def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
+        self.num_eager += 1
+        size = self._padding.size_for(batch)
         self._count_padding(batch, size)
-        ints = to_device(pack_host(batch, size)[1], torch.int64, self.device_step.state.device)
-        if captured is None:
+        return PendingStep(batch, self.device_step.run(batch, size), reason)
+
+    def _run_captured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs) -> PendingStep:
+        def host_turn() -> None:
+            self.device_step.host_turn(batch)
+
+        captured = graphs.serve(key)
+        shape = graphs.keys.shape(key) if isinstance(captured, Uncaptured) else captured.shape
+        self._count_padding(batch, shape)
+        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
+        if isinstance(captured, Uncaptured):
             self.num_eager += 1
-            return PendingStep(batch, self.graphs.run(key, ints))
+            return PendingStep(batch, graphs.run(key, ints, host_turn), captured)
         self.num_replays += 1
         captured.ints.copy_(ints)
-        captured.graph.replay()
+        captured.replay(host_turn)
         return PendingStep(batch, captured.result)
 
-    def _count_padding(self, batch: ScheduledBatch, size: PaddedSize) -> None:
+    def _count_padding(self, batch: ScheduledBatch, size: PaddedSize | CapturedShape) -> None:
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which captured step serves a batch: padded sizes, and what else makes two captures differ. Captures nothing itself.
+"""Which captured step serves a batch, or why none does. Captures nothing itself.
 
 A request's number of drafts is data, not a key: a graph serves any batch that fits its padded requests and tokens, and
 its sampler draws where a temperature is not 0. So that few graphs serve all, decode steps come in three kinds for each
@@ -7,21 +7,16 @@ number of requests: plain, plain with a proposal, and with d drafts for each req
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from outrider.core import Limits, ScheduledBatch
-from outrider.mixers.batch import LengthBound
-from outrider.runner.batch import BatchShape, PaddedSize
+from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.runner.batch import CapturedShape
+from outrider.runner.graphs.sizes import FEW, GraphSizes, next_size
 from outrider.runner.rows import RowParams
 from outrider.runner.step import StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.spec.base import Drafter
-
-FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
 
 
 @dataclass(frozen=True)
@@ -29,141 +24,102 @@ class GraphKey:
     requests: int
     tokens: int
     propose: int
-    has_drafts: bool  # not said by the counts: a few drafts may fit into the padding of the requests
-    has_targets: bool = False  # requests may write a checkpoint each
+    has_drafts: bool  # part of the key, because a few drafts can fit into the padding of the requests
+    takes_checkpoints: bool = False  # requests may write a checkpoint each
     has_prompts: bool = False  # requests may have any number of tokens
+    form: StepForm = StepForm.WHOLE
 
-
-def request_ladder(max_requests: int) -> list[int]:
-    sizes = [1, 2, 4, 8, *range(16, 129, 8), *range(144, max_requests + 1, 16)]
-    return sorted({size for size in sizes if size < max_requests} | {max_requests})
-
-
-def start_ladder(max_requests: int) -> list[int]:
-    """Of the request ladder what is captured at start-up: the others wait until they are met often."""
-    return sorted({*(1 << i for i in range(max_requests.bit_length()) if 1 << i < max_requests), max_requests})
-
-
-def prompt_ladders(limits: Limits) -> tuple[list[int], list[int]]:
-    """(requests, tokens) of steps with prompts. Tokens cost time, so what is padded there is an eighth at most; few
-    tokens cost what the weights cost."""
-    requests = sorted({*(4**i for i in range(10) if 4**i < limits.max_requests), limits.max_requests})
-    most = limits.max_batched_tokens
-    tokens = {*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
-              *range(5120, most + 1, 1024), most}  # fmt: skip
-    return requests, sorted(n for n in tokens if n <= most)
+    @property
+    def plan(self) -> StepPlan:
+        """What a captured step does beside its shape: it draws, and reports nothing but tokens."""
+        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose)
 
 
 class GraphKeys:
     def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens."""
         self.limits = limits
+        self.sizes = GraphSizes.from_limits(limits)
         self._drafter = drafter
         self._takes_prompts = takes_prompts
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
         self._is_costly = drafter is not None and bool(drafter.attention_layers)
-        self._ladder = request_ladder(limits.max_requests)
-        self._at_start = start_ladder(limits.max_requests)
-        self._prompt_requests, self._prompt_tokens = prompt_ladders(limits)
 
-    def key_for(self, batch: ScheduledBatch, params: RowParams) -> GraphKey | None:
-        """The graph that serves a batch; None if it asks the sampler for more than a draw, folds rows that ended, may
-        write several checkpoints of one request, or fills a drafter's slots of a hit."""
-        targets = [write.row for write in batch.checkpoints]
-        if batch.folds or len(set(targets)) < len(targets):
-            return None
-        if batch.num_requests > self._ladder[-1] or not params.are_plain(batch.rows):
-            return None
-        if self._drafter is not None and not self._drafter.is_settled:
-            return None
+    def key_for(self, batch: ScheduledBatch, params: RowParams) -> GraphKey | Uncaptured:
+        """The graph that serves a batch, or the reason why none does."""
+        rows = {write.row for write in batch.checkpoints}
+        if batch.folds:
+            return Uncaptured.FOLDS
+        if len(rows) < len(batch.checkpoints):
+            return Uncaptured.SEVERAL_CHECKPOINTS
+        if batch.num_requests > self.limits.max_requests:
+            return Uncaptured.TOO_MANY_REQUESTS
+        if not params.are_plain(batch.rows):
+            return Uncaptured.SAMPLING_PARAMETERS
+        if self._drafter is not None and self._drafter.has_slots_to_fill:
+            return Uncaptured.DRAFTER_FILLS_SLOTS
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, bool(targets))
-        requests, drafts, propose = _next(self._ladder, batch.num_requests), max(batch.num_drafts), batch.propose
+            return self._with_prompts(batch, bool(rows))
+        requests, drafts = next_size(self.sizes.requests, batch.num_requests), max(batch.num_drafts)
+        propose = batch.propose
         if not self._is_costly:
             propose = self.limits.max_drafts if propose or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = propose = max(drafts, propose)
-        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(targets))
+        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form)
 
-    def _with_prompts(self, batch: ScheduledBatch, has_targets: bool) -> GraphKey | None:
-        if not self._takes_prompts or batch.num_tokens > self._prompt_tokens[-1]:
-            return None
+    def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool) -> GraphKey | Uncaptured:
+        if not self._takes_prompts:
+            return Uncaptured.PROMPTS
+        if batch.num_tokens > self.limits.max_batched_tokens:
+            return Uncaptured.TOO_MANY_TOKENS
         return GraphKey(
-            _next(self._prompt_requests, batch.num_requests), _next(self._prompt_tokens, batch.num_tokens),
-            self.limits.max_drafts if batch.propose else 0, any(batch.num_drafts), has_targets, has_prompts=True,
+            next_size(self.sizes.prompt_requests, batch.num_requests),
+            next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.propose else 0,
+            any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form,
         )  # fmt: skip
 
-    def wider(self, key: GraphKey) -> GraphKey | None:
-        """One that serves whatever `key` serves, and is captured at start-up if there is such."""
+    def wider(self, key: GraphKey) -> GraphKey:
+        """One that serves whatever `key` serves, and is captured at start-up if there is such; else `key` itself."""
         if key.has_prompts:
-            return None
-        requests, drafts, propose = _next(self._at_start, key.requests), key.tokens // key.requests - 1, key.propose
+            return key
+        requests, drafts = next_size(self.sizes.at_start, key.requests), key.tokens // key.requests - 1
+        propose = key.propose
         if key.has_drafts and (requests > FEW or key.requests == requests):
             drafts = propose = self.limits.max_drafts
-        return GraphKey(requests, requests * (1 + drafts), propose, key.has_drafts, key.has_targets)
+        return replace(key, requests=requests, tokens=requests * (1 + drafts), propose=propose)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What a server meets, largest first so that their memory is shared."""
         most = self.limits.max_drafts
-        for requests in reversed(self._at_start):
-            for has_targets in (False, True) if takes_checkpoints else (False,):
-                yield GraphKey(requests, requests, 0, False, has_targets)
+        for requests in reversed(self.sizes.at_start):
+            for own in (False, True) if takes_checkpoints else (False,):
+                yield GraphKey(requests, requests, 0, False, own)
                 if most and not self._is_costly:
-                    yield GraphKey(requests, requests, most, False, has_targets)
+                    yield GraphKey(requests, requests, most, False, own)
                 for drafts in range(1 if requests <= FEW else most, most + 1) if most else ():
                     propose = drafts if self._is_costly else most
-                    yield GraphKey(requests, requests * (1 + drafts), propose, True, has_targets)
+                    yield GraphKey(requests, requests * (1 + drafts), propose, True, own)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
         if not self._takes_prompts:
             return
-        most = self.limits.max_drafts
-        for requests in {self._prompt_requests[0], self._prompt_requests[-1]}:
+        most, sizes = self.limits.max_drafts, self.sizes
+        for requests in {sizes.prompt_requests[0], sizes.prompt_requests[-1]}:
             for propose in {0, most}:
                 for has_drafts in {False, most > 0}:
-                    yield GraphKey(requests, self._prompt_tokens[0], propose, has_drafts, has_prompts=True)
+                    yield GraphKey(requests, sizes.prompt_tokens[0], propose, has_drafts, has_prompts=True)
 
-    @property
-    def largest(self) -> GraphKey | None:
-        """Of those with prompts: captured first, its memory serves all others."""
-        if not self._takes_prompts:
-            return None
-        most = self.limits.max_drafts
-        return GraphKey(self._prompt_requests[-1], self._prompt_tokens[-1], most, most > 0, has_prompts=True)
+    def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """What is captured at start-up, in order. The largest step with prompts is the first: its memory serves all."""
+        most, sizes = self.limits.max_drafts, self.sizes
+        if self._takes_prompts:
+            yield GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], most, most > 0, has_prompts=True)
+        yield from self.decoding(takes_checkpoints=takes_checkpoints)
 
-    def shape(self, key: GraphKey) -> BatchShape:
-        return empty_shape(key, self.limits.max_drafts if key.has_drafts else 0, self.limits.max_len)
-
-    def padded_size(self, key: GraphKey) -> PaddedSize:
-        shape = self.shape(key)
-        return PaddedSize(key.requests, key.tokens, logit_rows=shape.logit_rows, drafts=shape.most_drafts,
-                          has_targets=key.has_targets)
-
-
-def empty_shape(key: GraphKey, most_drafts: int, max_len: int) -> BatchShape:
-    """Extents of a batch whose requests may each have as many tokens as fit. Only here is the worst-case length bound
-    made."""
-    logit_rows = key.requests * (1 + most_drafts) if key.has_prompts else key.tokens
-    return BatchShape(
-        key.requests, key.tokens, logit_rows, most_drafts, key.requests, key.tokens,
-        (1 + most_drafts,) * key.requests, (), LengthBound(max_len), has_targets=key.has_targets,
-        longest_short=1 + most_drafts if key.has_prompts else None,
-    )  # fmt: skip
-
-
-def empty_batch(shape: BatchShape, device: torch.device) -> torch.Tensor:
-    """A batch of null rows, whose tokens and logit rows are all padding."""
-    last = [shape.requests - 1]
-    ints = [*[0] * (5 * shape.requests + 1), *last * shape.tokens, *[shape.tokens] * shape.tokens,
-            *last * shape.logit_rows, *[shape.most_drafts + 1] * shape.logit_rows, *[0] * shape.logit_rows,
-            *[-1] * (shape.has_targets * shape.requests)]
-    return torch.tensor(ints, dtype=torch.int64, device=device)
-
-
-def empty_plan(key: GraphKey, any_sampled: bool = True) -> StepPlan:
-    return StepPlan(StepNeeds(any_sampled=any_sampled), StepExtras(), any_sampled, key.propose)
-
-
-def _next(sizes: list[int], at_least: int) -> int:
-    return sizes[bisect_left(sizes, at_least)]
+    def shape(self, key: GraphKey) -> CapturedShape:
+        make = CapturedShape.with_prompts if key.has_prompts else CapturedShape.decoding
+        return make(key.requests, key.tokens, self.limits.max_drafts if key.has_drafts else 0,
+                    window=self.limits.max_drafts, max_len=self.limits.max_len,
+                    takes_checkpoints=key.takes_checkpoints)

@@ -7,17 +7,18 @@ known here by its sizes alone: long and short queries, few requests and several,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
+from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
 from outrider.layers.router import Router
-from outrider.runner.batch import pack_host, step_kernels
+from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs, one_layer_each
-from outrider.runner.graphs.keys import request_ladder
+from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.step import DeviceStep, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -31,13 +32,13 @@ _LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
 ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
 
 
-def dead_batch(lens: list[int], drafts: int, bound: int) -> ScheduledBatch:
+def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -> ScheduledBatch:
     """One request for each of `lens`, its number of tokens, of which `drafts` are drafts. All of them sample."""
     count = len(lens)
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
         num_known=[max(1, n - drafts) for n in lens], num_drafts=[min(drafts, n - 1) for n in lens],
-        samples=[True] * count, bounds=[bound] * count,
+        samples=[True] * count, bounds=[bound] * count, num_pending=[num_pending] * count,
     )  # fmt: skip
 
 
@@ -45,11 +46,11 @@ def dead_batch(lens: list[int], drafts: int, bound: int) -> ScheduledBatch:
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False) -> None:
     """saves: as if it could write checkpoints."""
-    shape, ints = pack_host(dead_batch(lens, drafts, bound))
+    shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     targets = step.recurrent.no_targets(len(lens)) if saves else None
     plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, targets)
-    step.body(shape, to_device(ints, torch.int64, step.state.device), plan)
+    step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *, use_graphs: bool,
@@ -106,7 +107,7 @@ def largest_step(limits: Limits) -> tuple[list[int], int]:
 def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
     """Captured steps share memory of their own, as much as the largest of them takes; each has its nodes besides.
     has_prompts: steps with prompts are captured too."""
-    count = len(request_ladder(limits.max_requests)) * (2 if limits.max_drafts else 1)
+    count = len(GraphSizes.from_limits(limits).requests) * (2 if limits.max_drafts else 1)
     if has_prompts:
         return activations + (count + LATER_GRAPHS) * GRAPH_MIB * MIB
     logits = limits.extent(Axis.LOGIT_ROWS)
@@ -118,8 +119,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
 @contextmanager
 def compiling(step: DeviceStep) -> Iterator[None]:
     """Steps inside compile what they would launch, all of it at once, and compute nothing."""
-    kernels = step_kernels(step.state.device)
-    with one_layer_each(step.model), kernels.compiling_ahead() if kernels is not None else nullcontext():
+    with one_layer_each(step.model), ops.precompiling(step.state.device):
         yield
 
 

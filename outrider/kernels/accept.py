@@ -7,12 +7,19 @@ drafts the host scheduled for any request; how many were alive only the device k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from outrider.core import Finish
-from outrider.sample.batch import LogitRows
-from outrider.sample.rows import SamplingRows
+
+
+class StopRules(Protocol):
+    """What ends a request, by row, int64."""
+
+    end_len: torch.Tensor  # [ROWS] known tokens at which it ends
+    num_stop_ids: torch.Tensor  # [ROWS]
+    stop_ids: torch.Tensor  # [ROWS, STOP_IDS]
 
 
 @dataclass(frozen=True)
@@ -25,35 +32,35 @@ class Accepted:
 
 def accept(
     sampled: torch.Tensor,
-    logit_rows: LogitRows,
+    bad: torch.Tensor,
+    first_logit: torch.Tensor,
     drafts: torch.Tensor,
     num_drafts: torch.Tensor,
     samples: torch.Tensor,
     known: torch.Tensor,
-    rows: SamplingRows,
+    rules: StopRules,
     row: torch.Tensor,
-    *,
-    bad: torch.Tensor | None = None,
 ) -> Accepted:
-    """Of sampled [L], drafts [R, K], and per request [R] the live drafts, whether it samples (and is alive), its
-    known tokens and its row. `bad` [L] are the logit rows the sampler found nothing in: the run stops before one
-    and the request ends with Finish.ERROR, unless it ended earlier in the run."""
+    """sampled [L] are the tokens of the logit rows; those of a request begin at its first_logit [R]. drafts [R, K]; the
+    others are [R]: live drafts, whether the request samples (and is alive), its known tokens and its row. `bad` [L] are
+    the logit rows the sampler found nothing in: the run stops before one and the request ends with Finish.ERROR, unless
+    it ended earlier in the run."""
     num_requests, width = drafts.shape[0], drafts.shape[1] + 1
     assert len(num_drafts) == len(samples) == len(known) == len(row) == num_requests, "requests disagree"
     step = torch.arange(width, device=sampled.device)  # [K + 1]
-    chosen = _by_request(sampled, logit_rows, num_requests, width)
+    reached = samples[:, None] & (step <= num_drafts[:, None])
+    chosen = _by_request(sampled, first_logit, reached)
     agrees = (drafts == chosen[:, :-1]) & (step[:-1] < num_drafts[:, None])
     accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
     # What lies beyond the accepted drafts never counts: the run is at most accepted + 1 long.
-    room = (rows.end_len[row] - known).clamp(min=0)
-    first_stop = _first(_is_stop(chosen, row, rows), step)
+    room = (rules.end_len[row] - known).clamp(min=0)
+    first_stop = _first(_is_stop(chosen, row, rules), step)
+    first_bad = _first(_by_request(bad, first_logit, reached), step)
     run_len = torch.minimum(torch.minimum(accepted, first_stop) + 1, room)
     finish = torch.where(run_len >= room, int(Finish.LENGTH), int(Finish.NO))
-    if bad is not None:
-        first_bad = _first(_by_request(bad, logit_rows, num_requests, width), step)
-        finish.masked_fill_(first_bad < run_len, int(Finish.ERROR))
-        run_len = torch.minimum(run_len, first_bad)
+    finish.masked_fill_(first_bad < run_len, int(Finish.ERROR))
+    run_len = torch.minimum(run_len, first_bad)
     finish.masked_fill_(first_stop < run_len, int(Finish.STOP))
 
     run_len = run_len.masked_fill(~samples, 0)
@@ -65,19 +72,19 @@ def accept(
     )
 
 
-def _by_request(values: torch.Tensor, logit_rows: LogitRows, num_requests: int, width: int) -> torch.Tensor:
-    """[R, K + 1] from [L]: logit row l goes to its request's place draft_index[l]. 0 where there is none.
+def _by_request(values: torch.Tensor, first_logit: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
+    """[R, K + 1] from [L]: place j of a request is logit row first_logit + j where it is reached, and 0 elsewhere."""
+    if values.shape[0] == 0:
+        return torch.zeros(reached.shape, dtype=values.dtype, device=values.device)
+    index = first_logit[:, None] + torch.arange(reached.shape[1], device=values.device)
+    return values[index.clamp_max(values.shape[0] - 1)].masked_fill(~reached, 0)
 
-    Padded logit rows name place K + 1 of the last request: a cell of its own, which is cut off."""
-    grid = torch.zeros(num_requests * width + 1, dtype=values.dtype, device=values.device)
-    cell = logit_rows.request * width + logit_rows.draft_index
-    return grid.scatter_(0, cell, values)[:-1].view(num_requests, width)
 
-
-def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rules: StopRules) -> torch.Tensor:
     """[R, K + 1] bool for tokens of the same shape."""
-    hits = tokens[:, :, None] == rows.stop_ids[row][:, None, :]
-    return (hits & rows.stop_mask(row)[:, None, :]).any(dim=2)
+    ids = rules.stop_ids[row]
+    is_id = torch.arange(ids.shape[1], device=row.device) < rules.num_stop_ids[row][:, None]
+    return ((tokens[:, :, None] == ids[:, None, :]) & is_id[:, None, :]).any(dim=2)
 
 
 def _first(found: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

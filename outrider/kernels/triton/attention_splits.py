@@ -1,4 +1,4 @@
-"""How decode attention is cut: tiles, splits over the keys, and the list of splits that a batch really has.
+"""How a launch of decode attention is planned: tiles, splits over the keys, and the list of splits a batch really has.
 
 A request's splits depend on its own length and on host bounds, never on its batch mates. Lengths are known on the
 device alone, so a grid has a program for every split there could be. Where requests are many, a list says which there
@@ -27,7 +27,7 @@ _INTS = ["lengths", "live", "key_starts"]
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How one launch is cut: rows and keys per tile, and what the compiler is told."""
+    """Rows and keys per tile, and what the compiler is told."""
 
     block_n: int
     max_rows: int  # rows of the largest tile, where one query's heads fit
@@ -65,8 +65,8 @@ def decode_config(
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one launch is cut, from what the host knows."""
+class LaunchPlan:
+    """How one launch is divided into programs, from what the host knows."""
 
     config: DecodeConfig
     block_m: int  # rows of a tile: queries times the query heads of one key/value head
@@ -75,14 +75,14 @@ class Cut:
     num_splits: int  # at most
     split_size: int  # at least, keys
     coarse_size: int
-    is_split: bool  # whether there may be several; without a fixed size that goes by the requests, never by a length
+    is_split: bool  # whether there may be several; without a fixed size it depends only on the number of requests
 
 
-def cut_decode(
+def plan_launch(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, sms: int, *, max_query: int,
     max_length: int, window: int | None, split_size: int | None = None, num_splits: int | None = None,
     config: DecodeConfig | None = None, is_listed: bool = False,
-) -> Cut:
+) -> LaunchPlan:
     padded_dim, group = max(16, next_power_of_two(head_dim)), num_heads // num_kv_heads
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
     by_requests = num_requests if split_size is None else None
@@ -94,19 +94,19 @@ def cut_decode(
     if split_size is not None:  # the window may begin anywhere in its first split
         keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
         num_splits = max(1, triton.cdiv(keys, split_size))
-        return Cut(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1)
+        return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
-    least = listed_split(programs, sms, padded_dim) if is_listed else config.min_split
+    least = least_listed_split(programs, sms, padded_dim) if is_listed else config.min_split
     if num_splits is not None:
-        return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, num_splits > 1)
+        return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, num_splits > 1)
     keys = max_length if window is None else min(max_length, window + max_query - 1)
     # Two programs for each multiprocessor; in a list idle ones do no harm.
     most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
     num_splits = max(1, min(triton.cdiv(keys, least), most, MOST_SPLITS.value))
-    return Cut(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, most > 1)
+    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, most > 1)
 
 
-def listed_split(programs: int, sms: int, padded_dim: int) -> int:
+def least_listed_split(programs: int, sms: int, padded_dim: int) -> int:
     """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
     request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
     Measured on an H200 with equal, mixed and skewed lengths."""
@@ -115,7 +115,7 @@ def listed_split(programs: int, sms: int, padded_dim: int) -> int:
     return min(least * max(1, padded_dim // 128), 2048)
 
 
-def pays_listing(num_requests: int, window: int | None) -> bool:
+def pays_split_list(num_requests: int, window: int | None) -> bool:
     """Few requests have a program for every split anyway, and a short window makes their lengths equal."""
     return num_requests >= _LISTED_REQUESTS and (window is None or window > _LISTED_WINDOW)
 
@@ -142,10 +142,10 @@ def split_geometry(length, live, window, first_key, split_size, coarse_size, num
 
 
 @dataclass(frozen=True)
-class Work:
+class SplitList:
     """The splits of one batch, for layers that have the same heads and window."""
 
-    cut: Cut
+    plan: LaunchPlan
     shape: tuple[int | None, ...]  # requests, heads, key/value heads, dim, bytes of an element; bounds, window
     made_of: tuple[torch.Tensor | None, ...]  # lengths, live counts, key starts
     items: torch.Tensor  # [most there may be] int32: request * MOST_SPLITS + split
@@ -158,7 +158,7 @@ class Work:
 
 @kernel(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests"],
             do_not_specialize_on_alignment=_INTS)  # fmt: skip
-def _work_kernel(
+def _list_splits_kernel(
     lengths, live, key_starts, items, count, window, split_size, coarse_size, num_splits, num_requests,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -195,27 +195,27 @@ def _splits_of(
     return length, tl.where(exists, tl.maximum(active, 1), 0)
 
 
-def list_work(
+def list_splits(
     lengths: torch.Tensor, live: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, *,
     max_query: int, max_length: int, window: int | None = None, key_starts: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
-) -> Work:
+) -> SplitList:
     """For `decode_attention`, which must be given the same lengths, live counts, bounds, window and key_starts."""
-    name, device, int32 = "list_work", lengths.device, (torch.int32,)
+    name, device, int32 = "list_splits", lengths.device, (torch.int32,)
     num_requests, sms = lengths.shape[0], num_sms(device)
     require_tensor(name, "lengths", lengths, (None,), device, int32)
     require_tensor(name, "live", live, (num_requests,), device, int32)
     if key_starts is not None:
         require_tensor(name, "key_starts", key_starts, (num_requests,), device, int32)
     heads = (num_requests, num_heads, num_kv_heads, head_dim, itemsize)
-    cut = cut_decode(*heads, sms, max_query=max_query, max_length=max_length, window=window, config=config,
+    plan = plan_launch(*heads, sms, max_query=max_query, max_length=max_length, window=window, config=config,
                      is_listed=True)
-    items = torch.empty(num_requests * cut.num_splits, dtype=torch.int32, device=device)
+    items = torch.empty(num_requests * plan.num_splits, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
-    _work_kernel[(triton.cdiv(num_requests, 16),)](
-        lengths, live, lengths if key_starts is None else key_starts, items, count, window or 0, cut.split_size,
-        cut.coarse_size, cut.num_splits, num_requests, BLOCK_N=cut.config.block_n, HAS_WINDOW=window is not None,
+    _list_splits_kernel[(triton.cdiv(num_requests, 16),)](
+        lengths, live, lengths if key_starts is None else key_starts, items, count, window or 0, plan.split_size,
+        plan.coarse_size, plan.num_splits, num_requests, BLOCK_N=plan.config.block_n, HAS_WINDOW=window is not None,
         HAS_STARTS=key_starts is not None, PAD=pad, ROWS=16, num_warps=4,
     )
-    return Work(cut, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count)
+    return SplitList(plan, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count)

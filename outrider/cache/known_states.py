@@ -1,0 +1,94 @@
+"""KnownStates: recurrent states that requests can begin from, by the digest of the tokens before them.
+
+A state's pages are cached in the pool like any others and may be taken one by one; a state with a page gone serves
+nobody. Pages of a state that is being restored are held until the batch that restores it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.cache.kinds import RecurrentKind
+from outrider.cache.pages import PageKey, PagePool
+
+DigestAt = Callable[[int], bytes]  # of a request's tokens before a boundary
+
+
+class KnownStates:
+    def __init__(self, kind: RecurrentKind, group: int, pool: PagePool) -> None:
+        self.kind, self.pool = kind, pool
+        self.num_restored = 0
+        self._group = group  # states as the pool sees them: a group without a page table
+        self._pages_of: dict[bytes, tuple[int, list[int]]] = {}  # (checkpoint, pages); some of the pages may be gone
+        self._restoring: dict[int, list[int]] = {}  # by request
+
+    def find(self, digest: bytes) -> list[int] | None:
+        """The pages of a state, if none of them has been taken for something else."""
+        entry = self._pages_of.get(digest)
+        if entry is None:
+            return None
+        keys = self._keys(digest, *entry)
+        return entry[1] if all(self.pool.find(key) == page for key, page in zip(keys, entry[1], strict=True)) else None
+
+    def serves(self, digest_at: DigestAt, candidate: int) -> int:
+        """The longest prefix of at most `candidate` tokens with a state to begin from."""
+        return self.kind.serves(lambda boundary: self.find(digest_at(boundary)) is not None, candidate)
+
+    def publish(self, digest: bytes, checkpoint: int, pages: list[int]) -> None:
+        """Make a state known. Whoever publishes it holds the pages and lets go of them afterwards."""
+        known = self.find(digest)
+        if known is not None:  # used again: as recent as the pages of attention that go with it
+            self._hold(known)
+            self._free(known)
+            return
+        for page, key in zip(pages, self._keys(digest, checkpoint, pages), strict=True):
+            self.pool.publish(page, key)
+        self._pages_of[digest] = (checkpoint, pages)
+        if len(self._pages_of) > self.pool.num_pages:
+            self._pages_of = {d: entry for d, entry in self._pages_of.items() if self.find(d) is not None}
+
+    # Restoring
+
+    def pages_to_restore(self, digest_at: DigestAt, hit: int) -> int:
+        """Pages that restoring takes from the free ones until the batch is made."""
+        pages = self.find(digest_at(hit)) if self.kind.layers and hit else None
+        return sum(not self.pool.is_held(page) for page in pages or ())
+
+    def restore(self, request_id: int, digest_at: DigestAt, hit: int) -> None:
+        """A request begins from the state after `hit` tokens."""
+        if not (self.kind.layers and hit):
+            return
+        pages = self.find(digest_at(hit))
+        assert pages is not None, "a hit names a state that is not known"
+        self._hold(pages)
+        self._restoring[request_id] = pages
+        self.num_restored += 1
+
+    def restored(self, request_id: int) -> list[int]:
+        """Pages of the state that the request begins from."""
+        return self._restoring.get(request_id, [])
+
+    def end_restoring(self) -> None:
+        """The batch that restores is made: what comes after it may take the pages."""
+        for request_id in list(self._restoring):
+            self.release(request_id)
+
+    def release(self, request_id: int) -> None:
+        self._free(self._restoring.pop(request_id, []))
+
+    def held(self) -> list[int]:
+        """Every page held, once for each holder."""
+        return [page for pages in self._restoring.values() for page in pages]
+
+    def _hold(self, pages: list[int]) -> None:
+        for page in pages:
+            self.pool.hold(page)
+
+    def _free(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self.pool.free(page)
+
+    def _keys(self, digest: bytes, checkpoint: int, pages: list[int]) -> list[PageKey]:
+        """One per page. The checkpoint's id is in them, so that the pages of two states of one prefix never mix."""
+        stem = digest + checkpoint.to_bytes(8, "little")
+        return [(self._group, stem + i.to_bytes(4, "little")) for i in range(len(pages))]

@@ -1,0 +1,196 @@
+"""A proposal's bookkeeping: where the token rows of every drafting pass lie, and by which keys drafts are drawn.
+
+Slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
+Plain torch, any device, the specification: `kernels.triton.draft` does the same in one launch, integer for integer, and
+takes and returns the types declared here. What the passes compute is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from outrider.core import NULL_PAGE
+
+Tables = tuple[torch.Tensor, ...]  # page tables of the drafter's groups, [requests, columns] int32 each
+
+
+class CommittedRequests(NamedTuple):
+    """A committed step's requests, padded; int64 but for `guesses`."""
+
+    rows: torch.Tensor  # [requests]
+    query_starts: torch.Tensor  # [requests + 1]
+    request_of: torch.Tensor  # [tokens]
+    computed_before: torch.Tensor  # [requests] computed tokens when the step began
+    num_computed: torch.Tensor  # [requests] tokens it computed
+    guesses: torch.Tensor  # [requests] bool: got a run and goes on
+
+
+class DraftingRows(NamedTuple):
+    """Row state, read only; int64 but for `temperature`."""
+
+    tokens: torch.Tensor  # [ROWS, LENGTH]
+    known: torch.Tensor  # [ROWS]
+    seed: torch.Tensor
+    sample_index: torch.Tensor
+    temperature: torch.Tensor  # float32
+
+
+@dataclass(frozen=True)
+class DrafterCacheState:
+    """What a drafter has filled of rows and of pages. The tensors move on with the steps."""
+
+    page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
+    tail_group: int  # which of these groups' pages keep hidden states
+    first_slot: int  # the first slot there is
+    max_len: int
+    valid_from: torch.Tensor  # [ROWS] slots before it were never filled
+    filled: torch.Tensor  # [ROWS] slots before it are
+    page_valid: torch.Tensor  # [pages] bool
+
+
+class DraftSamplingKeys(NamedTuple):
+    """Keys by which each request's drafts are drawn, and how many there are."""
+
+    temperature: torch.Tensor  # [requests]
+    seed: torch.Tensor  # [requests]
+    sample_index: torch.Tensor  # [requests]
+    positions: torch.Tensor  # [drafts, requests]
+    counts: torch.Tensor  # [requests] drafts there is room for
+    last: torch.Tensor  # [requests] token row of the last computed token
+
+
+class DraftVerdicts(NamedTuple):
+    """Logit rows whose verdict on a draft is replaced, int64."""
+
+    request: torch.Tensor  # [logit rows]
+    row: torch.Tensor  # [logit rows]
+    draft_index: torch.Tensor  # [logit rows]
+    position: torch.Tensor  # [logit rows]
+    drafts: torch.Tensor  # [requests, max drafts]
+
+
+class DraftPass(NamedTuple):
+    """One pass: its token rows, and how far its requests see."""
+
+    slots: torch.Tensor  # [tokens]
+    cells: tuple[torch.Tensor, ...]  # per group of the drafter [tokens], -1 for dead token rows
+    lengths: torch.Tensor  # [requests]
+    live: torch.Tensor  # [requests]
+    lengths_int32: torch.Tensor
+    live_int32: torch.Tensor
+
+
+class DraftPasses(NamedTuple):
+    """All passes of a proposal. Further ones have one token row per request, and tokens that are not known yet."""
+
+    keys: DraftSamplingKeys
+    tokens: torch.Tensor  # [tokens] of the first pass
+    first: DraftPass
+    further: list[DraftPass]
+    key_starts: torch.Tensor  # [requests] first slot that may be seen, in every pass
+    key_starts_int32: torch.Tensor
+    tail_page: torch.Tensor  # [tokens] page of the tail group whose last token it is; the null page where none
+
+
+class ReadingPass(NamedTuple):
+    """A pass that stands at the last computed token of each request that guesses, with the known token after it, and
+    writes nothing: its one tensor of cells serves every group."""
+
+    keys: DraftSamplingKeys
+    tokens: torch.Tensor  # [requests]
+    rope_positions: torch.Tensor  # [requests]
+    only: DraftPass
+
+
+def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
+                      num_wanted: int) -> DraftPasses:
+    """Every pass of a proposal of `num_wanted` drafts; the first has the batch's own token rows. Moves `own` on: rows
+    by what the first pass fills, and pages whose last token the step computed."""
+    at, request_of = requests.rows, requests.request_of
+    count, begin = requests.num_computed, requests.computed_before + 1
+    fills, filled, valid = count > 0, own.filled[at], own.valid_from[at]
+    # A gap since the last fill (cold steps) leaves only what is filled from here on.
+    key_starts = torch.where(fills & (filled < begin), begin, valid)
+    own.valid_from.index_copy_(0, at, key_starts)
+    own.filled.index_copy_(0, at, torch.where(fills, begin + count, filled))
+    # Every group's pages for themselves: a hit may join pages of several requests, evicted one by one.
+    ends = [_page_ends(requests, table, size) for table, size in zip(tables, own.page_tokens, strict=True)]
+    for page, first_slot in ends:
+        own.page_valid.index_put_((page,), key_starts[request_of] <= first_slot.clamp_min(own.first_slot))
+
+    offset = torch.arange(request_of.shape[0], device=at.device) - requests.query_starts[request_of]
+    is_live = offset < count[request_of]
+    slots = begin[request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[request_of])
+    slots = slots.clamp_max(own.max_len - 1)
+    tokens = torch.where(is_live, rows.tokens[at[request_of], slots], 0)
+    lengths = torch.where(fills, begin + count, 0)
+    cells = find_cells(tables, own.page_tokens, request_of, slots, is_live)
+    first = DraftPass(slots, cells, lengths, count, lengths.int(), count.int())
+    keys = _sampling_keys(requests, rows, num_wanted, own.max_len)
+    further = _further(requests, tables, own, keys.positions[:-1])
+    return DraftPasses(keys, tokens, first, further, key_starts, key_starts.int(), ends[own.tail_group][0])
+
+
+def find_cells(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, slots: torch.Tensor,
+               is_live: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Per group the cells of slots [..., tokens], -1 where a token row is dead."""
+    cells = []
+    for table, size in zip(tables, page_tokens, strict=True):
+        page = table[request_of, slots // size].long()
+        cells.append(torch.where(is_live, page * size + slots % size, -1))
+    return tuple(cells)
+
+
+def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState,
+             slots: torch.Tensor) -> list[DraftPass]:
+    """Passes at slots [drafts - 1, requests], those of every draft except the last. Rows that have no room left run on
+    a clamped slot and are dead."""
+    is_live = requests.guesses & (slots < own.max_len)
+    slots = slots.clamp(0, own.max_len - 1)
+    lengths, live = torch.where(is_live, slots + 1, 0), is_live.long()
+    index = torch.arange(slots.shape[1], device=slots.device)
+    cells = find_cells(tables, own.page_tokens, index, slots, is_live)
+    lengths_int32, live_int32 = lengths.int(), live.int()
+    return [DraftPass(slots[i], tuple(cell[i] for cell in cells), lengths[i], live[i], lengths_int32[i], live_int32[i])
+            for i in range(len(slots))]  # fmt: skip
+
+
+def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens] each: the page whose last token it is (the null page where none), and that page's first slot."""
+    request = requests.request_of
+    offset = torch.arange(request.shape[0], device=request.device) - requests.query_starts[request]
+    position = requests.computed_before[request] + offset
+    ends = (offset < requests.num_computed[request]) & (position % page_tokens == page_tokens - 1)
+    column = (position // page_tokens).clamp_max(table.shape[1] - 1)
+    page = table[request, column].long()
+    return torch.where(ends, page, NULL_PAGE), column * page_tokens
+
+
+def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
+    """Pages whose last token the step computed are not valid for a hit."""
+    for table, size in zip(tables, own.page_tokens, strict=True):
+        own.page_valid.index_fill_(0, _page_ends(requests, table, size)[0], False)
+
+
+def _sampling_keys(requests: CommittedRequests, rows: DraftingRows, num_wanted: int, max_len: int) -> DraftSamplingKeys:
+    at = requests.rows
+    known = rows.known[at]
+    positions = known + torch.arange(num_wanted, device=at.device)[:, None]
+    counts = (max_len - known).clamp(0, num_wanted)
+    last = (requests.query_starts[:-1] + requests.num_computed - 1).clamp_min(0)
+    return DraftSamplingKeys(rows.temperature[at], rows.seed[at], rows.sample_index[at], positions, counts, last)
+
+
+def plan_reading_pass(requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int,
+                      behind: int) -> ReadingPass:
+    """Rope positions are `behind` the number of known tokens."""
+    at, guesses = requests.rows, requests.guesses
+    computed = requests.computed_before + requests.num_computed
+    tokens = torch.where(guesses, rows.tokens[at, computed.clamp_max(max_len - 1)], 0)
+    lengths, live = torch.where(guesses, computed, 0), guesses.long()
+    only = DraftPass((computed - 1).clamp_min(0), (torch.full_like(at, -1),), lengths, live, lengths.int(), live.int())
+    return ReadingPass(_sampling_keys(requests, rows, num_wanted, max_len), tokens,
+                       (rows.known[at] - behind).clamp_min(0), only)

@@ -1,0 +1,48 @@
+"""The table of sizes: which padded sizes steps are captured in, which of them at start-up, which are measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.core import Limits
+
+FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
+PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
+MOST_LATER = 256  # captures after start-up
+DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
+MEASURED_TOKENS = (8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured, beside the small ones
+MEASURED_CAPTURED = (1, 2, 4)  # small token counts that captured steps have
+MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 9, 17, 65)  # both sides of the steps that products make on a CPU
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Padded sizes of captured steps, each list in ascending order and ending with the most there may be."""
+
+    requests: list[int]  # of steps that decode
+    at_start: list[int]  # of those, the ones captured at start-up; the others wait until they are met often
+    prompt_requests: list[int]  # of steps with prompts
+    prompt_tokens: list[int]  # padding costs time there, so it is an eighth at most; few tokens cost what weights cost
+
+    @classmethod
+    def from_limits(cls, limits: Limits) -> GraphSizes:
+        most, most_tokens = limits.max_requests, limits.max_batched_tokens
+        tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
+                  *range(5120, most_tokens + 1, 1024))  # fmt: skip
+        return cls(
+            requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
+            at_start=_up_to(most, (1 << i for i in range(most.bit_length()))),
+            prompt_requests=_up_to(most, (4**i for i in range(10))),
+            prompt_tokens=_up_to(most_tokens, tokens),
+        )
+
+
+def _up_to(most: int, sizes: Iterable[int]) -> list[int]:
+    return sorted({size for size in sizes if size < most} | {most})
+
+
+def next_size(sizes: list[int], at_least: int) -> int:
+    """The smallest of `sizes` that is large enough; there must be one."""
+    return sizes[bisect_left(sizes, at_least)]
