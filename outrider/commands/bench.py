@@ -61,7 +61,7 @@ class Shape:
         if text == NANO:
             return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
         parts = text.split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        if len(parts) != 3 or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
             raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
         return cls(text, *map(int, parts))
 
@@ -101,8 +101,8 @@ def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Work
 
 def run(args: argparse.Namespace) -> int:
     shapes = [Shape.parse(text) for text in args.shapes.split(",") if text]
-    if not shapes or args.rounds < 1:
-        raise UsageError("give at least one shape and one round")
+    if not shapes:
+        raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
     _check_file(args.save_result)

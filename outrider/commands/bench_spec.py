@@ -14,7 +14,7 @@ from pathlib import Path
 from outrider.commands.drive import Ask, Ran
 from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
-from outrider.commands.parser import UsageError, engine_config, number_list
+from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
@@ -39,9 +39,7 @@ class Cell:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes = number_list(args.batch_sizes)
-    if not sizes or min(sizes) < 1 or args.rounds < 1:
-        raise UsageError("--batch-sizes and --rounds must be at least 1")
+    sizes: tuple[int, ...] = args.batch_sizes
     sets = read_sets(args.prompts)
     if args.plot:
         _need_matplotlib()

@@ -174,6 +174,18 @@ def test_flags(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         assert is_switch or re.search(r"must be|is not|is the same|not one of|unknown key|given|expected", line), line
 
 
+@pytest.mark.parametrize(("command", "flag"), [
+    ("demo", "--max-tokens"), ("verify", "--max-tokens"), ("bench throughput", "--rounds"),
+    ("bench latency", "--rounds"), ("bench throughput", "--shapes"), ("bench spec", "--rounds"),
+    ("bench spec", "--max-tokens"), ("bench spec", "--batch-sizes"),
+])  # fmt: skip
+def test_flags_of_single_commands(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("0", *FLAG_WORDS):
+        status = cli.main([*command.split(), *([] if command == "demo" else ["/nowhere/at/all"]), f"{flag}={word}"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert status == 2 and flag in line and ("must be" in line or "is not" in line), (word, line)
+
+
 # What the report of a test campaign listed, by what a user sees
 
 

@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from outrider.core.fields import Range, check_value
 from outrider.kernels.quantized import KINDS as KEPT_KINDS
 from outrider.kernels.quantized import QuantizedRows
 from outrider.models.sources.base import ModelSource, SourceError
@@ -57,11 +58,12 @@ KNOWN_KEYS = {
 def gguf_source(path: Path, name: str | None = None) -> ModelSource:
     header = read_header(path)
     _check_supported(header)
+    config = build_config(header)
     return ModelSource(
         name=name or path.stem,
         path=path,
-        config=build_config(header),
-        eos_token_ids=_eos_token_ids(header.metadata),
+        config=config,
+        eos_token_ids=_eos_token_ids(header, config["vocab_size"]),
         tensors=lambda: ((name, _as_tensor(stored)) for name, stored in read_tensors(header)),
         stored=lambda: read_tensors(header),
         tokenizer=lambda: header.metadata,
@@ -189,10 +191,13 @@ def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": original}  # fmt: skip
 
 
-def _eos_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:
     """End of text, of turn and of message: a chat model may end with any of them."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(int(meta[key]) for key in keys if key in meta))
+    found = {key: header.metadata[key] for key in keys if key in header.metadata}
+    for key, token in found.items():
+        check_value(f"{header.path}: {key}", Annotated[int, Range(0, vocab_size - 1)], token)
+    return tuple(dict.fromkeys(found.values()))
 
 
 def _as_tensor(stored: torch.Tensor | QuantizedRows) -> torch.Tensor:
