@@ -12,6 +12,7 @@ from outrider.core import Admission, Axis, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.sampling_keys import SamplingKeys
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids")
@@ -66,9 +67,8 @@ class SamplingRows:
         self.stop_ids.index_copy_(0, row, packed_ints[:, 1 + len(INT_FIELDS) :])
 
     @property
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By what tokens are drawn."""
-        return self.temperature, self.seed, self.sample_index
+    def keys(self) -> SamplingKeys:
+        return SamplingKeys(self.temperature, self.seed, self.sample_index)
 
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
         """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""
