@@ -105,6 +105,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens per second")
+    _add_priority(parser)
     add_sampling_flags(parser, temperature=0.0, max_tokens=256)
     add_engine_flags(parser)
 
@@ -114,8 +115,14 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
+    _add_priority(parser)
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
+
+
+def _add_priority(parser: Parser) -> None:
+    parser.add_argument("--priority", type=int, default=0, metavar="N",
+                        help="requests of a lower number are served first (default: %(default)s)")
 
 
 def _add_synthetic(parser: Parser) -> None:
