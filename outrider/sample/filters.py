@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.extras import StepNeeds
 from outrider.sample.rows import SamplingRows
 
@@ -18,7 +19,7 @@ _POWER = (0.0002161380834877491, 0.0012467376654967666, 0.009675532579421997, 0.
           0.6931470632553101, 1.0)  # fmt: skip
 
 
-def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:
     """A new [L, V]: (logits - greatest) / temperature. Subtracting first keeps a tiny temperature from making the
     greatest logits infinite, hence equal. Greedy logit rows are only shifted, which keeps their order and ties."""
     greatest = logits.amax(dim=1, keepdim=True)

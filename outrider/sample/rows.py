@@ -1,4 +1,4 @@
-"""SamplingRows: what the device keeps of every running request's sampling parameters, and its check at the edge.
+"""SamplingRows: what the device keeps of every running request's sampling parameters.
 
 Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. Lists of any
 length are `lists`, what penalties count is `counts`. It does not know batches: a stage picks its rows itself.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 
 import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.core.params import SamplingParams
+from outrider.core.token_ids import stop_ids_of
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.counts import TokenCounts
 from outrider.sample.lists import ListPlaces, RowLists
 
@@ -24,32 +25,6 @@ INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_
               "num_logprobs", "bias_start", "bias_len", "words_start", "num_words")
 NO_LOGPROBS = -2  # a value of num_logprobs
 _ALIGNED = 16  # fields begin at multiples of so many elements: kernels are compiled once for all of them
-
-
-def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    """The token ids that end a request, each once."""
-    ids = [*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]
-    return list(dict.fromkeys(ids))
-
-
-def check_params(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
-    """Raises ValueError for what the device cannot hold. To be called before a request is admitted."""
-    stop_ids = stop_ids_of(params, eos_ids)
-    if len(stop_ids) > limits.max_stop_ids:
-        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
-    bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
-    named = {
-        "stop_token_ids": stop_ids,
-        "logit_bias": list(params.logit_bias or ()),
-        "allowed_token_ids": list(params.allowed_token_ids or ()),
-        "bad_words": bad_word_ids,
-    }
-    for name, ids in named.items():
-        for token in ids:
-            if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
-    if any(not word for word in params.bad_words_token_ids):
-        raise ValueError("bad_words: a word has no tokens")
 
 
 class SamplingRows:
@@ -103,9 +78,8 @@ class SamplingRows:
         self.counts.admit(admissions)
 
     @property
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sampling keys of each row: temperature, seed, sample index."""
-        return self.temperature, self.seed, self.sample_index
+    def keys(self) -> SamplingKeys:
+        return SamplingKeys(self.temperature, self.seed, self.sample_index)
 
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
         """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""

@@ -19,9 +19,10 @@ import triton.language as tl  # noqa: E402
 
 from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.kernels import ops, reference, triton  # noqa: E402
+from outrider.kernels import ops, reference  # noqa: E402
 from outrider.kernels.triton import filters, logprobs, sampling, token_counts  # noqa: E402
-from outrider.sample import Sampled, SamplingRows, fused  # noqa: E402
+from outrider.sample import Sampled, SamplingRows, fused, sampler  # noqa: E402
+from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
 from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa: E402
 from tests.unit.test_sample_reference import Batch, Case, cases, make_batch  # noqa: E402
 
@@ -42,9 +43,9 @@ ALONE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def sampled_by(module: Any, batch: Batch, **options: Any) -> Sampled:
-    """With the kernels of a module, or with none."""
-    with mock.patch.object(ops, "sampling_kernels", lambda logits: module):
+def sampled_by(kind: str, batch: Batch, **options: Any) -> Sampled:
+    """With kernels, or with the torch code alone."""
+    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled):
         return batch.sample(**options)
 
 
@@ -84,7 +85,7 @@ def some_cases(every: list[dict[str, Any]], heat: float = 1.0, spread: float = 3
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch_gives_what_the_torch_code_gives(device: torch.device, drawn: list[Case], mode: str) -> None:
     batch = make_batch(drawn, device=str(device))
-    made, wanted = (sampled_by(module, batch, logprobs=mode) for module in (triton, None))
+    made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
     asked = [None if n == -1 else n for n in asked_of(drawn)]  # the whole vocabulary: both are the torch code
     assert_equal(made, wanted, asked)
 
@@ -95,7 +96,7 @@ def test_everything_at_once_over_several_tiles(device: torch.device, mode: str, 
     loud = {name: value for name, value in LOUD.__dict__.items() if name not in ("temperature", "max_tokens")}
     drawn = some_cases([loud, loud | {"top_k": 0, "logprobs": 0}, {}], heat)
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
-    made, wanted = (sampled_by(module, batch, logprobs=mode) for module in (triton, None))
+    made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
     assert_equal(made, wanted, asked_of(drawn))
     assert not wanted.bad.any()
 
@@ -105,7 +106,7 @@ def test_every_parameter_alone(device: torch.device, heat: float) -> None:
     for first in range(0, len(ALONE), 8):
         drawn = some_cases(ALONE[first : first + 8], heat, seed=first)
         batch = make_batch(drawn, device=str(device), limits=LIMITS)
-        made, wanted = (sampled_by(module, batch) for module in (triton, None))
+        made, wanted = (sampled_by(kind, batch) for kind in ("triton", "reference"))
         assert_equal(made, wanted, asked_of(drawn))
 
 
@@ -179,10 +180,10 @@ def test_a_plain_row_is_drawn_alike_whatever_its_mates_ask_for(device: torch.dev
     for case in alone:
         case.logits[:] = np.round(case.logits[:, :1]) + 1e-3 * np.round(case.logits * 3)
     mates = some_cases([{"top_p": 0.5}, LOUD.__dict__ | {"max_tokens": None}, {"logprobs": 2}], seed=1)
-    with mock.patch.object(triton, "draw_tokens", wraps=sampling.draw_tokens) as drawn_at_once:
-        first = sampled_by(triton, make_batch(alone, device=str(device), limits=LIMITS))
+    with mock.patch.object(sampling, "draw_tokens", wraps=sampling.draw_tokens) as drawn_at_once:
+        first = sampled_by("triton", make_batch(alone, device=str(device), limits=LIMITS))
         assert drawn_at_once.call_count == 1
-        beside = sampled_by(triton, make_batch([*mates, *alone], 1, str(device), LIMITS))
+        beside = sampled_by("triton", make_batch([*mates, *alone], 1, str(device), LIMITS))
         assert drawn_at_once.call_count == 1
     assert beside.tokens[-len(first.tokens) :].tolist() == first.tokens.tolist()
     assert beside.bad[-len(first.tokens) :].tolist() == first.bad.tolist()
@@ -191,8 +192,8 @@ def test_a_plain_row_is_drawn_alike_whatever_its_mates_ask_for(device: torch.dev
 def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
     every = [ALONE[4], {}, LOUD.__dict__ | {"max_tokens": None}, ALONE[9], {"logprobs": 2, "temperature": 0.0}]
     drawn = some_cases(every)
-    together = sampled_by(triton, make_batch(drawn, device=str(device), limits=LIMITS), logprobs="processed")
-    back = sampled_by(triton, make_batch(drawn[::-1], 1, str(device), LIMITS), logprobs="processed",
+    together = sampled_by("triton", make_batch(drawn, device=str(device), limits=LIMITS), logprobs="processed")
+    back = sampled_by("triton", make_batch(drawn[::-1], 1, str(device), LIMITS), logprobs="processed",
                       chunk_elements=3 * VOCAB)  # fmt: skip
     sizes = [len(case.logits) for case in drawn]
     parts, reverse = together.tokens.split(sizes), back.tokens.split(sizes[::-1])[::-1]
@@ -207,9 +208,9 @@ def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
 def test_spans_do_not_matter(device: torch.device, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = some_cases([LOUD.__dict__ | {"max_tokens": None}, ALONE[6], {}])
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
-    wanted = sampled_by(triton, batch)
+    wanted = sampled_by("triton", batch)
     monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: length)
-    assert_equal(sampled_by(triton, batch), wanted, asked_of(drawn))
+    assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
 
 
 # Log-probabilities
@@ -226,7 +227,7 @@ def test_logprobs_of_ties_and_masked_logits(
     drawn[3].logits[:, ::3] = -np.inf
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     for mode in MODES:
-        made, wanted = (sampled_by(module, batch, logprobs=mode) for module in (triton, None))
+        made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
         assert_equal(made, wanted, asked_of(drawn))
 
 
@@ -237,10 +238,10 @@ def test_without_a_place_for_lists_the_torch_code_samples(device: torch.device) 
     small = replace(LIMITS, max_list_ints=16)
     drawn = some_cases([{"logit_bias": {t: 9.0 for t in range(9)}}, {"logprobs": 2}])
     batch = make_batch(drawn, device=str(device), limits=small)
-    assert batch.rows.lists.unplaced == {batch.row[0]} and not fused.serves(batch.rows, batch.needs)
+    assert batch.rows.lists.unplaced == {batch.row[0]}
     with mock.patch.object(fused, "sample_fused", side_effect=AssertionError):
-        made = sampled_by(triton, batch)
-    assert_equal(made, sampled_by(None, batch), asked_of(drawn))
+        made = sampled_by("triton", batch)
+    assert_equal(made, sampled_by("reference", batch), asked_of(drawn))
     assert bool((made.tokens[: len(drawn[0].logits)] < 9).all())
 
 
@@ -269,7 +270,7 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     with pytest.raises(ValueError, match="find_thresholds: edited "):
         filters.find_thresholds(batch.logits, batch.logits[:, 1:], row, good, spans)
     with pytest.raises(ValueError, match="draw_edited: thresholds "):
-        sampling.draw_edited(batch.logits, batch.logits, row, batch.logit_rows.position, sampling.Keys(*rows.keys),
+        sampling.draw_edited(batch.logits, batch.logits, row, batch.logit_rows.position, rows.keys,
                              rows.flags, rows.top_p, spans)  # fmt: skip
     with pytest.raises(ValueError, match="count_runs: run "):
         token_counts.count_runs(torch.zeros(2, 3, dtype=torch.int32, device=device), row, row[:, None].int(), row)

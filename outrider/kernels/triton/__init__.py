@@ -8,46 +8,33 @@ from outrider.kernels.triton.attention import decode_attention, prepare_counters
 from outrider.kernels.triton.attention_splits import SplitList, list_splits, pays_split_list
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
-from outrider.kernels.triton.edits import EditRows, Text, edit_logits
-from outrider.kernels.triton.filters import FilterRows, find_thresholds
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm
 from outrider.kernels.triton.join import join_embedding, take_rows
-from outrider.kernels.triton.logprobs import LogprobLogits, token_logprobs
 from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.precompile import compiling_ahead
 from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
 from outrider.kernels.triton.rope_cache import rope_cache_write
-from outrider.kernels.triton.sampling import Keys, choose_scaled, draw_edited, draw_tokens, plan_spans, sample_logits
-from outrider.kernels.triton.split_linear import can_split, split_linear
+from outrider.kernels.triton.sampling import choose_scaled, draw_tokens, sample_logits
+from outrider.kernels.triton.split_linear import split_linear
 from outrider.kernels.triton.step import commit_step, prepare_step
-from outrider.kernels.triton.thin_linear import beats_library, gated_linear, thin_linear
+from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
 
 __all__ = [
-    "EditRows",
-    "FilterRows",
-    "Keys",
-    "LogprobLogits",
     "QueryTiles",
     "SplitList",
-    "Text",
     "add_rms_norm",
-    "beats_library",
     "cache_write",
-    "can_split",
     "choose_scaled",
     "commit_step",
     "compiling_ahead",
     "decode_attention",
     "delta_config",
     "delta_steps",
-    "draw_edited",
     "draw_tokens",
-    "edit_logits",
     "find_ngram",
-    "find_thresholds",
     "gated_linear",
     "gated_norm",
     "device_query_tiles",
@@ -56,7 +43,6 @@ __all__ = [
     "matvec",
     "norm_add_norm",
     "pays_split_list",
-    "plan_spans",
     "join_embedding",
     "prefill_attention",
     "prepare_counters",
@@ -71,5 +57,4 @@ __all__ = [
     "store_drafts",
     "take_rows",
     "thin_linear",
-    "token_logprobs",
 ]

@@ -21,6 +21,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import SLICES, TILE, Spans, load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
@@ -157,7 +158,7 @@ def _greatest_of(logits, first, last, vocab, SIZE: tl.constexpr):
     return tl.max(greatest, axis=0)
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _edit_kernel(
     logits, edited, row, draft_index, position, rows, text, span_greatest, logit_stride, edited_stride, mask_words,
     stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,

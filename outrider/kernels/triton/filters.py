@@ -27,6 +27,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import SLICES, TILE, Spans, own_logits, shift_of
 
 _TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
@@ -93,7 +94,7 @@ def _scaled_tile(own, token, valid, shift, heat, floor):
     return tl.where(scaled >= floor, scaled, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=SLICES)
 def _clear_kernel(row, rows, thresholds, scratch, num_logit_rows, BINS: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -109,7 +110,7 @@ def _clear_kernel(row, rows, thresholds, scratch, num_logit_rows, BINS: tl.const
         tl.store(scratch.num_candidates + at, 0)
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _histogram_kernel(
     logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
     BINS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -137,7 +138,7 @@ def _histogram_kernel(
                 tl.atomic_add(scratch.masses + at_bin, mass, mask=counts & (mass > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize_on_alignment=SLICES)
 def _bins_kernel(row, rows, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
     """The bins that the thresholds of one logit row lie in.
 
@@ -172,7 +173,7 @@ def _bins_kernel(row, rows, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
         tl.store(scratch.above + 3 * at + 2, tl.sum(tl.where(bin < first, mass, 0), axis=0))
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _collect_kernel(
     logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
     ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -246,7 +247,7 @@ def _key_range(candidates, own, size, is_short, shift, heat, floor, low_bin, hig
     return tl.min(least, axis=0), tl.max(most, axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize_on_alignment=SLICES)
 def _search_kernel(
     logits, edited, row, rows, span_greatest, scratch, thresholds, logit_stride, edited_stride, vocab, num_spans,
     ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,

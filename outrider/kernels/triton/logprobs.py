@@ -26,6 +26,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import SLICES, Spans, own_logits, shift_of
 
 _FILTERED = tl.constexpr(flags.FILTERED)
@@ -81,7 +82,7 @@ def _shaped(own, token, valid, shift, heat, threshold, PROCESSED: tl.constexpr):
     return logit
 
 
-@triton.jit(do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize_on_alignment=SLICES)
 def _tiles_kernel(
     inputs, scratch, logit_stride, edited_stride, num_spans, vocab, SIZE: tl.constexpr, GROUP: tl.constexpr,
     PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +121,7 @@ def _nth_greatest(values, count, size, GROUPS: tl.constexpr):
     return tl.min(tl.where(greater < count, value, float("inf")), axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=[*SLICES, "tokens"])
+@kernel(do_not_specialize_on_alignment=[*SLICES, "tokens"])
 def _count_kernel(
     inputs, tokens, scratch, logit_stride, edited_stride, num_spans, num_groups, vocab, SIZE: tl.constexpr,
     TILES: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, PROCESSED: tl.constexpr, SPANS: tl.constexpr,
@@ -174,7 +175,7 @@ def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.
     return best, best_token
 
 
-@triton.jit(do_not_specialize_on_alignment=[*SLICES, "tokens"])
+@kernel(do_not_specialize_on_alignment=[*SLICES, "tokens"])
 def _report_kernel(
     inputs, tokens, scratch, chosen_out, rank_out, top_ids, top, logit_stride, edited_stride, num_spans, num_tiles,
     num_counts, vocab, width, SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
@@ -25,6 +26,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
 TILE = 4 * _QUADS  # token ids that are read at a time
@@ -33,14 +35,6 @@ _EDITED, _FILTERED = tl.constexpr(flags.EDITED), tl.constexpr(flags.FILTERED)
 _NO_ID = tl.constexpr(2147483647)
 # What is done to a logit before its noise is added, if any is.
 _GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-class Keys(NamedTuple):
-    """By what tokens are drawn, of logit rows or of the rows they name."""
-
-    temperature: torch.Tensor  # float32; 0: greedy
-    seed: torch.Tensor  # int64
-    sample_index: torch.Tensor  # int64 or int32
 
 
 class Spans(NamedTuple):
@@ -145,7 +139,7 @@ def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
 SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _greatest_kernel(
     logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -181,7 +175,7 @@ def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
     return tl.where((flag & _EDITED) != 0, edited + at * edited_stride, logits + at * logit_stride)
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_kernel(
     logits, edited, row, temperature, seed, sample_index, flags, thresholds, position, ids, span_greatest, span_scores,
     span_tokens, logit_stride, edited_stride, vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr,
@@ -222,7 +216,7 @@ def _score_kernel(
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
-@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["row", "ids", "tokens"])
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["row", "ids", "tokens"])
 def _pick_kernel(
     span_scores, span_tokens, logits, edited, row, flags, span_greatest, ids, tokens, bad, logit_stride, edited_stride,
     num_spans, CHECKED: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -253,7 +247,9 @@ def _pick_kernel(
         tl.store(tokens + at, chosen.to(tl.int64))
 
 
-def _check(name: str, logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None) -> None:
+def _check(
+    name: str, logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None
+) -> None:
     device, integers = logits.device, (torch.int64, torch.int32)
     require_tensor(name, "logits", logits, (None, None), device, (torch.float32, torch.bfloat16))
     num_logit_rows, vocab = logits.shape
@@ -285,8 +281,8 @@ def plan_spans(logits: torch.Tensor) -> Spans:
 
 
 def _launch(
-    logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None, ids: torch.Tensor | None,
-    scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
+    logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None,
+    ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
     spans: Spans | None = None, stages: _Stages | None = None,
 ) -> None:
     """Spans of each logit row are scored by programs of their own; then the best span's token is taken. With `stages`
@@ -336,7 +332,7 @@ def sample_logits(
     (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary] a column stands for that
     id, by which its noise goes and which is returned; ties go to the first column.
     """
-    name, device, keys = "sample_logits", logits.device, Keys(temperature, seed, sample_index)
+    name, device, keys = "sample_logits", logits.device, SamplingKeys(temperature, seed, sample_index)
     _check(name, logits, keys, position, None)
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=device)
@@ -348,7 +344,7 @@ def sample_logits(
 
 
 def draw_tokens(
-    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, any_sampled: bool,
+    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool, *,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole sampler of logit rows that ask for no more than a temperature: (tokens, which are bad) [logit rows].
@@ -364,7 +360,7 @@ def draw_tokens(
 
 
 def draw_edited(
-    logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys,
+    logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
     flags: torch.Tensor, thresholds: torch.Tensor, spans: Spans, *, pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`draw_tokens` after `edit_logits` and `find_thresholds`: (tokens, which are bad) [logit rows].
@@ -384,9 +380,11 @@ def draw_edited(
 
 
 def choose_scaled(
-    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, pdl: bool | None = None
+    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool = True, *,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise."""
+    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise. Whether
+    any is sampled makes no difference here: one kernel serves both."""
     _check("choose_scaled", scaled, keys, position, row)
     tokens = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
     _launch(scaled, keys, position, row, None, _AS_IS, tokens, None, pdl)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     next_power_of_two,
@@ -14,9 +13,10 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 
-@triton.jit(do_not_specialize_on_alignment=["row", "run", "run_len"])
+@kernel(do_not_specialize_on_alignment=["row", "run", "run_len"])
 def _count_kernel(counts, row, run, run_len, vocab, run_stride, RUN: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)

@@ -233,7 +233,7 @@ class RecurrentStep:
 def can_use_kernels(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows],
                     pages: CheckpointPages) -> bool:
     """On a GPU, in types and for mixers that have kernels, with states at whole words of a checkpoint's pages."""
-    if pages.pool.device.type != "cuda" or pages.pool.dtype == torch.float64 or ops.triton_kernels() is None:
+    if pages.pool.device.type != "cuda" or pages.pool.dtype == torch.float64 or not ops.has_triton():
         return False
     starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
     return starts_whole and all(mixers[layer].kernel_params() is not None for layer in rows)
