@@ -21,6 +21,7 @@ from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.registry import build_model
@@ -31,7 +32,6 @@ from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.warm_up import measure_step_memory
 from outrider.runner.local import LocalRunner, Padding, Runner
 from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
-from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
