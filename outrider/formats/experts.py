@@ -54,11 +54,11 @@ class DenseExperts(ExpertsFormat):
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._gate_up, self._down))
 
     def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
-        return WeightSlot.from_view(self._gate_up), WeightSlot.from_view(self._down)
+        return WeightSlot(self._gate_up), WeightSlot(self._down)
 
     def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
         halves = self._gate_up[expert].split(self._expert_size)
-        return [WeightSlot.from_view(half) for half in halves], WeightSlot.from_view(self._down[expert])
+        return [WeightSlot(half) for half in halves], WeightSlot(self._down[expert])
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None

@@ -9,9 +9,7 @@ from outrider.layers.base import TokenMixer
 from outrider.layers.decoder import LayerNames, PreNormLayer
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits
@@ -37,31 +35,23 @@ class Bamba(HybridDecoder):
         attending = set(config.get("attn_layer_indices", list, []))
         if attending - set(range(sizes.num_layers)):
             raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")
-        self.attention_layers = [self._attention_layer(index) for index in sorted(attending)]
+        self.attention_layers = [self.attention_layer(index) for index in sorted(attending)]
         mixers = [
             self._attention(index) if index in attending else self._mamba(index) for index in range(sizes.num_layers)
         ]
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
         self.layers = [self._layer(mixer) for mixer in mixers]
-        self.norm = self._norm()
-
-    def _attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
     def _layer(self, mixer: TokenMixer) -> PreNormLayer:
         name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
         mlp = GatedMLP(self.sizes.hidden_size, self.sizes.intermediate_size, activation=ACTIVATION,
                        bias=self.config.get("mlp_bias", bool, False), dtype=self.dtype, device=self.device)
         names = LayerNames("input_layernorm", name, "pre_ff_layernorm", "feed_forward")
-        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, names)
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, names)
 
     def _attention(self, index: int) -> SelfAttention:
         bias = self.config.get("attention_bias", bool, False)
-        return SelfAttention(self._attention_layer(index), self.sizes.hidden_size, qkv_bias=bias, out_bias=bias,
+        return SelfAttention(self.attention_layer(index), self.sizes.hidden_size, qkv_bias=bias, out_bias=bias,
                              head_norm=None, dtype=self.dtype, device=self.device)
 
     def _mamba(self, index: int) -> Mamba2:

@@ -79,6 +79,8 @@ class Gemma3Layer(DecoderLayer):
 class Gemma3(Decoder):
     """Gemma3ForCausalLM."""
 
+    norm_offset = True
+
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
@@ -103,7 +105,6 @@ class Gemma3(Decoder):
             Gemma3Layer(layer, sizes, attention_bias=bias, dtype=dtype, device=device)
             for layer in self.attention_layers
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True)
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:

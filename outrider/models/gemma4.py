@@ -19,12 +19,12 @@ from outrider.layers.embedding import Embedding
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts
-from outrider.layers.norm import Delta, RMSNorm, Unnormed, copy_stream, widened
+from outrider.layers.norm import Delta, RMSNorm, Unnormed, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import HeadNorms, PagedLayer
-from outrider.models.base import Decoder, DecoderNames, Hidden
+from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
 
@@ -256,7 +256,6 @@ class Gemma4(Decoder):
                         experts=read_experts(text, shape.attention.index, sizes, dtype=dtype, device=device))
             for shape in self.shapes
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
         suppressed = sorted(set(config.get("suppress_tokens", list, [])))
         self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
 
@@ -278,24 +277,10 @@ class Gemma4(Decoder):
         """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
-    ) -> Hidden:
+    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.per_layer is None:
-            return super().forward(tokens, positions, attend, taps)
-        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
-        angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual = self.embed_tokens(tokens)
-        delta: Delta = None
-        per_layer_inputs = self.per_layer(tokens, residual)
-        seen: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in taps:
-                seen[index] = copy_stream(delta, residual)
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend, per_layer_inputs[:, index])
-        final, before_norm = self.norm.add_norm(delta, residual)
-        seen[self.num_layers] = before_norm
-        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
+            return super().layer_inputs(tokens, embedded)
+        return [(own,) for own in self.per_layer(tokens, embedded).unbind(1)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.without_suppressed(super().logits(hidden))

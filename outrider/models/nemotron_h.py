@@ -19,7 +19,7 @@ from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer, PagedLayer
+from outrider.mixers.paged.base import PagedLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
@@ -99,14 +99,6 @@ class NemotronH(HybridDecoder):
         mixers = [layer.token_mixer for layer in layers]
         self.layers = layers
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
-        self.norm = self.make_norm()
-
-    def attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
-
-    def make_norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
 
     def layer(self, index: int, kind: str) -> NemotronHLayer:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device

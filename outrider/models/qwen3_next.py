@@ -16,7 +16,7 @@ from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
@@ -59,6 +59,7 @@ class GatedAttention(SelfAttention):
 class Qwen3Next(HybridDecoder):
     """Qwen3NextForCausalLM."""
 
+    norm_offset = True
     is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
 
     def __init__(
@@ -77,11 +78,6 @@ class Qwen3Next(HybridDecoder):
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, GatedDelta)}
         mlps = [self._feed_forward(index, is_sparse(config, index)) for index in range(sizes.num_layers)]
         self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
-        self.norm = self._norm()
-
-    def attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
     def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         """One more layer with attention, and with experts if any layer has them."""
@@ -91,7 +87,7 @@ class Qwen3Next(HybridDecoder):
 
     def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> PreNormLayer:
         name = "linear_attn" if isinstance(mixer, GatedDelta) else "self_attn"
-        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, LayerNames(mixer=name))
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, LayerNames(mixer=name))
 
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
         config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
@@ -115,9 +111,6 @@ class Qwen3Next(HybridDecoder):
         return GatedMLP(
             self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype, device=self.device
         )
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device, offset=True)
 
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)
