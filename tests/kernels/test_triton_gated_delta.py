@@ -234,7 +234,7 @@ def check(case: Case, device: torch.device, **options: object) -> Case:
     if case.counts.targets is not None:
         assert_close(saved_states(found), saved_states(wanted), "checkpoints")
         state_words = case.mixer.spec.state_bytes // 4
-        written = case.counts.written(case.counts.targets)
+        written = case.counts.passes(case.counts.targets)
         assert int((~found.pool.isnan()).sum()) == int(written.sum()) * state_words, "and nothing else of the pool"
     return found
 
