@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core import ScheduledBatch, StepForm
-from outrider.core.params import SamplingParams
+from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.recurrent import CheckpointTargets

@@ -24,6 +24,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
@@ -243,7 +244,7 @@ def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS
 # The launch
 
 
-@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
+@kernel(do_not_specialize=["requests", "tokens", "layer_word"])
 def _delta_kernel(
     counts, requests, tokens, convolved, g, beta, conv_in, conv_stride, gates, gate_strides, states, tail, window,
     gate_windows, out, saves, layer_word, num_pages, scale,

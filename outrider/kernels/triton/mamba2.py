@@ -24,6 +24,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
@@ -186,7 +187,7 @@ def _scan(
     return state
 
 
-@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
+@kernel(do_not_specialize=["requests", "tokens", "layer_word"])
 def _mamba2_kernel(
     counts, requests, tokens, source, conv_in, conv_stride, gates, gate_strides, states, tail, window, gate_windows,
     decay, skip, out, saves, layer_word, num_pages,

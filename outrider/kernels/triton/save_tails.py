@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from outrider.kernels.recurrent import CheckpointTargets
 from outrider.kernels.triton.common import FLOATS, next_power_of_two, require_tensor
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepTensors, input_of, load_counts
 
 _CHANNELS = 256
 
 
-@triton.jit(do_not_specialize=["requests", "start_element"])
+@kernel(do_not_specialize=["requests", "start_element"])
 def _save_tails_kernel(
     counts, requests, conv_in, conv_stride, tail, window, starts, boundary, pages, pool, num_pages, start_element,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHANNELS: tl.constexpr,

@@ -179,7 +179,7 @@ def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerR
     """Kernels on a GPU, in types and for mixers that have any, with states at whole words of a checkpoint's pages."""
     starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
     on_gpu = pages.pool.device.type == "cuda" and pages.pool.dtype != torch.float64
-    if (on_gpu and ops.triton_kernels() is not None and starts_whole
+    if (on_gpu and ops.has_triton() and starts_whole
             and all(mixers[layer].kernel_params() is not None for layer in rows)):
         from outrider.mixers.recurrent.triton_backend import TritonRecurrent
 
