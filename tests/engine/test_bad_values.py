@@ -214,6 +214,17 @@ def test_settings_of_the_campaign(folder: Path, settings: dict[str, Any], says: 
         LLM(str(folder), **SMALL | settings)
 
 
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"top_k": 2**63}, "top_k must be an integer from 0 to 2147483647 or -1, got 9223372036854775808"),
+    ({"min_tokens": 2**63}, "min_tokens must be an integer from 0 to 2147483647, got"),
+    ({"n": 129}, "n must be an integer from 1 to 128, got 129"),
+    ({"logit_bias": {2**63: 1.0}}, "logit_bias must be a dict, each key an integer from 0 to 2147483647"),
+])
+def test_parameters_of_the_campaign(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^SamplingParams: {says}"):
+        SamplingParams(**fields)
+
+
 @pytest.mark.parametrize(("config", "says"), [
     ([], "config.json must hold a JSON object"),
     (CONFIGS["llama"] | {"head_dim": 0}, "head_dim must be an integer from 1 to 2147483647, got 0"),
