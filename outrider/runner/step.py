@@ -14,14 +14,12 @@ import torch
 from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
-from outrider.kernels.recurrent import CheckpointTargets
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
 from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import RecurrentStep
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
