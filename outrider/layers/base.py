@@ -6,7 +6,8 @@ A module declares its parts once; the names of its tensors, their finalization a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -90,7 +91,33 @@ class DecoderLayer(Module, ABC):
         one layer hands on (a `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`."""
 
 
+class PassingLayer(DecoderLayer):
+    """Stands in for a layer that is like another one, and adds nothing."""
+
+    def __init__(self, rotary: int) -> None:
+        self.rotary = rotary
+
+    def __call__(self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend) -> tuple[Any, torch.Tensor]:
+        return delta, residual
+
+
 class LayeredModule(Module):
     """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
 
     layers: Sequence[DecoderLayer] = ()
+
+    @contextmanager
+    def one_layer_each(self) -> Iterator[None]:
+        """Inside, only the first of layers that are alike does anything: enough to compile what all of them launch."""
+        layers, kinds = self.layers, set()
+        short: list[DecoderLayer] = []
+        for layer in layers:
+            shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
+            kind = (type(layer), layer.rotary, shapes)
+            short.append(PassingLayer(layer.rotary) if kind in kinds else layer)
+            kinds.add(kind)
+        self.layers = short
+        try:
+            yield
+        finally:
+            self.layers = layers
