@@ -111,6 +111,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "prompt": output.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
+        "seed": output.seed,
         "outputs": [asdict(sample) for sample in output.outputs],
         **({} if output.prompt_logprobs is None else {"prompt_logprobs": [
             entry and {token: asdict(value) for token, value in entry.items()} for entry in output.prompt_logprobs

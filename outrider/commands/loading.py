@@ -43,8 +43,6 @@ class Loaded:
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """`needs_text`: refuse a model without tokenizer before its weights are read."""
-    if config.speculative_config is not None:
-        assert config.speculative is not None  # a wrong key shows before the weights are read
     device = pick_device(config.device)
     source = resolve(config.model, weights=config.load_format != "dummy")
     dtype = pick_dtype(config.dtype, source, device)

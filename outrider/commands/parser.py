@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
 from outrider.core.params import SamplingParams
@@ -72,6 +72,7 @@ BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so i
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
+PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams)  # of the fields, without their bounds
 
 
 class UsageError(ValueError):
@@ -173,10 +174,10 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     shown = "" if default is None or default is False or default == () else f" (default: {default})"
     common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS,
                               "help": (help_text + shown).strip().replace("%", "%%")}
-    kind = str(field.type)
-    if kind in ("bool", "bool | None"):
+    kind = PLAIN_TYPES[field.name]
+    if kind in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in ("str | list[str] | None", "list[str] | None"):
+    elif kind in (str | list[str] | None, list[str] | None):
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif field.name in CHOICES:
         group.add_argument(flag, choices=CHOICES[field.name], **common)
@@ -230,16 +231,16 @@ def _real(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-CONVERTERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "int": ("N", _whole),
-    "int | None": ("N", _whole),
-    "float": ("X", _real),
-    "float | None": ("X", _real),
-    "str": ("NAME", str),
-    "str | None": ("NAME", str),
-    "tuple[int, ...]": ("N,N", number_list),
-    "list[int] | None": ("N,N", lambda text: list(number_list(text))),
-    "dict[str, Any] | None": ("JSON", json_object),
-    "dict[int, float] | None": ("JSON", _bias),
-    "bool | int | None": ("K", _drafts),
+CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("N", _whole),
+    int | None: ("N", _whole),
+    float: ("X", _real),
+    float | None: ("X", _real),
+    str: ("NAME", str),
+    str | None: ("NAME", str),
+    tuple[int, ...]: ("N,N", number_list),
+    list[int] | None: ("N,N", lambda text: list(number_list(text))),
+    dict[str, Any] | None: ("JSON", json_object),
+    dict[int, float] | None: ("JSON", _bias),
+    bool | int | None: ("K", _drafts),
 }

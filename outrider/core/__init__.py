@@ -1,7 +1,7 @@
 """Plain data that crosses boundaries: limits, lengths, what a step is told and what it answers. No torch here."""
 
 from outrider.core.lengths import Bound, Settled
-from outrider.core.limits import NULL_PAGE, NULL_ROW, Axis, Limits
+from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
 from outrider.core.step import (
     Admission,
     CheckpointWrite,
@@ -26,6 +26,7 @@ __all__ = [
     "Limits",
     "NULL_PAGE",
     "NULL_ROW",
+    "PAGE_TOKENS",
     "PageWrite",
     "RequestResult",
     "ScheduledBatch",

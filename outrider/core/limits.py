@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+PAGE_TOKENS = (16, 32, 64, 128)  # sizes that a page may have
 NULL_PAGE = 0  # never owned by a request; padded and forgotten table entries point here
 NULL_ROW = 0  # never owned by a request; padded rows point here
 

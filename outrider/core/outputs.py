@@ -61,6 +61,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    seed: int | None = None  # given with the request or drawn for it: with it a request gives the same text again
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property

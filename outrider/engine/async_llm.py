@@ -81,7 +81,7 @@ class AsyncLLM:
                    request_id: str | None = None, priority: int = 0,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
-        token_ids = self.get_tokenizer().encode_chat(messages, **options)
+        token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
         outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
         try:
             async for output in outputs:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from outrider.core import Finish, Limits, RequestResult, StepResult
+from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import RequestOutput
-from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
+from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, request_seed
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
@@ -60,6 +61,7 @@ class Engine:
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
+        self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
         self._owner: dict[int, str] = {}  # scheduler's request id to the caller's
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -77,13 +79,17 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None,
             priority: int = 0, cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
+        check_value("request_id", Text, request_id)
+        check_value("priority", Priority, priority)
+        check_value("cache_salt", str | None, cache_salt)
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
         params = self.checked(prompt_token_ids, params)
-        output = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
+        seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
+        output = RequestOutput(request_id, prompt, list(prompt_token_ids), [], seed=seed)
         output.metrics.arrival_time = time.perf_counter()
         live = _Live(output, {}, None)
-        requests = [self._new_request(prompt_token_ids, params, i, priority, cache_salt) for i in range(params.n)]
+        requests = [self._new_request(prompt_token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]
         for request in requests:
             self.scheduler.add(request)
             sample = SampleOutput(request.input.sample_index, params, self.tokenizer)
@@ -94,6 +100,7 @@ class Engine:
             live.prompt_logprobs = PromptLogprobsOutput(len(prompt_token_ids), self._decode)
             output.prompt_logprobs = live.prompt_logprobs.entries
         self._live[request_id] = live
+        self._num_accepted += 1
         self.stats.add(len(prompt_token_ids), params.n)
 
     def abort(self, request_id: str) -> None:
@@ -104,6 +111,8 @@ class Engine:
     def checked(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """The parameters with their words as tokens, or a ValueError that says what to change."""
         limits = self.limits
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -112,10 +121,10 @@ class Engine:
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
         for token in prompt_token_ids:
-            if not isinstance(token, int):
-                raise ValueError(f"prompt token ids must be integers, got {token!r}")
+            if type(token) is not int:
+                raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
             if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
+                raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
@@ -182,10 +191,9 @@ class Engine:
         self.stats.observe_step(result)
         return self.scheduler.update(result)
 
-    def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,
+    def _new_request(self, prompt: list[int], params: SamplingParams, seed: int, index: int, priority: int,
                      salt: str | None) -> Request:
         limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        seed = self._seed if params.seed is None else params.seed
         asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
                              () if salt is None else (f"salt={salt}",))
         return Request(next(self._ids), prompt, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -36,10 +37,15 @@ class LinearFormat(ABC):
     def slots(self, prefix: str, first: int, count: int, layout: HeadLayout | None = None) -> dict[str, WeightSlot]:
         """The checkpoint's tensors of output features [first, first + count)."""
         stop = first + count
-        slots = {f"{prefix}.weight": WeightSlot.from_view(self._numbers[first:stop], layout=layout)}
+        keeper = partial(self._keep, first) if layout is None else None  # a format keeps rows in the file's order
+        slots = {f"{prefix}.weight": WeightSlot(self._numbers[first:stop], layout, keeper)}
         if self._bias is not None:
-            slots[f"{prefix}.bias"] = WeightSlot.from_view(self._bias[first:stop], layout=layout)
+            slots[f"{prefix}.bias"] = WeightSlot(self._bias[first:stop], layout)
         return slots
+
+    def _keep(self, first: int, stored: StoredWeight) -> bool:
+        """Hold the file's bits of the output features from `first` on until `finalize`, or answer False."""
+        return False
 
     def finalize(self) -> LinearFormat:
         """Called once when all weights are in place; returns the format that the layer uses from then on."""

@@ -6,16 +6,14 @@ that format takes the layer over, or their numbers go into the dense weight.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from outrider.formats.base import LinearFormat, NativeProduct
 from outrider.formats.registry import format_for
-from outrider.formats.slots import HeadLayout, StoredWeight, WeightSlot
+from outrider.formats.slots import StoredWeight
 from outrider.kernels import ops
+from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct, make_product
 
 WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
@@ -33,15 +31,8 @@ class DenseLinear(LinearFormat):
     def empty(
         cls, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> DenseLinear:
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
         return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
-
-    def slots(self, prefix: str, first: int, count: int, layout: HeadLayout | None = None) -> dict[str, WeightSlot]:
-        slots = super().slots(prefix, first, count, layout)
-        if layout is None:  # a format keeps rows in the file's order
-            name = f"{prefix}.weight"
-            slots[name] = replace(slots[name], keeper=partial(self._keep, first))
-        return slots
 
     def _keep(self, first: int, stored: StoredWeight) -> bool:
         keeper = format_for(stored.kind)

@@ -12,6 +12,7 @@ import torch
 
 from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
+from outrider.kernels.buffers import empty_weight
 
 
 class ExpertsFormat(ABC):
@@ -46,19 +47,19 @@ class DenseExperts(ExpertsFormat):
     ) -> None:  # fmt: skip
         self._expert_size = expert_size
         rows = 2 * expert_size if is_gated else expert_size
-        self._gate_up = torch.empty(num_experts, rows, hidden_size, dtype=dtype, device=device)
-        self._down = torch.empty(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self._gate_up = empty_weight(num_experts, rows, hidden_size, dtype=dtype, device=device)
+        self._down = empty_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
 
     @property
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._gate_up, self._down))
 
     def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
-        return WeightSlot.from_view(self._gate_up), WeightSlot.from_view(self._down)
+        return WeightSlot(self._gate_up), WeightSlot(self._down)
 
     def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
         halves = self._gate_up[expert].split(self._expert_size)
-        return [WeightSlot.from_view(half) for half in halves], WeightSlot.from_view(self._down[expert])
+        return [WeightSlot(half) for half in halves], WeightSlot(self._down[expert])
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None

@@ -7,7 +7,7 @@ and up). A rank of several would cut its part of the checkpoint's tensor in `Wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,20 +45,20 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """The view that a checkpoint's tensor fills, and the shape the tensor must have."""
+    """The view that a checkpoint's tensor fills."""
 
     target: torch.Tensor
-    shape: tuple[int, ...]
-    layout: HeadLayout | None = field(default=None, kw_only=True)  # None: the tensor lies as the target does
-    keeper: Callable[[StoredWeight], bool] | None = field(default=None, kw_only=True)
+    layout: HeadLayout | None = None  # None: the tensor lies as the target does
+    keeper: Callable[[StoredWeight], bool] | None = None
 
-    @classmethod
-    def from_view(
-        cls, target: torch.Tensor, *, layout: HeadLayout | None = None,
-        keeper: Callable[[StoredWeight], bool] | None = None,
-    ) -> WeightSlot:  # fmt: skip
-        assert layout is None or target.shape[0] == layout.num_heads * sum(layout.sizes)
-        return cls(target, tuple(target.shape), layout=layout, keeper=keeper)
+    def __post_init__(self) -> None:
+        layout = self.layout
+        assert layout is None or self.target.shape[0] == layout.num_heads * sum(layout.sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have."""
+        return tuple(self.target.shape)
 
     @property
     def nbytes(self) -> int:

@@ -6,15 +6,18 @@ A module declares its parts once; the names of its tensors, their finalization a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
+from outrider.cache.groups import LayerCache
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import AttentionLayer
 
 
 class Module:
@@ -42,7 +45,7 @@ class Parameter(Module):
         self.tensor = tensor
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        return {prefix: WeightSlot.from_view(self.tensor)}
+        return {prefix: WeightSlot(self.tensor)}
 
 
 Kind = TypeVar("Kind")
@@ -79,16 +82,16 @@ class TokenMixer(Module, ABC):
         """x: [tokens, hidden]."""
 
 
-class DecoderLayer(Module, ABC):
+class DecoderLayer(Module):
     """A layer adds to the residual stream; the next layer's first norm carries the sum out, so that both can be
     fused."""
 
     rotary: int = 0  # which of the model's ropes it uses
 
-    @abstractmethod
-    def __call__(self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend) -> tuple[Any, torch.Tensor]:
-        """Returns (what this layer's last part adds, the residual stream before it); None if it is added already. What
-        one layer hands on (a `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`."""
+    # (delta, residual, angles, attend, *what the model gives this layer beside them) -> (what this layer's last part
+    # adds, or None if that is done; the residual stream before it). What one layer hands on as delta (a
+    # `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`.
+    __call__: Callable[..., tuple[Any, torch.Tensor]]
 
 
 class PassingLayer(DecoderLayer):
@@ -97,7 +100,7 @@ class PassingLayer(DecoderLayer):
     def __init__(self, rotary: int) -> None:
         self.rotary = rotary
 
-    def __call__(self, delta: Any, residual: torch.Tensor, angles: Angles, attend: Attend) -> tuple[Any, torch.Tensor]:
+    def __call__(self, delta: Any, residual: torch.Tensor, *_: Any) -> tuple[Any, torch.Tensor]:
         return delta, residual
 
 
@@ -105,6 +108,19 @@ class LayeredModule(Module):
     """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
 
     layers: Sequence[DecoderLayer] = ()
+    attention_layers: list[AttentionLayer]
+    dtype: torch.dtype
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
+
+    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
+        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
+        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
+
+    def ignores(self, name: str) -> bool:
+        """A checkpoint may hold this tensor and nobody needs it."""
+        return name.endswith("rotary_emb.inv_freq")
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""The decoder layer that most families share, and what stands in for a decoder layer after loading.
+"""The decoder layer that most families share.
 
-A plain layer has one body for every device and number of token rows. Fused layers are for `layers.fuse` to build.
+It has one body for every device and number of token rows; faster layers for some of them are built by `layers.fuse`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,3 @@ class PreNormLayer(DecoderLayer):
         mixer, mlp = self.mixer, self.mlp
         # A mixer that only inherits from SelfAttention does something else between its products.
         return (mixer, mlp) if type(mixer) is SelfAttention and isinstance(mlp, GatedMLP) else None
-
-
-class FusedLayer(DecoderLayer):
-    """Stands in for a loaded plain layer, whose weights it uses and to which it leaves what it does not take."""
-
-    def __init__(self, plain: DecoderLayer) -> None:
-        self.plain = plain
-        self.rotary = plain.rotary
-
-    def parts(self) -> Sequence[tuple[str, Module]]:
-        return (("", self.plain),)

@@ -1,17 +1,99 @@
 """Makes loaded models ready to run: formats choose their products, and fused layers replace plain ones.
 
-The only place that decides about fused layers. Code outside the package adds its own with `register_fused_layer`.
+Every fused layer is built from a loaded plain layer that qualifies by device, dtype, formats and shape; a table says
+which are tried. Code outside the package adds its own with `register_fused_layer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.layers.base import DecoderLayer, LayeredModule, find_modules
-from outrider.layers.decoder import FusedLayer
+import torch
+
+from outrider.kernels import ops
+from outrider.kernels.native import LayerWeights
+from outrider.layers.attention import SelfAttention
+from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
+from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import Linear
-from outrider.layers.native_decoder import NativeDecoderLayer
-from outrider.layers.single_row import SingleRowLayer
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.rotary import Angles
+from outrider.mixers.cached import Attend
+from outrider.mixers.paged.base import PagedLayer
+from outrider.mixers.paged.native_backend import NativeBackend
+
+
+class FusedLayer(DecoderLayer):
+    """Stands in for a loaded plain layer, whose weights it uses and to which it leaves what it does not take."""
+
+    def __init__(self, plain: DecoderLayer) -> None:
+        self.plain = plain
+        self.rotary = plain.rotary
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("", self.plain),)
+
+
+class NativeDecoderLayer(FusedLayer):
+    """One native call on the CPU, with the bits of the layer's parts done one by one."""
+
+    def __init__(self, plain: PreNormLayer, attention: SelfAttention, weights: LayerWeights) -> None:
+        super().__init__(plain)
+        self.index, self.native_weights = attention.layer.index, weights
+        self.head_norms = None if attention.head_norm is None else attention.head_norm.norms
+
+    @classmethod
+    def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
+        """None if the layer is of another shape, or if a format has no native product (other devices and types)."""
+        if not isinstance(plain, PreNormLayer) or (parts := plain.attention_and_mlp()) is None:
+            return None
+        attention, mlp = parts
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        products = [product for linear in linears if (product := linear.format.native_product()) is not None]
+        if len(products) < len(linears) or plain.input_norm.eps != plain.mlp_norm.eps:
+            return None
+        weights = LayerWeights(plain.input_norm.scale, plain.mlp_norm.scale, plain.input_norm.eps,
+                               *(product.matrix for product in products), gelu=mlp.activation != "silu",
+                               max_tokens=min(product.max_rows for product in products))
+        return cls(plain, attention, weights)
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        paged: PagedLayer = attend.mixer(self.index)
+        if isinstance(paged.backend, NativeBackend):
+            added = paged.backend.decoder_layer(paged, self.native_weights, delta, residual, angles, self.head_norms)
+            if added is not None:
+                return added, residual
+        return self.plain(delta, residual, angles, attend)
+
+
+class SingleRowLayer(FusedLayer):
+    """Adds one token row to the residual stream inside the last products of both halves. On a GPU one token row is a
+    matter of reading the weights once, and small kernels cost by their number."""
+
+    def __init__(self, plain: PreNormLayer, attention: SelfAttention, mlp: GatedMLP) -> None:
+        super().__init__(plain)
+        self.input_norm, self.attention, self.mlp_norm, self.mlp = plain.input_norm, attention, plain.mlp_norm, mlp
+
+    @classmethod
+    def try_build(cls, plain: DecoderLayer) -> SingleRowLayer | None:
+        """None if a half cannot add its last product to the residual stream in one kernel."""
+        if not isinstance(plain, PreNormLayer) or (parts := plain.attention_and_mlp()) is None:
+            return None
+        attention, mlp = parts
+        can_add = attention.out.format.adds_single_row and mlp.down.format.adds_single_row
+        return cls(plain, attention, mlp) if can_add else None
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if delta is not None or not ops.is_single(residual):
+            return self.plain(delta, residual, angles, attend)
+        self.attention.add_to(residual, self.input_norm(residual), angles, attend)
+        self.mlp.add_to(residual, self.mlp_norm(residual))
+        return None, residual
+
 
 TryBuild = Callable[[DecoderLayer], DecoderLayer | None]  # a layer that replaces the plain one, or None
 
@@ -24,8 +106,8 @@ def register_fused_layer(try_build: TryBuild) -> None:
 
 
 def prepare(models: Sequence[LayeredModule], allow_copies: bool) -> int:
-    """Once all weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster to read.
-    Returns the bytes held beside those that the weights' slots count. A model may be prepared again."""
+    """Call this once all weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster
+    to read. Returns the bytes held beside those that the weights' slots count. A model may be prepared again."""
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
     for model in models:
         model.layers = [fuse(layer) for layer in model.layers]

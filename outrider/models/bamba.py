@@ -9,9 +9,7 @@ from outrider.layers.base import TokenMixer
 from outrider.layers.decoder import LayerNames, PreNormLayer
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits
@@ -34,34 +32,26 @@ class Bamba(HybridDecoder):
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
         self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
-        attending = set(config.get("attn_layer_indices", list, []))
+        attending = set(config.get("attn_layer_indices", list[int], []))
         if attending - set(range(sizes.num_layers)):
             raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")
-        self.attention_layers = [self._attention_layer(index) for index in sorted(attending)]
+        self.attention_layers = [self.attention_layer(index) for index in sorted(attending)]
         mixers = [
             self._attention(index) if index in attending else self._mamba(index) for index in range(sizes.num_layers)
         ]
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
         self.layers = [self._layer(mixer) for mixer in mixers]
-        self.norm = self._norm()
-
-    def _attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
     def _layer(self, mixer: TokenMixer) -> PreNormLayer:
         name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
         mlp = GatedMLP(self.sizes.hidden_size, self.sizes.intermediate_size, activation=ACTIVATION,
                        bias=self.config.get("mlp_bias", bool, False), dtype=self.dtype, device=self.device)
         names = LayerNames("input_layernorm", name, "pre_ff_layernorm", "feed_forward")
-        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, names)
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, names)
 
     def _attention(self, index: int) -> SelfAttention:
         bias = self.config.get("attention_bias", bool, False)
-        return SelfAttention(self._attention_layer(index), self.sizes.hidden_size, qkv_bias=bias, out_bias=bias,
+        return SelfAttention(self.attention_layer(index), self.sizes.hidden_size, qkv_bias=bias, out_bias=bias,
                              head_norm=None, dtype=self.dtype, device=self.device)
 
     def _mamba(self, index: int) -> Mamba2:
@@ -71,7 +61,7 @@ class Bamba(HybridDecoder):
 
 def read_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
     num_heads = config.required("mamba_n_heads", int)
-    inner_size = config.get("mamba_expand", int, 2) * hidden_size
+    inner_size = config.get("mamba_expand", int, 2, least=1) * hidden_size
     if inner_size % num_heads:
         raise config.refusal("mamba_n_heads", f"it must divide mamba_expand * hidden_size ({inner_size})")
     config.must_equal("mamba_d_head", "auto", inner_size // num_heads, default="auto")
@@ -83,7 +73,7 @@ def read_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
         head_dim=inner_size // num_heads,
         num_groups=num_groups,
         state_size=config.required("mamba_d_state", int),
-        conv_width=config.get("mamba_d_conv", int, 4),
+        conv_width=config.get("mamba_d_conv", int, 4, least=1),
         conv_bias=config.get("mamba_conv_bias", bool, True),
         proj_bias=config.get("mamba_proj_bias", bool, False),
         dt_limits=read_limits(config, "time_step_limit"),

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.layers.base import LayeredModule, Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
@@ -40,9 +38,7 @@ class Model(LayeredModule, ABC):
     hidden_size: int
     num_layers: int
     max_positions: int  # as the config says; max_len of an engine may be less
-    dtype: torch.dtype
     device: torch.device
-    attention_layers: list[AttentionLayer]
     embed_tokens: Embedding
     lm_head: Linear
 
@@ -55,17 +51,6 @@ class Model(LayeredModule, ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden] after the final norm. Returns [n, vocabulary] float32, float64 in a float64 model."""
-
-    def ignores(self, name: str) -> bool:
-        """A checkpoint may hold this tensor and the model does not need it."""
-        return name.endswith("rotary_emb.inv_freq")
-
-    def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
-
-    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
-        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
-        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
 
 
 class DecoderNames(NamedTuple):
@@ -82,11 +67,11 @@ class DecoderNames(NamedTuple):
 
 
 class Decoder(Model):
-    """Embedding, layers, norm, head. A family fills `layers`, `rotaries`, `norm` and `attention_layers`."""
+    """Embedding, layers, norm, head. A family fills `layers`, `rotaries` and `attention_layers`."""
 
     names = DecoderNames()
+    norm_offset = False  # norms scale by 1 + weight
     rotaries: list[Rotary]
-    norm: RMSNorm
     softcap: float | None = None  # of the logits
 
     def __init__(
@@ -113,6 +98,15 @@ class Decoder(Model):
             self.lm_head = Linear.from_weight(self.embed_tokens.weight)
         else:
             self.lm_head = Linear(sizes.hidden_size, sizes.vocab_size, bias=False, dtype=dtype, device=device)
+        self.norm = self.make_norm()
+
+    def make_norm(self) -> RMSNorm:
+        sizes = self.sizes
+        return RMSNorm(sizes.hidden_size, sizes.eps, dtype=self.dtype, device=self.device, offset=self.norm_offset)
+
+    def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
+        sizes, scale = self.sizes, self.sizes.head_dim**-0.5
+        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         names = self.names
@@ -133,15 +127,20 @@ class Decoder(Model):
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
         angles = [rotary.at(positions) for rotary in self.rotaries]
         residual = self.embed_tokens(tokens)
+        own_inputs = self.layer_inputs(tokens, residual)
         delta: Delta = None
         seen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
                 seen[index] = copy_stream(delta, residual)
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend)
+            delta, residual = layer(delta, residual, angles[layer.rotary], attend, *own_inputs[index])
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
         return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
+
+    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """What each layer gets of a token beside the residual stream."""
+        return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head.wide(hidden)

@@ -19,14 +19,14 @@ from outrider.layers.embedding import Embedding
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts
-from outrider.layers.norm import Delta, RMSNorm, Unnormed, copy_stream, widened
+from outrider.layers.norm import Delta, RMSNorm, Unnormed, widened
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import HeadNorms, PagedLayer
-from outrider.models.base import Decoder, DecoderNames, Hidden
+from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
-from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
+from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
 DEFAULT_ROPES: dict[str, dict[str, object]] = {
@@ -219,6 +219,8 @@ class ProportionalRotary(Rotary):
                  device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
+        if not 0 < turning <= head_dim // 2:
+            raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
         exponents = torch.arange(0, 2 * turning, 2, dtype=wide) / head_dim
         frequencies = rope.required("rope_theta", float) ** -exponents / rope.get("factor", float, 1.0)
         angles = torch.arange(max_len, dtype=wide)[:, None] * F.pad(frequencies, (0, head_dim // 2 - turning))
@@ -233,7 +235,7 @@ class Gemma4(Decoder):
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        text = text_section(config)
+        text = config.text_section()
         self.prefix = "model" if text is config else "model.language_model"
         self.names = DecoderNames.below(self.prefix)
         sizes = read_sizes(text)
@@ -256,8 +258,9 @@ class Gemma4(Decoder):
                         experts=read_experts(text, shape.attention.index, sizes, dtype=dtype, device=device))
             for shape in self.shapes
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-        suppressed = sorted(set(config.get("suppress_tokens", list, [])))
+        suppressed = sorted(set(config.get("suppress_tokens", list[int], [])))
+        if suppressed and not 0 <= suppressed[0] <= suppressed[-1] < sizes.vocab_size:
+            raise config.refusal("suppress_tokens", f"the vocabulary has {sizes.vocab_size} tokens")
         self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -278,24 +281,10 @@ class Gemma4(Decoder):
         """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
-    ) -> Hidden:
+    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.per_layer is None:
-            return super().forward(tokens, positions, attend, taps)
-        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
-        angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual = self.embed_tokens(tokens)
-        delta: Delta = None
-        per_layer_inputs = self.per_layer(tokens, residual)
-        seen: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in taps:
-                seen[index] = copy_stream(delta, residual)
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend, per_layer_inputs[:, index])
-        final, before_norm = self.norm.add_norm(delta, residual)
-        seen[self.num_layers] = before_norm
-        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
+            return super().layer_inputs(tokens, embedded)
+        return [(own,) for own in self.per_layer(tokens, embedded).unbind(1)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.without_suppressed(super().logits(hidden))

@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.layers.base import LayeredModule
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Rotary
 from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import WeightError, load_dummy, load_weights
 
@@ -27,7 +24,6 @@ class DraftHead(LayeredModule, ABC):
     """Embedding and output are the target's unless the checkpoint brings its own."""
 
     taps: tuple[int, ...] = ()  # the target's residual streams that `consume` reads
-    attention_layers: list[AttentionLayer]
     num_outputs: int  # of its vocabulary
     target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None where they are the same
     made_for: int | None = None  # drafts it was trained to make, where its config says
@@ -50,9 +46,6 @@ class DraftHead(LayeredModule, ABC):
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (what `logits` takes, what the next slot consumes as hidden)."""
 
-    def ignores(self, name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq")
-
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
         return iter(tensors)
@@ -67,16 +60,9 @@ class DraftHead(LayeredModule, ABC):
         """A head is the module that a drafter of its kind runs."""
         return self
 
-    def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
-
     def weight_bytes(self) -> int:
         held = [slot.target for slot in self.weights().values()] + self._own_tensors
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
-        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
-        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor) -> torch.Tensor:
         """An optional tensor of the checkpoint in the head's dtype, or the target's where both are equal."""

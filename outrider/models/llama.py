@@ -72,12 +72,7 @@ class Llama(Decoder):
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, sizes.head_dim)
         self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
-        self.attention_layers = [
-            AttentionLayer(
-                index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5, window=window
-            )
-            for index, window in enumerate(self.windows(config))
-        ]
+        self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(self.windows(config))]
         qkv_bias, out_bias, mlp_bias = self.biases(config)
         self.layers = [
             LlamaLayer(
@@ -92,7 +87,6 @@ class Llama(Decoder):
             )
             for layer in self.attention_layers
         ]
-        self.norm = RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
 
     def windows(self, config: ConfigReader) -> list[int | None]:
         num_layers = config.required("num_hidden_layers", int)

@@ -135,10 +135,9 @@ def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: to
 
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
     """One more layer as the target's own, seeing everything."""
-    sizes = target.sizes
-    attention = AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
+    attention = target.attention_layer(index)
     qkv_bias, out_bias, mlp_bias = target.biases(target.config)
-    layer = LlamaLayer(attention, sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
+    layer = LlamaLayer(attention, target.sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
                        has_head_norm=target.has_head_norm, dtype=target.dtype, device=target.device)
     return [layer], [attention]
 

@@ -19,7 +19,7 @@ from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, RopeParams, Rotary
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer, PagedLayer
+from outrider.mixers.paged.base import PagedLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
@@ -99,14 +99,6 @@ class NemotronH(HybridDecoder):
         mixers = [layer.token_mixer for layer in layers]
         self.layers = layers
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
-        self.norm = self.make_norm()
-
-    def attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
-
-    def make_norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
 
     def layer(self, index: int, kind: str) -> NemotronHLayer:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
@@ -159,7 +151,7 @@ def read_kinds(config: ConfigReader) -> list[str]:
 
 
 def kinds_under(config: ConfigReader, list_key: str, pattern_key: str) -> list[str]:
-    names = config.optional(list_key, list)
+    names = config.optional(list_key, list[str])
     key, given = (list_key, names) if names is not None else (pattern_key, list(config.get(pattern_key, str, "")))
     kinds = [OLD_NAMES.get(name, LETTERS.get(name, name)) for name in given]
     if set(kinds) - set(LETTERS.values()):
@@ -194,7 +186,7 @@ def read_shape(config: ConfigReader) -> Mamba2Shape:
         head_dim=config.required("mamba_head_dim", int),
         num_groups=num_groups,
         state_size=config.required("ssm_state_size", int),
-        conv_width=config.get("conv_kernel", int, 4),
+        conv_width=config.get("conv_kernel", int, 4, least=1),
         conv_bias=config.get("use_conv_bias", bool, True),
         proj_bias=config.get("use_bias", bool, False),
         norm_groups=num_groups,

@@ -13,7 +13,7 @@ from outrider.layers.base import FeedForward
 from outrider.layers.decoder import PreNormLayer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.router import Router
 from outrider.mixers.paged.base import AttentionLayer
@@ -35,20 +35,14 @@ class Qwen3Moe(Decoder):
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, sizes.head_dim)
         self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
-        window, scale = read_window(config), sizes.head_dim**-0.5
-        self.attention_layers = [
-            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=scale, window=window)
-            for index in range(sizes.num_layers)
-        ]
+        window = read_window(config)
+        self.attention_layers = [self.attention_layer(index, window) for index in range(sizes.num_layers)]
         bias = config.get("attention_bias", bool, False)
         self.layers = [
-            PreNormLayer(self._norm(), self._attention(layer, bias), self._norm(), self._feed_forward(layer.index))
+            PreNormLayer(self.make_norm(), self._attention(layer, bias), self.make_norm(),
+                         self._feed_forward(layer.index))
             for layer in self.attention_layers
         ]
-        self.norm = self._norm()
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
 
     def _attention(self, layer: AttentionLayer, bias: bool) -> SelfAttention:
         norm = HeadNorm(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.sizes.eps, dtype=self.dtype,

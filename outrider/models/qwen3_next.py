@@ -16,7 +16,7 @@ from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm, RMSNorm
+from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, Rotary, rotate
 from outrider.layers.router import Router
 from outrider.mixers.cached import Attend
@@ -59,6 +59,7 @@ class GatedAttention(SelfAttention):
 class Qwen3Next(HybridDecoder):
     """Qwen3NextForCausalLM."""
 
+    norm_offset = True
     is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
 
     def __init__(
@@ -77,11 +78,6 @@ class Qwen3Next(HybridDecoder):
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, GatedDelta)}
         mlps = [self._feed_forward(index, is_sparse(config, index)) for index in range(sizes.num_layers)]
         self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
-        self.norm = self._norm()
-
-    def attention_layer(self, index: int) -> AttentionLayer:
-        sizes = self.sizes
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale=sizes.head_dim**-0.5)
 
     def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         """One more layer with attention, and with experts if any layer has them."""
@@ -91,7 +87,7 @@ class Qwen3Next(HybridDecoder):
 
     def _layer(self, mixer: TokenMixer, mlp: FeedForward) -> PreNormLayer:
         name = "linear_attn" if isinstance(mixer, GatedDelta) else "self_attn"
-        return PreNormLayer(self._norm(), mixer, self._norm(), mlp, LayerNames(mixer=name))
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, LayerNames(mixer=name))
 
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
         config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
@@ -116,9 +112,6 @@ class Qwen3Next(HybridDecoder):
             self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype, device=self.device
         )
 
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.sizes.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device, offset=True)
-
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)
         return GatedAttention(self.attention_layer(index), self.sizes.hidden_size, self.sizes.eps, bias=bias,
@@ -132,11 +125,9 @@ class Qwen3Next(HybridDecoder):
 def read_kinds(config: ConfigReader) -> list[str]:
     """The kind of each layer: `layer_types`, or every so many attend."""
     num_layers = config.required("num_hidden_layers", int)
-    interval = config.get("full_attention_interval", int, 4)
-    if interval < 1:
-        raise config.refusal("full_attention_interval", "it must be at least 1")
+    interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    kinds = config.get("layer_types", list, default)
+    kinds = config.get("layer_types", list[str], default)
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
     return kinds
@@ -148,7 +139,7 @@ def read_shape(config: ConfigReader) -> GatedDeltaShape:
         num_value_heads=config.required("linear_num_value_heads", int),
         key_dim=config.required("linear_key_head_dim", int),
         value_dim=config.required("linear_value_head_dim", int),
-        conv_width=config.get("linear_conv_kernel_dim", int, 4),
+        conv_width=config.get("linear_conv_kernel_dim", int, 4, least=1),
     )
     if shape.num_key_heads < 1 or shape.num_value_heads % shape.num_key_heads:
         raise config.refusal("linear_num_key_heads", "it must divide linear_num_value_heads")

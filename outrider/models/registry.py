@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from outrider.core.fields import INT32, Range, check_value, shown
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.config import ConfigError, ConfigReader
@@ -63,9 +64,12 @@ def build_model(
     """A model without its weights. max_len: positions it must serve, the config's own by default."""
     reader = ConfigReader(config, source)
     architectures = reader.required("architectures", list)
-    if not architectures or architectures[0] not in _ARCHITECTURES:
+    if not architectures or str(architectures[0]) not in _ARCHITECTURES:
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
     model_class: Any = _ARCHITECTURES[architectures[0]]
+    positions = reader.text_section().optional("max_position_embeddings", int)
+    if max_len is not None and positions is not None and max_len > positions:  # before tables of that length are made
+        raise ValueError(f"max_model_len ({max_len}) exceeds the {positions} positions the model was made for")
     return model_class(reader, dtype=dtype, device=torch.device(device), max_len=max_len)
 
 
@@ -106,22 +110,30 @@ def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: of a folder (generation_config.json first, then config.json) or of a config."""
     if isinstance(source, Mapping):
         return _eos_of(source)
-    generation = Path(source) / "generation_config.json"
-    found = _eos_of(_read_json(generation)) if generation.is_file() else ()
-    return found or _eos_of(read_config(source))
+    generation, config = Path(source) / "generation_config.json", read_config(source)
+    vocab_size = ConfigReader(config).text_section().get("vocab_size", int, INT32)
+    found = _eos_of(_read_json(generation), generation.name, vocab_size) if generation.is_file() else ()
+    return found or _eos_of(config, "config.json", vocab_size)
 
 
-def _eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: int = INT32) -> tuple[int, ...]:
+    """Ids outside the vocabulary are refused here, where it is known who gave them."""
     value = config.get("eos_token_id")
     if value is None and isinstance(config.get("text_config"), Mapping):
         value = config["text_config"].get("eos_token_id")
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    token_id = Annotated[int, Range(0, vocab_size - 1)]
+    try:
+        check_value("eos_token_id", token_id | list[token_id] | None, value)  # type: ignore[valid-type]
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}: the vocabulary has {vocab_size} tokens") from None
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {shown(value)}; download it again")
+    return value

@@ -49,7 +49,7 @@ def enough_memory(what: str, advice: str) -> Iterator[None]:
     """A device without memory for `what` is a matter of settings, and said as one."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise ValueError(f"the device has no memory for {what}: {advice} ({_first_line(error)})") from error
 
 

@@ -15,10 +15,9 @@ from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import QuantizedRows
 from outrider.layers.base import find_modules
-from outrider.layers.fuse import prepare
+from outrider.layers.fuse import NativeDecoderLayer, prepare
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.native_decoder import NativeDecoderLayer
 from outrider.models.base import Model
 from outrider.models.loader import WeightError, load_weights
 from outrider.models.registry import build_model

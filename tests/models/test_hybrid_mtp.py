@@ -233,7 +233,7 @@ class Naive:
 def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
     """As the engine makes it."""
     build = DraftBuild(target, torch.float64, torch.device("cpu"), max_len=128, target_source=str(folder))
-    network = mtp_drafter(SpeculativeConfig(methods=("mtp",), num_speculative_tokens=k), build).network
+    network = mtp_drafter(SpeculativeConfig(method="mtp", num_speculative_tokens=k), build).network
     assert isinstance(network, MTPHead)
     return network
 

@@ -95,7 +95,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--max_token=3"], "did you mean --max-tokens?"),
     (["generate", "--dtype", "flaot32"], "did you mean float32?"),
     (["generate", "--max-tokens", "many"], "'many' is not an integer"),
-    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a finite number of at least 0"),
+    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a number from 0 to 1e+30, got -1.0"),
     (["generate", "smollm2", "more"], "unexpected argument 'more'"),
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),

@@ -1,0 +1,148 @@
+"""The worked examples of docs/extending.md: each plugs a toy in from outside the package and touches no file of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.formats import KeptFormat, StoredWeight, register_format
+from outrider.formats import registry as formats_registry
+from outrider.layers import fuse
+from outrider.layers.base import DecoderLayer, find_modules
+from outrider.layers.linear import Linear
+from outrider.models.base import Model
+from outrider.models.loader import load_weights
+from outrider.models.registry import build_model
+from tests.engine.harness import Ask, Rig, greedy
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+# A weight format
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """A weight as a source of tensors would yield it: whole numbers and one scale for each output feature."""
+
+    values: torch.Tensor  # [outputs, inputs] int8
+    scales: torch.Tensor  # [outputs, 1]
+    kind: str = "int8_rows"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def is_finite(self) -> bool:
+        return bool(self.scales.isfinite().all())
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values * self.scales
+
+
+class Int8Linear(KeptFormat):
+    """Scales what comes out of the product, so that no dequantised weight is ever made."""
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(torch.empty(values.shape, dtype=scales.dtype, device="meta"), bias)
+        self._values, self._scales = values, scales
+
+    @classmethod
+    def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
+        return dtype == torch.float64
+
+    @classmethod
+    def from_parts(
+        cls, parts: Sequence[StoredWeight], bias: torch.Tensor | None, shared: torch.Tensor | None
+    ) -> Int8Linear | None:
+        rows = [part for part in parts if isinstance(part, Int8Rows)]
+        return cls(torch.cat([r.values for r in rows]), torch.cat([r.scales for r in rows]), bias)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._values.nbytes + self._scales.nbytes
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        out = (x @ self._values.to(x.dtype).T) * self._scales.T
+        return out if self._bias is None else out + self._bias
+
+
+def int8_tensors(model: Model, keep: bool) -> Iterator[tuple[str, Any]]:
+    """Random weights; those of linear layers as int8 rows, or as the numbers they stand for."""
+    generator = torch.Generator().manual_seed(3)
+    for name, slot in model.weights().items():
+        if len(slot.shape) == 1 or "embed" in name:
+            yield name, torch.randn(slot.shape, generator=generator, dtype=torch.float64) * 0.2 + 1
+            continue
+        values = torch.randint(-127, 128, slot.shape, generator=generator, dtype=torch.int8)
+        scales = torch.rand(slot.shape[0], 1, generator=generator, dtype=torch.float64) / 256
+        rows = Int8Rows(values, scales)
+        yield name, rows if keep else rows.dequantize()
+
+
+def loaded(keep: bool, dtype: torch.dtype = torch.float64) -> Model:
+    model = build_model(CONFIG, dtype=dtype, device="cpu")
+    load_weights(model, int8_tensors(model, keep))
+    return model
+
+
+def outcome(model: Model) -> list[list[int]]:
+    asks = [Ask(prompt, greedy(8, ignore_eos=True)) for prompt in ([3, 1, 4], [7] * 40)]
+    with Rig(model, max_num_batched_tokens=32, max_model_len=96) as rig:
+        return [list(output.outputs[0].token_ids) for output in rig.run(asks)]
+
+
+@pytest.fixture
+def int8_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats_registry, "_FORMATS", dict(formats_registry._FORMATS))
+    register_format("int8_rows", Int8Linear)
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_a_weight_format_needs_one_product_and_gives_the_tokens_of_its_numbers() -> None:
+    kept, numbers = loaded(keep=True), loaded(keep=False)
+    formats = [linear.format for linear in find_modules([kept], Linear)]
+    assert all(isinstance(held, Int8Linear) for held in formats) and len(formats) == 4 * 2 + 1
+    assert sum(slot.nbytes for slot in kept.weights().values()) < sum(s.nbytes for s in numbers.weights().values()) / 4
+    assert outcome(kept) == outcome(numbers)
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_a_format_that_cannot_serve_a_model_leaves_it_to_the_dense_one() -> None:
+    model = loaded(keep=True, dtype=torch.float32)
+    assert not any(isinstance(linear.format, Int8Linear) for linear in find_modules([model], Linear))
+    assert outcome(model)
+
+
+# A fused layer
+
+
+class CountingLayer(fuse.FusedLayer):
+    calls = 0
+
+    def __call__(self, *args: Any) -> tuple[Any, torch.Tensor]:
+        CountingLayer.calls += 1
+        return self.plain(*args)
+
+
+def test_a_fused_layer_takes_the_place_of_those_it_is_built_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_build(plain: DecoderLayer) -> DecoderLayer | None:
+        return CountingLayer(plain) if plain is model.layers[1] else None
+
+    model = loaded(keep=False)
+    monkeypatch.setattr(fuse, "_REPLACEMENTS", list(fuse._REPLACEMENTS))
+    names = model.weights().keys()
+    wanted = outcome(model)
+    assert not any(isinstance(layer, fuse.FusedLayer) for layer in model.layers), "nothing serves float64"
+    fuse.register_fused_layer(try_build)
+    assert outcome(model) == wanted and CountingLayer.calls > 0
+    assert [isinstance(layer, CountingLayer) for layer in model.layers] == [False, True]
+    assert model.weights().keys() == names
