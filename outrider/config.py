@@ -83,6 +83,15 @@ class EngineConfig:
                       steps_in_flight=self.steps_in_flight(on_cuda))
 
 
+def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig:
+    """The config of a front such as LLM, from its keyword arguments."""
+    known = EngineConfig.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}")
+    return EngineConfig(model=str(model), **settings)
+
+
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
 NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "gemma4_assistant")
 ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemma 4 assistant drafts from: the last ...

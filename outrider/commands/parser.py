@@ -10,9 +10,10 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
+from outrider.core.fields import Count, NotEmpty, check_value
 from outrider.core.params import SamplingParams
 
 ENGINE_HELP = {
@@ -184,6 +185,23 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     elif kind in CONVERTERS:
         metavar, convert = CONVERTERS[kind]
         group.add_argument(flag, type=convert, metavar=metavar, **common)
+
+
+def count_flag(text: str) -> int:
+    """A number of tokens, rounds or requests."""
+    return _checked(Count, _whole(text))
+
+
+def counts_flag(text: str) -> tuple[int, ...]:
+    return _checked(Annotated[tuple[Count, ...], NotEmpty], number_list(text))
+
+
+def _checked(declared: Any, value: Any) -> Any:
+    try:
+        check_value("it", declared, value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
 def number_list(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from outrider.core.lengths import Bound, Settled
 from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
+from outrider.core.params import SamplingParams
 from outrider.core.step import (
     Admission,
     CheckpointWrite,
@@ -29,6 +30,7 @@ __all__ = [
     "PAGE_TOKENS",
     "PageWrite",
     "RequestResult",
+    "SamplingParams",
     "ScheduledBatch",
     "Settled",
     "StepForm",

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from outrider.formats.slots import WeightSlot
-from outrider.kernels import moe
+from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
 
 
@@ -64,4 +64,4 @@ class DenseExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return moe.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+        return ops.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Most gathered key elements at a time; bounds the memory of attention over long page tables.
 MAX_GATHERED = 1 << 24
+MAX_WIDENED = 8192  # weight rows widened at a time
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -202,6 +203,21 @@ def _attend(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]."""
     return F.linear(x, weight, bias)
+
+
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of 16-bit operands in float32; wider ones stay as they are."""
+    parts = [F.linear(_widened(x), _widened(rows)) for rows in weight.split(MAX_WIDENED)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+# Token rows
+
+
+def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """(first[index], second[index]) of matrices with as many rows; one tensor where the matrices are one."""
+    taken = first[index]
+    return taken, taken if first is second else second[index]
 
 
 # Text

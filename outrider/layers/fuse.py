@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.kernels import ops
 from outrider.kernels.native import LayerWeights
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
@@ -88,7 +87,7 @@ class SingleRowLayer(FusedLayer):
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        if delta is not None or not ops.is_single(residual):
+        if delta is not None or residual.shape[0] != 1:
             return self.plain(delta, residual, angles, attend)
         self.attention.add_to(residual, self.input_norm(residual), angles, attend)
         self.mlp.add_to(residual, self.mlp_norm(residual))

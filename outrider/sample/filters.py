@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.extras import StepNeeds
 from outrider.sample.rows import SamplingRows
 
 _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
 
 
-def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:
     """A new [L, V]: (logits - greatest) / temperature. Subtracting first keeps a tiny temperature from making the
     greatest logits infinite, hence equal. Greedy logit rows are only shifted, which keeps their order and ties."""
     greatest = logits.amax(dim=1, keepdim=True)

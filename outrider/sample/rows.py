@@ -1,4 +1,4 @@
-"""SamplingRows: what the device keeps of every running request's sampling parameters, and its check at the edge.
+"""SamplingRows: what the device keeps of every running request's sampling parameters.
 
 Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. It does
 not know batches: a stage picks its rows itself.
@@ -6,42 +6,16 @@ not know batches: a stage picks its rows itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.core.params import SamplingParams
+from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.sampling_keys import SamplingKeys
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids")
-
-
-def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    """The token ids that end a request, each once."""
-    ids = [*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]
-    return list(dict.fromkeys(ids))
-
-
-def check_params(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
-    """Raises ValueError for what the device cannot hold. To be called before a request is admitted."""
-    stop_ids = stop_ids_of(params, eos_ids)
-    if len(stop_ids) > limits.max_stop_ids:
-        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
-    bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
-    named = {
-        "stop_token_ids": stop_ids,
-        "logit_bias": list(params.logit_bias or ()),
-        "allowed_token_ids": list(params.allowed_token_ids or ()),
-        "bad_words": bad_word_ids,
-    }
-    for name, ids in named.items():
-        for token in ids:
-            if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
-    if any(not word for word in params.bad_words_token_ids):
-        raise ValueError("bad_words: a word has no tokens")
 
 
 class SamplingRows:
@@ -93,9 +67,8 @@ class SamplingRows:
         self.stop_ids.index_copy_(0, row, packed_ints[:, 1 + len(INT_FIELDS) :])
 
     @property
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By what tokens are drawn."""
-        return self.temperature, self.seed, self.sample_index
+    def keys(self) -> SamplingKeys:
+        return SamplingKeys(self.temperature, self.seed, self.sample_index)
 
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
         """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""

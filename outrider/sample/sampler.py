@@ -11,13 +11,12 @@ from typing import Literal
 
 import torch
 
-from outrider.kernels import ops
 from outrider.sample.batch import History, LogitRows
+from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import LogprobRows, logprob_rows
-from outrider.sample.philox import gumbel
 from outrider.sample.rows import SamplingRows
 
 LogprobsMode = Literal["raw", "processed"]
@@ -48,10 +47,9 @@ def sample(
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
     extras.check(needs)
-    if needs.is_draw:  # in one go: there is no scratch
-        drawn = ops.draw(logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled)
-        if drawn is not None:
-            return Sampled(*drawn, None)
+    drawn = logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled
+    if needs.is_draw and draw_tokens.has_kernel(*drawn):  # in one go: there is no scratch
+        return Sampled(*draw_tokens(*drawn), None)
     height = max(1, chunk_elements // vocab)
     if num <= height:
         return _Chunk(logit_rows, rows, history, needs, extras).sample(logits, logprobs)
@@ -91,7 +89,8 @@ class _Chunk:
         if self.needs.any_sampled or (num_logprobs is not None and mode == "processed"):
             shaped = scale(edited, self.logit_rows.row, self.rows)
             keep_likely(shaped, self.logit_rows.row, self.rows, self.needs)
-        best = self.choose(shaped)
+        at = self.logit_rows
+        best = choose_scaled(shaped, at.row, at.position, self.rows.keys, self.needs.any_sampled)
         # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
         bad = ~edited.gather(1, best[:, None]).squeeze(1).isfinite()
         if edited is not logits:
@@ -115,16 +114,3 @@ class _Chunk:
         if self.needs.any_penalties:
             penalise(own, self.logit_rows, self.rows, self.history, self.needs)
         return own
-
-    def choose(self, shaped: torch.Tensor) -> torch.Tensor:
-        """[L]: the greatest logit, after noise where the temperature is not 0; ties to the lowest id."""
-        row, rows = self.logit_rows.row, self.rows
-        chosen = ops.choose(shaped, row, self.logit_rows.position, rows.keys)
-        if chosen is not None:
-            return chosen
-        if not self.needs.any_sampled:
-            return shaped.argmax(dim=1)
-        noise = gumbel(rows.seed[row], rows.sample_index[row], self.logit_rows.position, None, shaped.shape[1],
-                       shaped.dtype)
-        noise.masked_fill_((rows.temperature[row] == 0)[:, None], 0)
-        return noise.add_(shaped).argmax(dim=1)

@@ -174,6 +174,18 @@ def test_flags(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         assert is_switch or re.search(r"must be|is not|is the same|not one of|unknown key|given|expected", line), line
 
 
+@pytest.mark.parametrize(("command", "flag"), [
+    ("demo", "--max-tokens"), ("verify", "--max-tokens"), ("bench throughput", "--rounds"),
+    ("bench latency", "--rounds"), ("bench throughput", "--shapes"), ("bench spec", "--rounds"),
+    ("bench spec", "--max-tokens"), ("bench spec", "--batch-sizes"),
+])  # fmt: skip
+def test_flags_of_single_commands(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("0", *FLAG_WORDS):
+        status = cli.main([*command.split(), *([] if command == "demo" else ["/nowhere/at/all"]), f"{flag}={word}"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert status == 2 and flag in line and ("must be" in line or "is not" in line), (word, line)
+
+
 # What the report of a test campaign listed, by what a user sees
 
 
@@ -200,6 +212,17 @@ SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4
 def test_settings_of_the_campaign(folder: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         LLM(str(folder), **SMALL | settings)
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"top_k": 2**63}, "top_k must be an integer from 0 to 2147483647 or -1, got 9223372036854775808"),
+    ({"min_tokens": 2**63}, "min_tokens must be an integer from 0 to 2147483647, got"),
+    ({"n": 129}, "n must be an integer from 1 to 128, got 129"),
+    ({"logit_bias": {2**63: 1.0}}, "logit_bias must be a dict, each key an integer from 0 to 2147483647"),
+])
+def test_parameters_of_the_campaign(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^SamplingParams: {says}"):
+        SamplingParams(**fields)
 
 
 @pytest.mark.parametrize(("config", "says"), [

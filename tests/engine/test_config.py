@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Axis, Limits
-from outrider.engine.build import pick_backend, pick_device, pick_dtype
+from outrider.mixers.paged.registry import make_backend
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.folder import FolderSource
+from outrider.runner.device import pick_device, pick_dtype
 from tests.engine.harness import Rig, tiny_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -74,7 +77,7 @@ def test_rows_have_room_for_the_null_row() -> None:
 
 
 def source_of(**config: Any) -> ModelSource:
-    return ModelSource("x", None, config, (), lambda: iter(()), dict)  # type: ignore[arg-type]
+    return FolderSource("x", Path("x"), config, ())
 
 
 def test_devices_and_types() -> None:
@@ -96,7 +99,7 @@ def test_a_missing_gpu_is_said() -> None:
 def test_a_backend_that_cannot_serve_the_model_is_refused() -> None:
     for name in ("triton", "cpu"):
         with pytest.raises(ValueError, match=f"attention_backend='{name}' does not serve torch.float64 on cpu"):
-            pick_backend(EngineConfig("x", attention_backend=name), tiny_model("llama"))
+            make_backend(name, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

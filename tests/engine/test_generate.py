@@ -289,14 +289,14 @@ def test_the_least_important_is_preempted() -> None:
 def test_an_abort_keeps_what_there_was() -> None:
     with Rig(tiny_model("llama")) as rig:
         (whole,), = tokens_of(rig.run([Ask(prompt_of(1, 8), greedy(20))]))
-        rig.engine.add("a", prompt_of(1, 8), SamplingParams(temperature=0, max_tokens=20))
-        rig.engine.add("b", prompt_of(2, 8), SamplingParams(n=2, seed=1, max_tokens=20))
+        rig.outputs.add("a", prompt_of(1, 8), SamplingParams(temperature=0, max_tokens=20))
+        rig.outputs.add("b", prompt_of(2, 8), SamplingParams(n=2, seed=1, max_tokens=20))
         for _ in range(6):
-            rig.engine.step()
+            rig.outputs.step()
         rig.engine.abort("a")
         rig.engine.abort("b")
         rig.engine.abort("nobody")
-        ended = {output.request_id: output for output in rig.engine.step()}
+        ended = {output.request_id: output for output in rig.outputs.step()}
         assert set(ended) == {"a", "b"} and all(output.finished for output in ended.values())
         (sample,) = ended["a"].outputs
         assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) < 20

@@ -19,7 +19,7 @@ from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.mtp import MTPHead, build_mtp
-from outrider.models.registry import read_config
+from outrider.models.sources.folder import read_config
 from outrider.spec.base import DraftBuild
 from outrider.spec.mtp import mtp_drafter
 from tests.models.oracle import DenseAttend, load, make_folder, tokens_of

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
-from outrider.sample import SamplingRows, StepExtras, StepNeeds, check_params, stop_ids_of
+from outrider.core.token_ids import check_token_ids, stop_ids_of
+from outrider.sample import SamplingRows, StepExtras, StepNeeds
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
@@ -272,5 +273,5 @@ class TestRows:
     ])
     def test_what_the_device_cannot_hold_is_refused_by_name(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            check_params(SamplingParams(**fields), (0,), LIMITS)
-        check_params(SamplingParams(stop_token_ids=[1, 2, 3, 4]), (0,), Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))
+            check_token_ids(SamplingParams(**fields), (0,), LIMITS)
+        check_token_ids(SamplingParams(stop_token_ids=[1, 2, 3, 4]), (0,), Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))

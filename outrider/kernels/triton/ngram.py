@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 1024  # tokens at a time
 _PART = 4096  # tokens of a program, at least
@@ -45,7 +46,7 @@ def _store_what_follows(best, text, length, request, drafts, counts, num_wanted,
     tl.store(counts + request, count)
 
 
-@triton.jit(do_not_specialize=["width", "part_size", "num_wanted"], do_not_specialize_on_alignment=["rows"])
+@kernel(do_not_specialize=["width", "part_size", "num_wanted"], do_not_specialize_on_alignment=["rows"])
 def _find_kernel(
     tokens, known, rows, parts, drafts, counts, stride, width, part_size, num_wanted,
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr,
@@ -63,7 +64,7 @@ def _find_kernel(
         tl.store(parts + request * PARTS + part, best)
 
 
-@triton.jit(do_not_specialize=["width", "num_wanted"], do_not_specialize_on_alignment=["rows"])
+@kernel(do_not_specialize=["width", "num_wanted"], do_not_specialize_on_alignment=["rows"])
 def _best_kernel(
     tokens, known, rows, parts, drafts, counts, stride, width, num_wanted, PARTS: tl.constexpr, PADDED: tl.constexpr,
     DRAFTS: tl.constexpr,

@@ -24,12 +24,13 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
-@triton.jit(do_not_specialize=["num_requests", "longest_short"], do_not_specialize_on_alignment=["query_starts"])
+@kernel(do_not_specialize=["num_requests", "longest_short"], do_not_specialize_on_alignment=["query_starts"])
 def _count_tiles_kernel(query_starts, starts, num_requests, longest_short, QUERIES: tl.constexpr, PAD: tl.constexpr):
     request = tl.arange(0, PAD)
     valid = request < num_requests
@@ -50,7 +51,7 @@ def _find_tile(starts, program, num_requests, PAD: tl.constexpr):
     return owner, program - tl.load(starts + owner), program < tl.load(starts + num_requests)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
     scale, softcap, window, num_tokens, num_requests, num_tiles,

@@ -7,12 +7,11 @@ Knows nothing of penalties or truncation: those change the logits before they co
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
@@ -23,20 +22,13 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
 _LONGEST_SPAN = 8  # tiles
 _NO_ID = tl.constexpr(2147483647)
 # What is done to a logit before its noise is added, if any is.
 _GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-class Keys(NamedTuple):
-    """By what tokens are drawn, of logit rows or of the rows they name."""
-
-    temperature: torch.Tensor  # float32; 0: greedy
-    seed: torch.Tensor  # int64
-    sample_index: torch.Tensor  # int64 or int32
 
 
 @triton.jit
@@ -124,7 +116,7 @@ def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
 _SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _greatest_kernel(
     logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -152,7 +144,7 @@ def _shift_of(span_greatest, num_spans, SCALE: tl.constexpr, SPANS: tl.constexpr
         return 0.0
 
 
-@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
 def _score_kernel(
     logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
     vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
@@ -184,7 +176,7 @@ def _score_kernel(
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
-@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
 def _pick_kernel(
     span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans,
     CHECKED: tl.constexpr, MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -208,7 +200,9 @@ def _pick_kernel(
         tl.store(tokens + at, chosen.to(tl.int64))
 
 
-def _check(name: str, logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None) -> None:
+def _check(
+    name: str, logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None
+) -> None:
     device, integers = logits.device, (torch.int64, torch.int32)
     require_tensor(name, "logits", logits, (None, None), device, (torch.float32, torch.bfloat16))
     num_logit_rows, vocab = logits.shape
@@ -224,8 +218,8 @@ def _check(name: str, logits: torch.Tensor, keys: Keys, position: torch.Tensor, 
 
 
 def _launch(
-    logits: torch.Tensor, keys: Keys, position: torch.Tensor, row: torch.Tensor | None, ids: torch.Tensor | None,
-    scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
+    logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None,
+    ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
 ) -> None:
     """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
     num_logit_rows, vocab = logits.shape
@@ -273,7 +267,7 @@ def sample_logits(
     (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary] a column stands for that
     id, by which its noise goes and which is returned; ties go to the first column.
     """
-    name, device, keys = "sample_logits", logits.device, Keys(temperature, seed, sample_index)
+    name, device, keys = "sample_logits", logits.device, SamplingKeys(temperature, seed, sample_index)
     _check(name, logits, keys, position, None)
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=device)
@@ -285,7 +279,7 @@ def sample_logits(
 
 
 def draw_tokens(
-    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, any_sampled: bool,
+    logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool, *,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole sampler of logit rows that ask for no more than a temperature: (tokens, which are bad) [logit rows].
@@ -301,9 +295,11 @@ def draw_tokens(
 
 
 def choose_scaled(
-    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: Keys, *, pdl: bool | None = None
+    scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool = True, *,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise."""
+    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise. Whether
+    any is sampled makes no difference here: one kernel serves both."""
     _check("choose_scaled", scaled, keys, position, row)
     tokens = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
     _launch(scaled, keys, position, row, None, _AS_IS, tokens, None, pdl)

@@ -7,7 +7,7 @@ known here by its sizes alone: long and short queries, few requests and several,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -119,8 +119,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
 @contextmanager
 def compiling(step: DeviceStep) -> Iterator[None]:
     """Steps inside compile what they would launch, all of it at once, and compute nothing."""
-    kernels = ops.triton_kernels() if step.state.device.type == "cuda" else None
-    with step.model.one_layer_each(), kernels.compiling_ahead() if kernels is not None else nullcontext():
+    with step.model.one_layer_each(), ops.precompiling(step.state.device):
         yield
 
 
