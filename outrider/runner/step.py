@@ -48,7 +48,7 @@ class DeviceResult:
     """A step's outcome as device tensors, over the padded requests."""
 
     counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed (PROPOSED)
-    run: torch.Tensor  # [requests, most drafts + 1]
+    run: torch.Tensor  # [requests, max drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
     written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
