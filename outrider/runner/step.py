@@ -19,11 +19,10 @@ from outrider.mixers.batch import BatchView
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.layers import RecurrentStep, Targets
+from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
-from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.runner.rows import RowState
 from outrider.sample.batch import History
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -41,7 +40,7 @@ class StepPlan:
     extras: StepExtras
     any_sampled: bool  # also for drafters
     propose: int
-    targets: Targets | None = None  # checkpoints of recurrent states
+    targets: CheckpointTargets | None = None  # checkpoints of recurrent states
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class DeviceResult:
     """A step's outcome as device tensors, over the padded requests."""
 
     counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed (PROPOSED)
-    run: torch.Tensor  # [requests, most drafts + 1]
+    run: torch.Tensor  # [requests, max drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
     written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
@@ -93,7 +92,7 @@ class DeviceStep:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
-        self.recurrent.list_pages(scheduled.checkpoints)
+        self.recurrent.give_pages(scheduled.checkpoints)
         self.state.write_pages(scheduled.page_writes)
         self.state.take_host_drafts(scheduled.host_drafts)
         if self.drafter is not None:
@@ -105,7 +104,8 @@ class DeviceStep:
         needs = StepNeeds.of(asked, counts)
         extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in asked)
-        return StepPlan(needs, extras, any_sampled, scheduled.propose, self.recurrent.targets(scheduled))
+        return StepPlan(needs, extras, any_sampled, scheduled.propose,
+                        self.recurrent.targets(scheduled, shape.requests))
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -127,8 +127,13 @@ class DeviceStep:
 
     def forward_half(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> ForwardHalf:
         inputs = build_inputs(shape, ints, self.state, self.groups, self.max_len)
-        recurrent = self.recurrent.begin(inputs, plan.targets)
-        return ForwardHalf(inputs, recurrent, self.forward(inputs.batch.padded, recurrent))
+        view, targets = inputs.batch.padded, plan.targets
+        if isinstance(shape, CapturedShape) and shape.takes_checkpoints and self.recurrent.layers:
+            targets = self.recurrent.row_targets(view.rows, inputs.boundaries)
+        recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
+                                         known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
+                                         targets=targets)
+        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
         """Finish and draft."""
