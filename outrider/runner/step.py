@@ -192,7 +192,11 @@ class DeviceStep:
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
-        return sampled.logprobs, self.commit(inputs, tokens, sampled.bad)
+        committed = self.commit(inputs, tokens, sampled.bad)
+        if plan.needs.any_penalties:
+            accepted = committed.accepted
+            state.sampling.counts.add_runs(inputs.batch.padded.rows, accepted.run, accepted.run_len)
+        return sampled.logprobs, committed
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
         """Drafts are accepted by the sampled tokens; the run becomes known, its accepted part computed."""
