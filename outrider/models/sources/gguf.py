@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama",)
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # that a layer can keep in the file's own bits
 
 TENSOR_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -69,6 +70,10 @@ class GgufSource(ModelSource):
         from outrider.models.sources.gguf_weights import read_tensors
 
         return read_tensors(self.header) if keep_quantized else self.tensors()
+
+    def kept_bytes(self) -> dict[str, int]:
+        return {hf_name(entry.name, self.path): entry.num_bytes for entry in self.header.tensors.values()
+                if entry.kind.name in KEPT_KINDS and len(entry.shape) == 2}
 
     def tokenizer(self) -> dict[str, Any]:
         return self.header.metadata

@@ -11,9 +11,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from outrider.kernels.quantized import KINDS as KEPT_KINDS
 from outrider.kernels.quantized import QuantizedRows
-from outrider.models.sources.gguf import ROPE_FACTORS, hf_name, raw_bytes
+from outrider.models.sources.gguf import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
 from outrider.models.sources.gguf_header import Header, TensorEntry
 
 
