@@ -76,6 +76,7 @@ class Tokenizer:
         return cls(build_gguf_tokenizer(metadata), special, templates, str(metadata.get("general.name", "this model")))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        check_value("a prompt", str, text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

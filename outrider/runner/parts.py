@@ -13,8 +13,8 @@ from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
-from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode

@@ -19,7 +19,7 @@ import pytest
 from outrider import LLM, SamplingParams, cli
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS
 from outrider.config import EngineConfig, SpeculativeConfig
-from tests.engine.harness import CONFIGS, Rig, greedy, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, Rig, byte_tokenizer, greedy, save_folder, tiny_model
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 
@@ -214,6 +214,17 @@ def test_settings_of_the_campaign(folder: Path, settings: dict[str, Any], says: 
         LLM(str(folder), **SMALL | settings)
 
 
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"top_k": 2**63}, "top_k must be an integer from 0 to 2147483647 or -1, got 9223372036854775808"),
+    ({"min_tokens": 2**63}, "min_tokens must be an integer from 0 to 2147483647, got"),
+    ({"n": 129}, "n must be an integer from 1 to 128, got 129"),
+    ({"logit_bias": {2**63: 1.0}}, "logit_bias must be a dict, each key an integer from 0 to 2147483647"),
+])
+def test_parameters_of_the_campaign(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^SamplingParams: {says}"):
+        SamplingParams(**fields)
+
+
 @pytest.mark.parametrize(("config", "says"), [
     ([], "config.json must hold a JSON object"),
     (CONFIGS["llama"] | {"head_dim": 0}, "head_dim must be an integer from 1 to 2147483647, got 0"),
@@ -227,6 +238,7 @@ def test_configs_of_the_campaign(folder: Path, tmp_path: Path, config: Any, says
 
 
 def test_a_long_length_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
     status = cli.main(["generate", str(folder), "--prompt", "x", "--max-model-len", "100000000"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and "max_model_len (100000000) exceeds the 256 positions the model was made for" in line

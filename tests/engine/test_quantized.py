@@ -25,7 +25,7 @@ from outrider.models.loader import fill_model, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
-from outrider.models.sources.gguf import KEPT_KINDS
+from outrider.models.sources.gguf_tensors import KEPT_KINDS
 from tests.engine.harness import Ask, Rig, greedy
 from tests.unit.test_sources import write_gguf
 

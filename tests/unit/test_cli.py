@@ -139,6 +139,7 @@ def test_generate_prints_what_the_library_gives(folder: Path, capsys: pytest.Cap
     result = outrider(capsys, "generate", folder, "--prompt=one", "--prompt=two", "--max_tokens=9", "--json", *SMALL)
     rows = [json.loads(line) for line in result.out.splitlines()]
     assert [row["outputs"][0]["text"] for row in rows] == expected and rows[1]["prompt"] == "two"
+    assert rows[0]["seed"] != rows[1]["seed"]
     result = outrider(capsys, "generate", folder, "--chat", "--prompt", "hi", "--max-tokens", 9, "--stats",
                       "--speculative-config", NGRAM, *SMALL)
     assert result.out == chat + "\n" and "9 tokens in" in result.err

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.engine import templates
 from outrider.engine.templates import ChatTemplateError, compiled_template
@@ -112,6 +113,47 @@ def test_texts_and_numbers_are_put_together_as_ever() -> None:
     assert render("{{ 'a' * 3 + 'b' }} {{ 7 % 4 }} {{ '%s-%03d' % ('x', 5) }} {{ 2 ** 10 }} {{ 3 * 1.5 }}") == \
         "aaab 3 x-005 1024 4.5"
     assert render("{{ [1] + [2] }} {{ (messages | map(attribute='role') | list)[0] }}") == "[1, 2] user"
+
+
+RICH = """{#- As templates of models with tools and thoughts are. -#}
+{%- macro kind(p) -%}{%- if p.type is string -%}{{ p.type }}{%- elif p.items is defined -%}
+list[{{ kind(p['items']) }}]{%- else -%}{{ p.type | map('upper') | join(' | ') }}{%- endif -%}{%- endmacro -%}
+{%- macro wrapped(name) %}<{{ name }}>{{ caller() }}</{{ name }}>{% endmacro -%}
+{%- set ns = namespace(first=true, last=-1, seen=[]) -%}
+{%- for m in messages[::-1] %}{% if ns.last < 0 and m.role == 'user' %}
+{%- set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor -%}
+{%- if tools %}{% call wrapped('tools') %}{% for tool in tools if tool.name != 'hidden' %}
+{{ loop.index }} of {{ loop.length }}: {{ tool | tojson(indent=2) }}
+{%- for name, p in tool.parameters | dictsort %} {{ name }}: {{ kind(p) }}{{ ', ' if not loop.last }}{% endfor %}
+{%- endfor %}{% endcall %}{% endif -%}
+{%- for m in messages %}{% set content = m.content if m.content is string else '' %}
+{%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}
+{{- '<|' ~ m['role'] ~ '|>' + content | trim ~ ('!' * loop.index0) }}
+{%- if m.tool_calls %}{% for call in m.tool_calls %}{{ '\n' ~ call.name ~ '(' }}{% for k, v in call.arguments.items() %}
+{{- k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% endfor %}{% endif %}
+{%- if loop.previtem is defined and loop.previtem.role == m.role %} (again){% endif %}
+{%- set ns.seen = ns.seen + [m.role] %}{% if loop.index0 == ns.last %} <last>{% endif %}{% endfor %}
+{{- ns.seen | unique | list | join(',') }}{% for row in [1, 2, 3, 4, 5] | batch(2, '-') %}{{ row | join }};{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{{ '%s %02d' % ('n', 7) }}{% endif %}"""
+TOOLS = [{"name": n, "parameters": {"b": {"type": "string"}, "a": {"type": ["int", "null"]},
+                                    "c": {"items": {"type": "int"}}}} for n in ("one", "hidden", "two")]
+LONG_CHAT = [
+    {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Sum?"}, {"role": "user", "content": "é"},
+    {"role": "assistant", "content": "<think>hm</think>\n\nok", "tool_calls": [
+        {"name": "sum", "arguments": {"x": [1]}}, {"name": "f", "arguments": {"a": 1, "b": {}}}]},
+    {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "6"},
+]  # fmt: skip
+
+
+def test_a_rich_template_renders_as_jinja_alone_renders_it() -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = templates._tojson
+    for chat in (LONG_CHAT, LONG_CHAT[1:3], CHAT):
+        for tools in (TOOLS, [], None):
+            expected = plain.from_string(RICH).render(messages=chat, tools=tools, add_generation_prompt=True)
+            assert compiled_template(RICH).render(chat, True, {"tools": tools}) == expected
+    assert len(expected) > 60
 
 
 def test_long_chats_are_well_within_the_limits() -> None:

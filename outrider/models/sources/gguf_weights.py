@@ -12,8 +12,8 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from outrider.kernels.quantized import QuantizedRows
-from outrider.models.sources.gguf import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
 from outrider.models.sources.gguf_header import Header, TensorEntry
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
 
 
 def dequantised_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor]]:
