@@ -53,6 +53,13 @@ class StepNeeds:
             max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
         )
 
+    @classmethod
+    def everything(cls, max_logprobs: int | None, *, has_counts: bool) -> StepNeeds:
+        """Needs of a captured step that serves any batch: rows say what is done for them. Penalties need the counts,
+        which are there once a request has asked for one. For kernels alone: the torch code goes by exact needs."""
+        return cls(True, True, True, True, True, any_repetition=has_counts, any_output_counts=has_counts,
+                   any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
+
     @property
     def any_penalties(self) -> bool:
         return self.any_repetition or self.any_output_counts
@@ -68,10 +75,13 @@ class StepNeeds:
         return self.max_top_k > 0
 
     @property
+    def any_filters(self) -> bool:
+        return self.any_min_p or self.any_top_p or self.any_top_k
+
+    @property
     def is_draw(self) -> bool:
         """Nothing but a draw at a temperature: logits are neither edited, filtered nor reported."""
-        filters = self.any_min_p or self.any_top_p or self.any_top_k
-        return not (self.any_edits or filters or self.max_logprobs is not None)
+        return not (self.any_edits or self.any_filters or self.max_logprobs is not None)
 
 
 @dataclass(frozen=True)

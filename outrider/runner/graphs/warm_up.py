@@ -20,7 +20,7 @@ from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
-from outrider.runner.step import DeviceStep, StepPlan
+from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
@@ -48,8 +48,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int
     """saves: as if it could write checkpoints."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
-    targets = step.recurrent.no_targets(len(lens)) if saves else None
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, targets)
+    checkpoints = RowCheckpoints() if saves else NoCheckpoints()
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, checkpoints)
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
