@@ -96,7 +96,7 @@ class Llama(Decoder):
         return layer_windows(config, layer_types)
 
     def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
-        """Of q, k and v; of the attention's output; of the MLP."""
+        """Which products have a bias: q, k and v; the attention's output; the MLP."""
         attention = config.get("attention_bias", bool, False)
         return attention, attention, config.get("mlp_bias", bool, False)
 
