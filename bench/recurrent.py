@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets  # noqa: E402
 
+from outrider.kernels.recurrent import CheckpointTargets  # noqa: E402
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps  # noqa: E402
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps  # noqa: E402
 from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs  # noqa: E402
 from outrider.kernels.triton.recurrent_step import (  # noqa: E402
     LayerTensors,
-    SaveTargets,
     StepConfig,
     StepInputs,
     StepTensors,
@@ -55,6 +55,10 @@ class Shape:
     def state_bytes(self) -> int:
         return self.heads * self.dim * self.n * 4
 
+    @property
+    def checkpoint_pages(self) -> int:
+        return -(-(self.state_bytes + 6 * self.conv_dim) // (2 * PAGE_ELEMENTS))
+
 
 SHAPES = {"mamba2": Shape("mamba2", 64, 64, 128, 8, 1), "delta": Shape("delta", 32, 128, 128, 16, 2)}
 
@@ -67,7 +71,7 @@ class Layer:
     rows: LayerTensors
     step: StepTensors
     projected: torch.Tensor
-    targets: SaveTargets | None
+    targets: CheckpointTargets | None
     made: StepInputs | None = None
 
     @classmethod
@@ -75,24 +79,24 @@ class Layer:
            saves: bool = False) -> Layer:
         rows, heads = requests + 1, shape.heads
         state = torch.zeros(rows, heads, shape.dim, shape.n, device="cuda")
+        pages = shape.checkpoint_pages * requests if saves else 0
+        pool = torch.zeros(1 + pages, PAGE_ELEMENTS, device="cuda", dtype=DTYPE)
         layer = LayerTensors(state, randn(rows, CONV_WIDTH - 1, shape.conv_dim), randn(rows, window, shape.conv_dim),
-                             tuple(randn(rows, window, heads) for _ in range(shape.num_gates)))
+                             tuple(randn(rows, window, heads) for _ in range(shape.num_gates)), pool, 0)
         index = torch.arange(requests + 1, device="cuda")
         tokens, full = known + drafts, torch.ones_like(index[1:])
-        step = StepTensors.of(index[1:], index * tokens, 15 * full, known * full, drafts * full, pending * full,
+        step = StepTensors.stack(index[1:], index * tokens, 15 * full, known * full, drafts * full, pending * full,
                               torch.arange(requests, device="cuda").repeat_interleave(tokens))
         columns = shape.heads * shape.dim + shape.conv_dim + shape.num_gates * heads
         return cls(shape, layer, step, randn(requests * tokens, columns), cls.saved(shape, requests) if saves else None)
 
     @staticmethod
-    def saved(shape: Shape, requests: int) -> SaveTargets:
+    def saved(shape: Shape, requests: int) -> CheckpointTargets:
         """Every sixteenth request passes a boundary with its known token, and all have a target."""
         index = torch.arange(requests + 1, device="cuda")
-        pages = -(-(shape.state_bytes + 6 * shape.conv_dim) // (2 * PAGE_ELEMENTS))
-        pool = torch.zeros(1 + requests * pages, PAGE_ELEMENTS, device="cuda", dtype=DTYPE)
-        boundary = torch.where(index[:-1] % 16 == 0, 16, -1)
-        return SaveTargets(index, boundary, 1 + torch.arange(requests * pages, device="cuda").view(requests, pages),
-                           pool, 0)
+        boundary, pages = torch.where(index[:-1] % 16 == 0, 16, -1), shape.checkpoint_pages
+        return CheckpointTargets(index, index[:-1], boundary,
+                                 1 + torch.arange(requests * pages, device="cuda").view(requests, pages))
 
     def split(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         _, conv_in, *gates = self.projected.split(

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from outrider import __version__
-from outrider.commands.parser import Parser, UsageError, add_engine_flags, add_model, add_sampling_flags
+from outrider.commands.parser import (
+    Parser,
+    UsageError,
+    add_engine_flags,
+    add_model,
+    add_sampling_flags,
+    count_flag,
+    counts_flag,
+)
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
@@ -73,7 +81,7 @@ def build_parser() -> Parser:
     add_engine_flags(env)
     demo = _add(commands, "demo", "a small model answers four prompts at once, then with drafts",
                 "example:\n  outrider demo\n", usage="[flags]")
-    demo.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest answer (default: 64)")
+    demo.add_argument("--max-tokens", type=count_flag, default=64, metavar="N", help="longest answer (default: 64)")
     return parser
 
 
@@ -97,6 +105,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens per second")
+    _add_priority(parser)
     add_sampling_flags(parser, temperature=0.0, max_tokens=256)
     add_engine_flags(parser)
 
@@ -106,8 +115,14 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
+    _add_priority(parser)
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
+
+
+def _add_priority(parser: Parser) -> None:
+    parser.add_argument("--priority", type=int, default=0, metavar="N",
+                        help="requests of a lower number are served first (default: %(default)s)")
 
 
 def _add_synthetic(parser: Parser) -> None:
@@ -126,7 +141,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
         parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
                             metavar="BxIxO", help="batch x prompt tokens x answer tokens, several by commas; or nano "
                                                   "(256 requests, 100 to 1024 in and out) (default: %(default)s)")
-        parser.add_argument("--rounds", type=int, default=2 if name == "throughput" else 3, metavar="N",
+        parser.add_argument("--rounds", type=count_flag, default=2 if name == "throughput" else 3, metavar="N",
                             help="repeat each shape; throughput takes the best (default: %(default)s)")
         _add_synthetic(parser)
         parser.add_argument("--routing", choices=("learned", "spread"), default="learned",
@@ -137,11 +152,13 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)
     _add_synthetic(spec)
-    spec.add_argument("--batch-sizes", default="1,4,16", metavar="N,N", help="requests at once (default: %(default)s)")
+    spec.add_argument("--batch-sizes", type=counts_flag, default="1,4,16", metavar="N,N",
+                      help="requests at once (default: %(default)s)")
     spec.add_argument("--prompts", action="append", metavar="FILE",
                       help="prompt sets, repeat for several (default: bench/prompts/*.json)")
-    spec.add_argument("--max-tokens", type=int, default=96, metavar="N", help="answer tokens (default: %(default)s)")
-    spec.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved runs; the median counts "
+    spec.add_argument("--max-tokens", type=count_flag, default=96, metavar="N",
+                      help="answer tokens (default: %(default)s)")
+    spec.add_argument("--rounds", type=count_flag, default=3, metavar="N", help="interleaved runs; the median counts "
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
@@ -151,7 +168,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "verify", "check that nothing but the request decides the tokens", VERIFY_EXAMPLES)
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="answer tokens (default: 24, quick: 16)")
+    parser.add_argument("--max-tokens", type=count_flag, metavar="N", help="answer tokens (default: 24, quick: 16)")
     parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",

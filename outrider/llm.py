@@ -2,79 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, TypeVar, cast
 
-from outrider.config import EngineConfig
+from outrider.config import config_for
+from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.prompts import Prompt, encode_prompt
+from outrider.engine.request_loop import Ask, RequestLoop
+from outrider.engine.start import start_engine
+from outrider.engine.text import Tokenizer
 
-Prompt = str | list[int] | dict[str, Any]
+T = TypeVar("T")
 
 
 class LLM:
     """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        known = EngineConfig.__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise ValueError(f"LLM: unknown setting {name!r}; known are {', '.join(sorted(known))}")
-        self.config = EngineConfig(model=str(model), **settings)
-        self.engine = build_engine(self.config)
-        self._num_requests = 0
-        self._changed: dict[str, RequestOutput] = {}  # what a step gave to a request whose caller has not looked yet
+        config = config_for("LLM", model, settings)
+        self._start(start_engine(config), config.model)
+
+    @classmethod
+    def around(cls, engine: Engine, name: str = "this model") -> LLM:
+        """A front for an engine that is already built; it belongs to the front from now on."""
+        self = cls.__new__(cls)
+        self._start(engine, name)
+        return self
+
+    def _start(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self._name = name
+        self._loop = RequestLoop(engine)
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started."""
-        batch = _as_list(prompts)
-        order = self._add(batch, _per_prompt(sampling_params, len(batch)))
-        done: dict[str, RequestOutput] = {}
-        try:
-            mine = set(order)
-            while len(done) < len(order):
-                self._step()
-                for request_id in mine & self._changed.keys():
-                    output = self._changed.pop(request_id)
-                    if output.finished:
-                        done[request_id] = output
-        except BaseException:
-            self._abort(order)
-            raise
-        return [done[request_id] for request_id in order]
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 priority: int | Sequence[int] = 0) -> list[RequestOutput]:
+        """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
+        a lower `priority` are served first; one number for all prompts, or one for each."""
+        ids = self._add(prompts, sampling_params, priority)
+        with closing(self._loop.follow(ids)) as outputs:
+            done = {output.request_id: output for output in outputs if output.finished}
+        return [done[request_id] for request_id in ids]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def follow(self, prompts: Prompt | Sequence[Prompt],
+               sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+               priority: int | Sequence[int] = 0,
+               before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
+        """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
+        does whatever `before_step` raises."""
+        return self._loop.follow(self._add(prompts, sampling_params, priority), before_step)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+               priority: int = 0) -> Iterator[RequestOutput]:
         """The growing output of one prompt, after every run."""
-        order = self._add([prompt], [sampling_params or SamplingParams()])
-        finished = False
-        try:
-            while not finished:
-                if order[0] not in self._changed:
-                    self._step()
-                if (output := self._changed.pop(order[0], None)) is not None:
-                    finished = output.finished
-                    yield output
-        finally:
-            if not finished:
-                self._abort(order)
+        yield from self.follow([prompt], sampling_params, priority=priority)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             **options: Any) -> list[RequestOutput]:
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             priority: int | Sequence[int] = 0, **options: Any) -> list[RequestOutput]:
         """One conversation, or several, through the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}")
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
-        return self.generate([self.encode_chat(c, **options) for c in conversations], sampling_params)
+        prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
+        return self.generate(prompts, sampling_params, priority=priority)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         return self.get_tokenizer().encode_chat(messages, **options)
 
-    def get_tokenizer(self) -> Any:
-        if self.engine.tokenizer is None:
-            raise ValueError(f"{self.config.model} has no tokenizer files: give prompts as token ids")
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.need_tokenizer(self._name)
 
     def close(self) -> None:
         self.engine.close()
@@ -85,61 +87,29 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
-        encoded = [self._encode(prompt) for prompt in prompts]
-        for (_, token_ids, _), own in zip(encoded, params, strict=True):
-            self.engine.checked(token_ids, own)
-        order: list[str] = []
-        for (text, token_ids, salt), own in zip(encoded, params, strict=True):
-            order.append(str(self._num_requests))
-            self._num_requests += 1
-            self.engine.add(order[-1], token_ids, own, prompt=text, cache_salt=salt)
-        return order
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text if there was one, token ids, cache salt."""
-        if isinstance(prompt, dict):
-            salt = prompt.get("cache_salt")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
-            if "prompt" not in prompt:
-                raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {', '.join(prompt) or 'nothing'}")
-            return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"]), salt
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt), None
-        if not isinstance(prompt, (list, tuple)):
-            raise ValueError(f"a prompt is a text, token ids or a dict, got {prompt!r}")
-        return None, list(prompt), None
-
-    def _step(self) -> None:
-        """One step for everyone: a stream that is not being read goes on too, and its reader finds it here."""
-        for output in self.engine.step():
-            self._changed[output.request_id] = output
-
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-        self._step()  # their ends
-        while self.engine.has_work and not self.engine.has_requests:
-            self._step()
-        for request_id in request_ids:
-            self._changed.pop(request_id, None)
+    def _add(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+             priority: int | Sequence[int]) -> list[str]:
+        encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
+        own_params = _per_prompt("sampling_params", params or SamplingParams(), len(encoded))
+        own_priority = _per_prompt("priority", priority, len(encoded))
+        return self._loop.add([Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be one or several of a text, token ids and a dict, got {shown(prompts)}")
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # one prompt as token ids
     return items
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * num
-    if isinstance(params, SamplingParams):
-        return [params] * num
-    if len(params) != num:
-        raise ValueError(f"{len(params)} sampling_params for {num} prompts")
-    return list(params)
+def _per_prompt(name: str, given: T | Sequence[T], num: int) -> list[T]:
+    """One value for each prompt: the values given, or the same for all."""
+    if not isinstance(given, (list, tuple)):
+        return [cast(T, given)] * num
+    if len(given) != num:
+        raise ValueError(f"{len(given)} {name} for {num} prompts")
+    return list(given)

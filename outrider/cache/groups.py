@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
+from outrider.core import PAGE_TOKENS
 
-PAGE_TOKENS = (16, 32, 64, 128)
 GROUP_COST = 0.01  # one more group (a table, host work each step) is worth this much padding
 MAX_PADDING = 0.10  # more is a defect of the plan, and is said at start-up
 

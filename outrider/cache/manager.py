@@ -37,7 +37,7 @@ class Start:
     hashes: dict[int, PageHashes]
     num_queried: int  # tokens that were looked up
     hit: int  # of these, tokens that cached pages provide
-    num_pages: int  # free pages it needs for all known tokens and one more
+    num_pages: int  # free pages it needs for all known tokens and one more, at most
     must_wait: bool  # for the state of an ended request that a step in flight may still write
 
 
@@ -93,8 +93,9 @@ class CacheManager:
         # At least one token is always computed, so that there are logits to sample from.
         hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
                           lambda candidate: self.states.serves(digest_at, candidate))
-        restoring = self.states.pages_to_restore(digest_at, hit)
-        needed = self._pages_beside(hit, token_ids, hashes) + restoring
+        restoring, needed = self.states.pages_to_restore(digest_at, hit), fresh
+        if restoring or fresh > self._num_available:  # else there is room without counting what is shared
+            needed = self._pages_beside(hit, token_ids, hashes) + restoring
         if restoring and needed > self._num_available:
             hit, needed = 0, fresh  # the state's own pages are needed to go on from it
         return Start(token_ids, hashes, len(token_ids), hit, needed, must_wait)

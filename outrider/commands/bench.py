@@ -24,20 +24,19 @@ from typing import Any
 import torch
 
 from outrider import __version__
-from outrider.commands.drive import Ask, Ran, abort_all, interruptible, raise_failed
-from outrider.commands.drive import run as run_asks
 from outrider.commands.env import cpu_name
-from outrider.commands.loading import bar, load
+from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
+from outrider.commands.run_prompts import Ask, Ran, run_prompts
+from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.build import pick_device
-from outrider.engine.engine import Engine
 from outrider.layers.base import find_modules
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.llm import LLM
 from outrider.models.base import Model
-from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.step import DeviceStep
+from outrider.runner.device import pick_device
+from outrider.runner.worker import Worker
 from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
@@ -61,7 +60,7 @@ class Shape:
         if text == NANO:
             return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
         parts = text.split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        if len(parts) != 3 or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
             raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
         return cls(text, *map(int, parts))
 
@@ -101,31 +100,29 @@ def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Work
 
 def run(args: argparse.Namespace) -> int:
     shapes = [Shape.parse(text) for text in args.shapes.split(",") if text]
-    if not shapes or args.rounds < 1:
-        raise UsageError("give at least one shape and one round")
+    if not shapes:
+        raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
     _check_file(args.save_result)
     bandwidth = measure_bandwidth(pick_device(config.device))
     start = time.perf_counter()
     loaded = load(config, needs_text=False)
-    engine = loaded.engine(config, prepare=_spread if args.routing == "spread" else None)
-    try:
-        warm_up, work = workloads(shapes, config.seed, engine.limits.vocab_size)
+    worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
+    with loaded.llm(config, worker) as llm:
+        warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
         for one in work:
-            _check_fits(engine, one)
-        run_asks(engine, replace(warm_up, output_lens=[1]).asks())
+            _check_fits(llm, one)
+        run_prompts(llm, replace(warm_up, output_lens=[1]).asks())
         start_seconds, process_seconds = time.perf_counter() - start, _process_seconds()
-        run_asks(engine, warm_up.asks())
+        run_prompts(llm, warm_up.asks())
         rows = []
         for one in work:
             if args.kind == "throughput":
-                rows.append(_throughput(engine, one, args.rounds, bandwidth))
+                rows.append(_throughput(llm, worker, one, args.rounds, bandwidth))
             else:
-                rows.append(_latency(engine, one, args.rounds))
+                rows.append(_latency(llm, one, args.rounds))
             print(_line(rows[-1]), flush=True)
-    finally:
-        engine.close()
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         print("acceptance was synthetic: the text is not the model's")
     if args.routing == "spread":
@@ -182,80 +179,69 @@ def _spread(model: Model, drafter: Drafter | None) -> None:
         router.routing_override = override
 
 
-def _check_fits(engine: Engine, work: Workload) -> None:
+def _check_fits(llm: LLM, work: Workload) -> None:
     longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
-    if longest > engine.limits.max_len:
-        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is "
-                         f"{engine.limits.max_len}")
+    max_len = llm.engine.limits.max_len
+    if longest > max_len:
+        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}")
 
 
-def _throughput(engine: Engine, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
+def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
-    before = engine.stats.copy()
+    before = llm.engine.stats.copy()
     best: Ran | None = None
     for i in range(rounds):
-        ran = run_asks(engine, work.asks(), label=f"{work.shape.name} round {i + 1}")
+        ran = run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}")
         best = ran if best is None or ran.seconds < best.seconds else best
     assert best is not None
     row: dict[str, Any] = {"case": work.shape.name, "s": round(best.seconds, 3),
                            "out_tok_s": round(best.tokens_per_second, 1)}
-    stats = engine.stats.since(before)
+    stats = llm.engine.stats.since(before)
     log.info("%s: %s", work.shape.name, stats.uncaptured_line)
-    if engine.limits.max_drafts:
+    if llm.engine.limits.max_drafts:
         row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
                 "accepted": stats.num_accepted_tokens,
                 "acceptance_per_position": [round(rate, 3) for rate in stats.acceptance_per_position]}
-    distinct = _distinct_experts(engine, work)
+    distinct = _distinct_experts(llm, worker, work)
     if distinct is not None:
         row["distinct_experts"] = round(distinct, 2)
-    step = _step_of(engine)
     lengths = [(len(p), n) for p, n in zip(work.prompts, work.output_lens, strict=True)]
     decoding = Decoding(lengths, max(1.0, stats.mean_run_length), stats.mean_chosen, distinct)
-    traffic = Traffic(step.model, step.drafter)
+    traffic = Traffic(worker.device_step.model, worker.device_step.drafter)
     floor = traffic.floor(decoding, bandwidth)
     row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
             "of_floor": round(best.tokens_per_second / floor, 3)}
     return row
 
 
-def _step_of(engine: Engine) -> DeviceStep:
-    step = getattr(engine.runner, "device_step", None)
-    assert isinstance(step, DeviceStep)
-    return step
-
-
-def _distinct_experts(engine: Engine, work: Workload) -> float | None:
+def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
     """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
     counting disturbs no measurement."""
-    step = _step_of(engine)
-    routers = find_modules([step.model], Router)
+    model = worker.device_step.model
+    routers = find_modules([model], Router)
     if not routers:
         return None
-    most = work.shape.batch * (1 + engine.limits.max_drafts)
-    tally = ExpertTally(routers, most, device=step.model.device)
-    runner, graphs = engine.runner, None
-    if isinstance(runner, CudaRunner):
-        graphs, runner.graphs = runner.graphs, None  # captured steps have no observer
+    most = work.shape.batch * (1 + llm.engine.limits.max_drafts)
+    tally = ExpertTally(routers, most, device=model.device)
     for router in routers:
         router.observer = tally
     try:
-        run_asks(engine, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
-                 label="counting experts")
+        with worker.uncaptured():  # captured steps have no observer
+            run_prompts(llm, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
+                        label="counting experts")
     finally:
         for router in routers:
             router.observer = None
-        if isinstance(runner, CudaRunner):
-            runner.graphs = graphs
     return tally.mean()
 
 
-def _latency(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
+def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
     """Time to the first token, time between runs (a run may be several tokens), and time per token after the first."""
     first: list[float] = []
     between: list[float] = []
     per_token: list[float] = []
     for i in range(rounds):
-        for times in _timed(engine, work, f"{work.shape.name} round {i + 1}"):
+        for times in _timed(llm, work, f"{work.shape.name} round {i + 1}"):
             arrival, runs = times[0], times[1:]
             first.append(runs[0][0] - arrival[0])
             between += [later[0] - earlier[0] for earlier, later in zip(runs, runs[1:], strict=False)]
@@ -267,29 +253,16 @@ def _latency(engine: Engine, work: Workload, rounds: int) -> dict[str, Any]:
     return row
 
 
-def _timed(engine: Engine, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
+def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
     """Per request: (time, tokens so far) at arrival and after every run."""
-    times: dict[str, list[tuple[float, int]]] = {}
-    asks = work.asks()
-    for index, ask in enumerate(asks):
-        times[str(index)] = [(time.perf_counter(), 0)]
-        engine.add(str(index), ask.token_ids, ask.params)
-    left = len(asks)
-    with interruptible() as interrupt, bar(total=left, desc=label, unit="req") as progress:
-        try:
-            while left:
-                interrupt.check()
-                outputs = engine.step()
-                now = time.perf_counter()
-                raise_failed(outputs)
-                for output in outputs:
-                    times[output.request_id].append((now, len(output.outputs[0].token_ids)))
-                    left -= output.finished
-                    progress.update(output.finished)
-        except BaseException:
-            abort_all(engine, len(asks))
-            raise
-    yield from times.values()
+    runs: dict[str, list[tuple[float, int]]] = {}
+
+    def note(output: RequestOutput) -> None:
+        arrival = (output.metrics.arrival_time, 0)
+        runs.setdefault(output.request_id, [arrival]).append((time.perf_counter(), len(output.outputs[0].token_ids)))
+
+    run_prompts(llm, work.asks(), on_output=note, label=label)
+    yield from runs.values()
 
 
 def _params(length: int) -> SamplingParams:

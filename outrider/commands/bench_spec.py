@@ -11,14 +11,13 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from outrider.commands.drive import Ask, Ran
-from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
-from outrider.commands.parser import UsageError, engine_config, number_list
+from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
+from outrider.commands.run_prompts import Ask, Ran, run_prompts
 from outrider.core.params import SamplingParams
-from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
+from outrider.llm import LLM
 
 DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -39,9 +38,7 @@ class Cell:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes = number_list(args.batch_sizes)
-    if not sizes or min(sizes) < 1 or args.rounds < 1:
-        raise UsageError("--batch-sizes and --rounds must be at least 1")
+    sizes: tuple[int, ...] = args.batch_sizes
     sets = read_sets(args.prompts)
     if args.plot:
         _need_matplotlib()
@@ -50,17 +47,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--speculative-config null leaves nothing to compare")
     loaded = load(config)
     tokenizer = loaded.need_tokenizer()
-    engines = [loaded.engine(replace(config, speculative_config=None)), loaded.engine(config)]
+    plain = loaded.llm(replace(config, speculative_config=None))
     cells = []
     print(HEAD, flush=True)
-    try:
+    with plain, loaded.llm(config) as drafting:
         for prompts in sets:
             for size in sizes:
-                cells.append(_measure(engines, prompts, tokenizer, size, args))
+                cells.append(_measure((plain, drafting), prompts, tokenizer, size, args))
                 print(_line(cells[-1]), flush=True)
-    finally:
-        for engine in engines:
-            engine.close()
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         print("acceptance was synthetic: the text is not the model's")
     if args.plot:
@@ -75,24 +69,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(engines: list[Engine], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
+def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
              args: argparse.Namespace) -> Cell:
     # Answers end where they end: text after the end of an answer is not what anyone runs a model for.
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
     asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, batch)]
-    for engine in engines:
-        run_asks(engine, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
-    before = engines[1].stats.copy()
+    for llm in llms:
+        run_prompts(llm, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
+    before = llms[1].engine.stats.copy()
     speeds: tuple[list[float], list[float]] = ([], [])
     last: list[Ran] = []
     for i in range(args.rounds):
         last = []
         # Who goes first alternates, so that a machine that warms up favours neither.
         for which in (0, 1) if i % 2 == 0 else (1, 0):
-            ran = run_asks(engines[which], asks, label=f"{prompts.name} x {batch}, round {i + 1}")
+            ran = run_prompts(llms[which], asks, label=f"{prompts.name} x {batch}, round {i + 1}")
             speeds[which].append(ran.tokens_per_second)
             last.append(ran)
-    stats = engines[1].stats.since(before)
+    stats = llms[1].engine.stats.since(before)
     tokens = [[output.outputs[0].token_ids for output in ran.outputs] for ran in last]
     ratios = [spec / plain for plain, spec in zip(*speeds, strict=True)]
     return Cell(

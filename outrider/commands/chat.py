@@ -6,22 +6,21 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from outrider.commands.drive import abort_all, interruptible, raise_failed
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
+from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.engine import Engine
-from outrider.engine.text import Tokenizer
+from outrider.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 class Conversation:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, params: SamplingParams, system: str | None) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
         self._params = params
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = list(self._system)
@@ -29,24 +28,17 @@ class Conversation:
     def reset(self) -> None:
         self.messages = list(self._system)
 
-    def answer(self, text: str, show: Callable[[str], None]) -> RequestOutput:
+    def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
         """Adds a turn. What was said before an interrupt is kept; a refused question leaves no trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        self._engine.add("0", self._tokenizer.encode_chat(asked), self._params, prompt=text)
-        output: RequestOutput | None = None
-        shown = 0
-        with interruptible() as interrupt:
-            while not interrupt.is_set and not (output is not None and output.finished):
-                for output in self._engine.step():
-                    said = output.outputs[0].text
-                    show(said[shown:])
-                    shown = len(said)
-            if interrupt.is_set:
-                abort_all(self._engine, 1)
-        if output is None:  # interrupted before the first token
-            output = RequestOutput("0", text, [], [])
+        output = RequestOutput("0", text, [], [])  # if it is interrupted before the first token
+        said = ""
+        with interruptible() as interrupt, suppress(Interrupted):
+            prompt = self._llm.encode_chat(asked)
+            for output in self._llm.follow([prompt], self._params, priority=priority, before_step=interrupt.check):
+                show(output.outputs[0].text[len(said) :])
+                said = output.outputs[0].text
         raise_failed([output])
-        said = output.outputs[0].text if output.outputs else ""
         self.messages = [*asked, {"role": "assistant", "content": said}]
         return output
 
@@ -57,13 +49,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("a chat has one answer at a time: leave --n out")
     config = engine_config(args)
     loaded = load(config)
-    tokenizer = loaded.need_tokenizer()
-    tokenizer.encode_chat([{"role": "user", "content": "?"}])  # a model without a template is refused now
-    engine = loaded.engine(config)
-    try:
-        return _talk(Conversation(engine, tokenizer, params, args.system), args)
-    finally:
-        engine.close()
+    loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}])  # without a template it is refused now
+    with loaded.llm(config) as llm:
+        return _talk(Conversation(llm, params, args.system), args)
 
 
 def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
@@ -94,7 +82,7 @@ def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
 def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:
     start = time.perf_counter()
     try:
-        output = conversation.answer(text, _show)
+        output = conversation.answer(text, _show, args.priority)
     except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
         print(f"outrider: error: {error} (/reset starts over)", file=sys.stderr)
         return

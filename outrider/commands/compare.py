@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.commands.drive import Ask
+from outrider.commands.run_prompts import Ask
 from outrider.engine.text import Tokenizer
 from outrider.sample.philox import gumbel
 

@@ -8,9 +8,8 @@ import textwrap
 import time
 from dataclasses import replace
 
-from outrider.commands.drive import Ask, chat_ids
-from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import Loaded, load
+from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
 from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
@@ -45,14 +44,13 @@ def run(args: argparse.Namespace) -> int:
 def _answer_four(loaded: Loaded, config: EngineConfig, max_tokens: int, start: float) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     asks = [Ask(chat_ids(loaded.need_tokenizer(), text), params, text) for text in PROMPTS]
-    engine = loaded.engine(config)
     print(f"{MODEL} answers {len(asks)} prompts at once:\n")
     for index, text in enumerate(PROMPTS):
         print(_mark(index, f"[{index + 1}] {text}"))
     print()
     lines = _Lines(start)
-    ran = run_asks(engine, asks, on_output=lines.show)
-    engine.close()
+    with loaded.llm(config) as llm:
+        ran = run_prompts(llm, asks, on_output=lines.show)
     print(f"\n{ran.num_tokens} tokens in {ran.seconds:.1f} s: {ran.tokens_per_second:.1f} tokens/s; first token "
           f"{lines.first_token_seconds:.1f} s after the start, loading included\n")
 
@@ -96,10 +94,9 @@ def _with_drafts(loaded: Loaded, config: EngineConfig) -> None:
     ids = chat_ids(loaded.need_tokenizer(), COPY)
     speeds, texts = [], []
     for drafts in (None, DRAFTS):
-        engine = loaded.engine(replace(config, speculative_config=drafts, enable_prefix_caching=False))
-        run_asks(engine, [Ask(ids, replace(params, max_tokens=4))])
-        ran = run_asks(engine, [Ask(ids, params)])
-        engine.close()
+        with loaded.llm(replace(config, speculative_config=drafts, enable_prefix_caching=False)) as llm:
+            run_prompts(llm, [Ask(ids, replace(params, max_tokens=4))])
+            ran = run_prompts(llm, [Ask(ids, params)])
         speeds.append(ran.tokens_per_second)
         texts.append(ran.outputs[0].outputs[0].text)
         if drafts is None:

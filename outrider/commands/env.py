@@ -76,9 +76,9 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """As an engine would plan it, from a model without memory for its weights."""
     from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
-    from outrider.engine.build import pick_device, pick_dtype
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
+    from outrider.runner.device import pick_device, pick_dtype
     from outrider.runner.memory import fit_max_len, plan_memory
 
     config = engine_config(args)

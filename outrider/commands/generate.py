@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.drive import Ask, Ran, chat_ids, raise_failed
-from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.commands.run_prompts import Ask, Ran, chat_ids, raise_failed, run_prompts
 from outrider.core.outputs import RequestOutput
 from outrider.engine.text import Tokenizer
 
@@ -23,13 +22,10 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     loaded = load(config)
     asks = [Ask(_encode(loaded.need_tokenizer(), text, args), params, text) for text in prompts]
-    engine = loaded.engine(config)
     streams = sys.stdout.isatty() and len(asks) == 1 and params.n == 1 and not args.json
-    try:
-        ran = run_asks(engine, asks, on_output=_Stream() if streams else None,
-                       label=None if streams else f"{len(asks)} prompts", may_fail=True)
-    finally:
-        engine.close()
+    with loaded.llm(config) as llm:
+        ran = run_prompts(llm, asks, on_output=_Stream() if streams else None, priority=args.priority,
+                          label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if streams:
         print()
     else:
@@ -111,6 +107,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "prompt": output.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
+        "seed": output.seed,
         "outputs": [asdict(sample) for sample in output.outputs],
         **({} if output.prompt_logprobs is None else {"prompt_logprobs": [
             entry and {token: asdict(value) for token, value in entry.items()} for entry in output.prompt_logprobs

@@ -10,9 +10,10 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
+from outrider.core.fields import Count, NotEmpty, check_value
 from outrider.core.params import SamplingParams
 
 ENGINE_HELP = {
@@ -72,6 +73,7 @@ BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so i
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
+PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams)  # of the fields, without their bounds
 
 
 class UsageError(ValueError):
@@ -173,16 +175,33 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     shown = "" if default is None or default is False or default == () else f" (default: {default})"
     common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS,
                               "help": (help_text + shown).strip().replace("%", "%%")}
-    kind = str(field.type)
-    if kind in ("bool", "bool | None"):
+    kind = PLAIN_TYPES[field.name]
+    if kind in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in ("str | list[str] | None", "list[str] | None"):
+    elif kind in (str | list[str] | None, list[str] | None):
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif field.name in CHOICES:
         group.add_argument(flag, choices=CHOICES[field.name], **common)
     elif kind in CONVERTERS:
         metavar, convert = CONVERTERS[kind]
         group.add_argument(flag, type=convert, metavar=metavar, **common)
+
+
+def count_flag(text: str) -> int:
+    """A number of tokens, rounds or requests."""
+    return _checked(Count, _whole(text))
+
+
+def counts_flag(text: str) -> tuple[int, ...]:
+    return _checked(Annotated[tuple[Count, ...], NotEmpty], number_list(text))
+
+
+def _checked(declared: Any, value: Any) -> Any:
+    try:
+        check_value("it", declared, value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
 def number_list(text: str) -> tuple[int, ...]:
@@ -230,16 +249,16 @@ def _real(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-CONVERTERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "int": ("N", _whole),
-    "int | None": ("N", _whole),
-    "float": ("X", _real),
-    "float | None": ("X", _real),
-    "str": ("NAME", str),
-    "str | None": ("NAME", str),
-    "tuple[int, ...]": ("N,N", number_list),
-    "list[int] | None": ("N,N", lambda text: list(number_list(text))),
-    "dict[str, Any] | None": ("JSON", json_object),
-    "dict[int, float] | None": ("JSON", _bias),
-    "bool | int | None": ("K", _drafts),
+CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("N", _whole),
+    int | None: ("N", _whole),
+    float: ("X", _real),
+    float | None: ("X", _real),
+    str: ("NAME", str),
+    str | None: ("NAME", str),
+    tuple[int, ...]: ("N,N", number_list),
+    list[int] | None: ("N,N", lambda text: list(number_list(text))),
+    dict[str, Any] | None: ("JSON", json_object),
+    dict[int, float] | None: ("JSON", _bias),
+    bool | int | None: ("K", _drafts),
 }

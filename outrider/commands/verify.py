@@ -18,23 +18,24 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import Difference, describe, differences, explain
-from outrider.commands.drive import Ask, prompt_ids
-from outrider.commands.drive import run as run_asks
 from outrider.commands.loading import Loaded, bar, load
 from outrider.commands.parser import engine_config
+from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.llm import LLM
+from outrider.runner.worker import Worker
 
 ROWS = 4  # requests at once
 CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One way to run the requests, and what must have happened for it to count."""
 
     name: str
@@ -49,36 +50,36 @@ class Way:
         return all(happened[name] > 0 for name in self.expects)
 
 
-def _ways(drafts: bool) -> list[Way]:
+def _variants(drafts: bool) -> list[Variant]:
     chunks = (("max_num_batched_tokens", CHUNK),)
     prefix = (("enable_prefix_caching", True),)
     padding = (("pad_requests", (ROWS, 2 * ROWS)), ("pad_tokens", (3, 7, 24, 96, 1024)))
     also = ("drafts",) if drafts else ()
-    everything = Way("all of these", drafts, chunks + prefix + padding + (("overlap", True),), rounds=2,
+    everything = Variant("all of these", drafts, chunks + prefix + padding + (("overlap", True),), rounds=2,
                      pool="tighter", expects=("hits", "chunks", "padded steps", "preemptions", *also))
     return [
-        Way("batched", drafts, expects=("batch mates", *also)),
-        Way("overlap", drafts, (("overlap", True),), expects=("overlap", *also)),
-        Way("prefix cache", drafts, prefix, rounds=2, expects=("hits", *also)),
-        Way("chunked prompts", drafts, chunks, expects=("chunks", *also)),
-        Way("padded", drafts, padding, expects=("padded steps", *also)),
-        Way("small pool", drafts, pool="tight", expects=("preemptions", *also)),
+        Variant("batched", drafts, expects=("batch mates", *also)),
+        Variant("overlap", drafts, (("overlap", True),), expects=("overlap", *also)),
+        Variant("prefix cache", drafts, prefix, rounds=2, expects=("hits", *also)),
+        Variant("chunked prompts", drafts, chunks, expects=("chunks", *also)),
+        Variant("padded", drafts, padding, expects=("padded steps", *also)),
+        Variant("small pool", drafts, pool="tight", expects=("preemptions", *also)),
         everything,
     ]
 
 
-def all_ways(speculative: bool) -> list[Way]:
+def all_variants(speculative: bool) -> list[Variant]:
     if not speculative:
-        return _ways(False)
-    plain = [way for way in _ways(False) if way.name in ("batched", "all of these")]
-    return [*plain, Way("alone", True, alone=True, expects=("drafts",)), *_ways(True)]
+        return _variants(False)
+    plain = [variant for variant in _variants(False) if variant.name in ("batched", "all of these")]
+    return [*plain, Variant("alone", True, alone=True, expects=("drafts",)), *_variants(True)]
 
 
 @dataclass
 class Row:
-    """What became of one way."""
+    """What became of one variant."""
 
-    way: str
+    way: str  # name of the variant; a key of the JSON that `--json` prints
     drafts: bool
     compared: int  # tokens
     equal: int  # requests
@@ -90,7 +91,7 @@ class Row:
 
 
 class Check:
-    """The requests, the reference, and every way compared with it."""
+    """The requests, the reference, and every variant compared with it."""
 
     def __init__(self, loaded: Loaded, config: EngineConfig, asks: Sequence[Ask]) -> None:
         self._loaded = loaded
@@ -104,14 +105,14 @@ class Check:
         self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # by what comes before
 
     def run_reference(self) -> None:
-        self.reference = self._tokens(Way("reference", alone=True))[0]
+        self.reference = self._tokens(Variant("reference", alone=True))[0]
 
-    def run(self, way: Way) -> Row:
-        tokens, happened = self._tokens(way)
+    def run(self, variant: Variant) -> Row:
+        tokens, happened = self._tokens(variant)
         found = [self._explain(index, position, tokens[index]) for index, position in self._differences(tokens)]
         faults = [difference for difference in found if not difference.is_near_tie]
-        row = Row(way.name, way.drafts, sum(map(len, tokens)), len(tokens) - len(found), len(tokens), happened,
-                  way.is_met(happened), "fault" if faults else "near-tie" if found else "equal")
+        row = Row(variant.name, variant.drafts, sum(map(len, tokens)), len(tokens) - len(found), len(tokens), happened,
+                  variant.is_met(happened), "fault" if faults else "near-tie" if found else "equal")
         if found:
             worst = faults[0] if faults else max(found, key=lambda difference: difference.apart)
             row.detail = describe(worst, self._loaded.tokenizer)
@@ -137,63 +138,57 @@ class Check:
         fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._scores]
         if not fresh:
             return
-        config = replace(self._config_of(Way("reference", alone=True)), logprobs_mode="raw",
+        config = replace(self._config_of(Variant("reference", alone=True)), logprobs_mode="raw",
                          max_logprobs=self._loaded.model.vocab_size)
-        engine = self._loaded.engine(config)
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
-        try:
+        with self._loaded.llm(config) as llm:
             for prompt in fresh:
-                (entry,) = run_asks(engine, [Ask(list(prompt), params)]).outputs[0].outputs[0].logprobs or [{}]
+                (entry,) = run_prompts(llm, [Ask(list(prompt), params)]).outputs[0].outputs[0].logprobs or [{}]
                 self._scores[prompt] = {token: named.logprob for token, named in entry.items()}
-        finally:
-            engine.close()
 
-    def _config_of(self, way: Way) -> EngineConfig:
-        settings = dict(way.settings)
-        if not way.drafts:
+    def _config_of(self, variant: Variant) -> EngineConfig:
+        settings = dict(variant.settings)
+        if not variant.drafts:
             settings["speculative_config"] = None
         elif self._config.speculative_config is not None:
             # As many drafts as there may be, whatever they cost here: the more is checked.
             settings["speculative_config"] = {"auto": False} | self._config.speculative_config
-        if way.pool != "ample":
-            settings["num_pages"] = self._small_pool(way)
+        if variant.pool != "ample":
+            settings["num_pages"] = self._small_pool(variant)
         return replace(self._config, **settings)
 
-    def _small_pool(self, way: Way) -> int:
+    def _small_pool(self, variant: Variant) -> int:
         """Room for the longest request, and (unless they share) for several to start, but not to end together."""
-        if way.drafts not in self._pages:
-            engine = self._loaded.engine(self._config_of(Way("probe", way.drafts)))
-            cache = engine.scheduler.cache
+        if variant.drafts not in self._pages:
+            with self._loaded.llm(self._config_of(Variant("probe", variant.drafts))) as llm:
+                cache, max_len = llm.engine.scheduler.cache, llm.engine.limits.max_len
             lengths = sorted((len(ask.token_ids) for ask in self._asks), reverse=True)[: ROWS - 1]
             starts = sum(cache.pages_to_start(length + 1) for length in lengths)
-            self._pages[way.drafts] = (cache.pages_to_start(engine.limits.max_len), starts + 1)
-            engine.close()
-        one, several = self._pages[way.drafts]
-        return 1 + (one if way.pool == "tighter" else max(one, several))
+            self._pages[variant.drafts] = (cache.pages_to_start(max_len), starts + 1)
+        one, several = self._pages[variant.drafts]
+        return 1 + (one if variant.pool == "tighter" else max(one, several))
 
-    def _tokens(self, way: Way) -> tuple[list[list[int]], dict[str, int]]:
-        engine = self._loaded.engine(self._config_of(way))
-        watch = engine.runner = _Watch(engine)
-        try:
-            tokens = self._run(engine, way)
-        finally:
-            engine.close()
-        return tokens, watch.happened()
+    def _tokens(self, variant: Variant) -> tuple[list[list[int]], dict[str, int]]:
+        config = self._config_of(variant)
+        worker = self._loaded.worker(config)
+        with self._loaded.llm(config, worker) as llm:
+            watch = llm.engine.runner = _Watch(worker)
+            tokens = self._run(llm, variant)
+        return tokens, watch.happened(llm.engine)
 
-    def _run(self, engine: Engine, way: Way) -> list[list[int]]:
-        batches = [[ask] for ask in self._asks] if way.alone else [self._asks]
+    def _run(self, llm: LLM, variant: Variant) -> list[list[int]]:
+        batches = [[ask] for ask in self._asks] if variant.alone else [self._asks]
         outputs: list[RequestOutput] = []
-        for _ in range(way.rounds):
-            outputs = [output for batch in batches for output in run_asks(engine, batch).outputs]
+        for _ in range(variant.rounds):
+            outputs = [output for batch in batches for output in run_prompts(llm, batch).outputs]
         return [output.outputs[0].token_ids for output in outputs]
 
 
 class _Watch:
-    """A runner around a runner that notices what happens in an engine."""
+    """A runner around a worker that notices what happens in an engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._inner = engine.runner
+    def __init__(self, worker: Worker) -> None:
+        self._inner = worker
         self._chunks = self._mates = 0
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
@@ -204,11 +199,11 @@ class _Watch:
     def close(self) -> None:
         self._inner.close()
 
-    def happened(self) -> dict[str, int]:
-        stats, scheduler = self._engine.stats, self._engine.scheduler.stats
+    def happened(self, engine: Engine) -> dict[str, int]:
+        stats, scheduler = engine.stats, engine.scheduler.stats
         return {
             "batch mates": self._mates, "hits": stats.num_hit_tokens, "chunks": self._chunks,
-            "padded steps": getattr(self._inner, "num_padded_steps", 0), "preemptions": scheduler.num_preemptions,
+            "padded steps": self._inner.num_padded_steps, "preemptions": scheduler.num_preemptions,
             "overlap": int(scheduler.max_steps_in_flight > 1), "drafts": stats.num_draft_tokens,
             "accepted": stats.num_accepted_tokens,
         }  # fmt: skip
@@ -238,13 +233,13 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
     asks = make_asks(loaded, args.quick, args.max_tokens or (16 if args.quick else 24), config.seed)
     check = Check(loaded, config, asks)
-    ways = all_ways(config.speculative is not None)
+    variants = all_variants(config.speculative is not None)
     rows: list[Row] = []
-    with bar(total=len(ways) + 1, desc="verifying", unit="runs") as progress:
+    with bar(total=len(variants) + 1, desc="verifying", unit="runs") as progress:
         check.run_reference()
-        for way in ways:
+        for variant in variants:
             progress.update()
-            rows.append(check.run(way))
+            rows.append(check.run(variant))
     _print(rows, args.json, loaded)
     return int(any(row.verdict == "fault" for row in rows))
 

@@ -1,7 +1,8 @@
 """Plain data that crosses boundaries: limits, lengths, what a step is told and what it answers. No torch here."""
 
 from outrider.core.lengths import Bound, Settled
-from outrider.core.limits import NULL_PAGE, NULL_ROW, Axis, Limits
+from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
+from outrider.core.params import SamplingParams
 from outrider.core.step import (
     Admission,
     CheckpointWrite,
@@ -26,8 +27,10 @@ __all__ = [
     "Limits",
     "NULL_PAGE",
     "NULL_ROW",
+    "PAGE_TOKENS",
     "PageWrite",
     "RequestResult",
+    "SamplingParams",
     "ScheduledBatch",
     "Settled",
     "StepForm",

@@ -1,8 +1,11 @@
-"""What a caller gets back. Names follow vLLM's where they mean the same. No torch."""
+"""What a caller gets back, and the increments it grows by. Names follow vLLM's where they mean the same. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from outrider.core.params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the token id or string that stopped it
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
 
 
 @dataclass
@@ -54,6 +53,22 @@ class RequestMetrics:
             self.accepted_per_position[position] += 1
 
 
+class OutputIncrement(NamedTuple):
+    """What one step added to one sample of a request. A tuple: hundreds are made every step."""
+
+    request_id: str
+    sample_index: int
+    token_ids: list[int]
+    text: str
+    metrics: RequestMetrics  # of the whole request so far; the engine goes on counting in it
+    seed: int  # of the request
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
 @dataclass
 class RequestOutput:
     request_id: str
@@ -61,7 +76,37 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    seed: int | None = None  # given with the request or drawn for it: with it a request gives the same text again
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @classmethod
+    def empty(cls, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """The output of a request that has just been added."""
+        logprobs: list[list[dict[int, Logprob]] | None] = [None if params.logprobs is None else []
+                                                           for _ in range(params.n)]
+        samples = [CompletionOutput(index, logprobs=own) for index, own in enumerate(logprobs)]
+        return cls(request_id, prompt, token_ids, samples, None if params.prompt_logprobs is None else [None])
+
+    def grow(self, increment: OutputIncrement) -> None:
+        sample = self.outputs[increment.sample_index]
+        sample.token_ids += increment.token_ids
+        sample.text += increment.text
+        if increment.logprobs is not None and sample.logprobs is not None:
+            sample.logprobs += increment.logprobs
+        if increment.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs += increment.prompt_logprobs
+        if increment.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = increment.finish_reason, increment.stop_reason
+            sample.error = increment.error
+        self.metrics, self.seed = increment.metrics, increment.seed
+
+    def copy(self) -> RequestOutput:
+        """The output as it is now, with lists of its own."""
+        samples = [replace(s, token_ids=list(s.token_ids), logprobs=None if s.logprobs is None else list(s.logprobs))
+                   for s in self.outputs]
+        metrics = replace(self.metrics, accepted_per_position=list(self.metrics.accepted_per_position))
+        prompt = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
+        return replace(self, outputs=samples, prompt_logprobs=prompt, metrics=metrics)
 
     @property
     def finished(self) -> bool:

@@ -5,12 +5,17 @@ A field is implemented or refused by name; none is silently ignored.
 
 from __future__ import annotations
 
-import math
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from outrider.core.fields import INT32, INT64, Count, NotEmpty, Range, Text, TokenId, check_fields
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
+MAX_SAMPLES = 128  # of one prompt
+Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
+Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # of a request: smaller ones come first
 
 # Fields of vLLM's SamplingParams that Outrider does not have, with what to do instead.
 REFUSED_FIELDS = {
@@ -37,31 +42,31 @@ REFUSED_FIELDS = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    n: Annotated[int, Range(1, MAX_SAMPLES)] = 1
+    temperature: Annotated[float, Range(0, 1e30)] = 1.0
+    top_p: Annotated[float, Range(1e-30, 1)] = 1.0
+    top_k: Annotated[int, Range(0, INT32, also=(-1,))] = 0  # 0 or -1: all
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    seed: Seed | None = None  # None: drawn from the engine's seed; the output says which
+    max_tokens: Count | None = 16
+    min_tokens: Annotated[int, Range(0, INT32)] = 0
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logit_bias: dict[TokenId, Annotated[float, Range(-100, 100)]] | None = None
+    bad_words: list[Text] | None = None
+    allowed_token_ids: Annotated[list[TokenId], NotEmpty] | None = None
+    logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None
+    prompt_logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool | None = None
-    speculative: bool | int | None = None  # False: no drafts; a number: at most so many
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # filled from bad_words by the engine
+    speculative: bool | Annotated[int, Range(0, INT32)] | None = None  # False: no drafts; a number: at most so many
+    bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
         # Before the generated __init__, which could only say "unexpected keyword".
@@ -74,7 +79,7 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check_ranges()
+        check_fields("SamplingParams: ", self)
         self._check_combinations()
 
     @property
@@ -106,41 +111,6 @@ class SamplingParams:
             return None
         return int(self.speculative)
 
-    def _check_ranges(self) -> None:
-        def need(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"SamplingParams: {name} must be {allowed}, got {getattr(self, name)!r}")
-
-        def finite(name: str) -> bool:
-            return isinstance(getattr(self, name), (int, float)) and math.isfinite(getattr(self, name))
-
-        need(_is_int(self.n) and self.n >= 1, "n", "an integer of at least 1")
-        need(finite("temperature") and self.temperature >= 0, "temperature", "a finite number of at least 0")
-        need(finite("top_p") and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        need(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer of at least -1 (0 or -1: all)")
-        need(finite("min_p") and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            need(finite(name) and -2 <= getattr(self, name) <= 2, name, "in [-2, 2]")
-        need(finite("repetition_penalty") and self.repetition_penalty > 0, "repetition_penalty", "greater than 0")
-        need(self.seed is None or (_is_int(self.seed) and abs(self.seed) < 2**63), "seed", "a 64-bit integer or None")
-        need(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-             "max_tokens", "an integer of at least 1, or None")
-        need(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "an integer of at least 0")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            need(value is None or (_is_int(value) and value >= MAX_LOGPROBS_ALL), name,
-                 "an integer of at least 0, -1 for all, or None")
-        if self.speculative is not None and not isinstance(self.speculative, bool):
-            need(_is_int(self.speculative) and self.speculative >= 0, "speculative", "a bool or a number of drafts")
-        for token, bias in (self.logit_bias or {}).items():
-            need(_is_int(token) and token >= 0, "logit_bias", "keyed by token ids")
-            need(isinstance(bias, (int, float)) and -100 <= bias <= 100, "logit_bias", "of values in [-100, 100]")
-        need(all(isinstance(s, str) and s for s in self.stop_strings), "stop", "non-empty strings")
-        need(all(_is_int(t) and t >= 0 for t in self.stop_token_ids or ()), "stop_token_ids", "token ids")
-        need(all(isinstance(w, str) and w for w in self.bad_words or ()), "bad_words", "non-empty strings")
-        need(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "None or not empty")
-        need(all(_is_int(t) and t >= 0 for t in self.allowed_token_ids or ()), "allowed_token_ids", "token ids")
-
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -152,5 +122,8 @@ class SamplingParams:
             raise ValueError("SamplingParams: n > 1 with temperature 0 gives n equal samples; set temperature or n=1")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def request_seed(engine_seed: int, num_accepted: int) -> int:
+    """The seed of a request that has none, from the engine's and the number of requests accepted before it.
+    53 bits: every JSON reader keeps such an integer exactly."""
+    digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11

@@ -1,6 +1,7 @@
 """AsyncLLM: an asyncio front. A thread of its own owns the engine; coroutines send it commands and get outputs.
 
-A stream keeps only the newest output, which holds all tokens so far: a slow reader costs no memory and slows nobody.
+A stream is sent what each step added and keeps one growing output, of which its reader gets a copy whenever it looks: a
+slow reader costs no memory and slows nobody.
 What goes wrong with one request is raised where that request is read; a failed engine, everywhere. Knows no HTTP.
 """
 
@@ -10,18 +11,17 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from outrider.config import EngineConfig
-from outrider.core.outputs import RequestOutput
+from outrider.config import config_for
+from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
+from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
+from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 
-Prompt = str | list[int] | dict[str, Any]
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 
 
@@ -39,12 +39,8 @@ class AsyncLLM:
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        known = EngineConfig.__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise ValueError(f"AsyncLLM: unknown setting {name!r}; known are {', '.join(sorted(known))}")
-        config = EngineConfig(model=str(model), **settings)
-        self._start(build_engine(config), config.model)
+        config = config_for("AsyncLLM", model, settings)
+        self._start(start_engine(config), config.model)
 
     @classmethod
     def around(cls, engine: Engine, name: str = "this model") -> AsyncLLM:
@@ -62,13 +58,15 @@ class AsyncLLM:
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                        request_id: str | None = None, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
-        text, token_ids, salt = await self._encode(prompt)
+        encoded = await self._encode(prompt)
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling_params or SamplingParams()
-        stream = _Stream(request_id, asyncio.get_running_loop())
+        output = RequestOutput.empty(request_id, encoded.text, encoded.token_ids, params)
+        stream = _Stream(output, asyncio.get_running_loop())
 
         def add() -> None:
-            self.engine.add(request_id, token_ids, params, prompt=text, priority=priority, cache_salt=salt)
+            self.engine.add(output.request_id, encoded.token_ids, params, priority=priority,
+                            cache_salt=encoded.cache_salt)
 
         self._owner.open(stream, add)
         try:
@@ -81,7 +79,7 @@ class AsyncLLM:
                    request_id: str | None = None, priority: int = 0,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
-        token_ids = self.get_tokenizer().encode_chat(messages, **options)
+        token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
         outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
         try:
             async for output in outputs:
@@ -101,9 +99,7 @@ class AsyncLLM:
         await done
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
-            raise ValueError(f"{self._name} has no tokenizer files: give prompts as token ids")
-        return self.engine.tokenizer
+        return self.engine.need_tokenizer(self._name)
 
     @property
     def is_running(self) -> bool:
@@ -119,35 +115,26 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text if there was one, token ids, cache salt."""
-        salt = None
-        if isinstance(prompt, dict):
-            salt = prompt.get("cache_salt")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
-            text: Any = prompt["prompt"]
-        else:
-            text = prompt
-        if not isinstance(text, str):
-            return None, list(text), salt
-        encode = self.get_tokenizer().encode
-        return text, await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text), salt
+    async def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return await asyncio.to_thread(encode_prompt, prompt, self.get_tokenizer)
+        return encode_prompt(prompt, self.get_tokenizer)
 
 
 class _Stream:
     """The reader's end of one request. `put` and `fail` run in the reader's event loop."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = request_id
+    def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = output.request_id
         self.loop = loop
         self.is_done = False
-        self._newest: RequestOutput | None = None
+        self._output = output  # grows
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
-    def put(self, output: RequestOutput) -> None:
-        self._newest = output
+    def put(self, increment: OutputIncrement) -> None:
+        self._output.grow(increment)
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -160,8 +147,7 @@ class _Stream:
         if self._error is not None:
             self.is_done = True
             raise self._error
-        output, self._newest = self._newest, None
-        assert output is not None
+        output = self._output.copy()  # the reader's own: what it has read never changes
         self.is_done = output.finished
         failed = next((sample.error for sample in output.outputs if sample.error is not None), None)
         if failed is not None:
@@ -254,20 +240,20 @@ class _Owner:
             del self._streams[stream.request_id]
             self._engine.abort(stream.request_id)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """To every event loop its outputs in one call. Outputs grow in place, so readers get copies."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue  # its reader has left
-            if output.finished:
-                del self._streams[output.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream, _snapshot(output)))
+    def _deliver(self, increments: list[OutputIncrement]) -> None:
+        """To every event loop its increments in one call."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, OutputIncrement]]] = {}
+        for increment in increments:
+            stream = self._streams.get(increment.request_id)
+            if stream is not None:  # else its reader has left
+                by_loop.setdefault(stream.loop, []).append((stream, increment))
         for loop, parts in by_loop.items():
-            if not _tell(loop, _put_all, parts):
-                for stream, _ in parts:
+            is_told = _tell(loop, _put_all, parts)
+            for stream, _ in parts:
+                if not is_told:
                     self._drop(stream)
+                elif not self._engine.is_live(stream.request_id):
+                    self._streams.pop(stream.request_id, None)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:
@@ -289,9 +275,9 @@ class _Owner:
             return
 
 
-def _put_all(parts: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, output in parts:
-        stream.put(output)
+def _put_all(parts: list[tuple[_Stream, OutputIncrement]]) -> None:
+    for stream, increment in parts:
+        stream.put(increment)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
@@ -306,12 +292,3 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any
     except RuntimeError:
         return False
     return True
-
-
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    def copied(items: list[Any] | None) -> list[Any] | None:
-        return None if items is None else list(items)
-
-    samples = [replace(s, token_ids=list(s.token_ids), logprobs=copied(s.logprobs)) for s in output.outputs]
-    metrics = replace(output.metrics, accepted_per_position=list(output.metrics.accepted_per_position))
-    return replace(output, outputs=samples, prompt_logprobs=copied(output.prompt_logprobs), metrics=metrics)

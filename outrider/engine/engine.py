@@ -12,34 +12,41 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
-from outrider.core import Finish, Limits, RequestResult, StepResult
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
+from outrider.core import Finish, Limits, StepResult
+from outrider.core.fields import Text, check_value, shown
+from outrider.core.outputs import OutputIncrement, RequestMetrics
+from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, request_seed
+from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
-from outrider.runner.local import Runner
-from outrider.sample.rows import check_params
+from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler, Update
 
 log = logging.getLogger("outrider")
 
 
+class CheckedRequest(NamedTuple):
+    """A request that the engine can serve."""
+
+    token_ids: list[int]
+    params: SamplingParams  # with their words as tokens
+    priority: int
+    cache_salt: str | None
+
+
 @dataclass(slots=True)
 class _Live:
     """A request the caller knows, over its n samples."""
 
-    output: RequestOutput
+    request_id: str
+    metrics: RequestMetrics
     samples: dict[int, SampleOutput]  # by the scheduler's request id
     prompt_logprobs: PromptLogprobsOutput | None
-
-    def take(self, request: Request, result: RequestResult) -> bool:
-        """Add what a step gave to one of the samples. True if that ends it, though the device does not know."""
-        if self.prompt_logprobs is not None and result.prompt_logprobs is not None and request.input.sample_index == 0:
-            self.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
-        return bool(result.run or result.finish) and self.samples[request.id].take(result)
+    num_left: int  # samples that have not ended
 
 
 class Engine:
@@ -60,8 +67,9 @@ class Engine:
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
+        self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
-        self._owner: dict[int, str] = {}  # scheduler's request id to the caller's
+        self._owner: dict[int, _Live] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
 
     @property
@@ -72,38 +80,55 @@ class Engine:
     def has_requests(self) -> bool:
         return bool(self._live)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has been added and has not ended."""
+        return request_id in self._live
+
+    def need_tokenizer(self, name: str) -> Tokenizer:
+        """`name`: the model's, for the message where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer files: give prompts as token ids")
+        return self.tokenizer
+
     # Requests
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None,
-            priority: int = 0, cache_salt: str | None = None) -> None:
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+            cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
+        self.queue(request_id, self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt))
+
+    def queue(self, request_id: str, checked: CheckedRequest) -> None:
+        """Raises ValueError, with nothing changed, if the id is in use or the pool too small."""
+        check_value("request_id", Text, request_id)
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
-        params = self.checked(prompt_token_ids, params)
-        output = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
-        output.metrics.arrival_time = time.perf_counter()
-        live = _Live(output, {}, None)
-        requests = [self._new_request(prompt_token_ids, params, i, priority, cache_salt) for i in range(params.n)]
-        for request in requests:
+        token_ids, params, priority, cache_salt = checked
+        seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
+        live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), {}, None, params.n)
+        for request in [self._new_request(token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]:
             self.scheduler.add(request)
-            sample = SampleOutput(request.input.sample_index, params, self.tokenizer)
-            live.samples[request.id] = sample
-            output.outputs.append(sample.completion)
-            self._owner[request.id] = request_id
+            live.samples[request.id] = SampleOutput(request_id, request.input.sample_index, params, self.tokenizer,
+                                                    live.metrics, seed)
+            self._owner[request.id] = live
         if params.prompt_logprobs is not None:
-            live.prompt_logprobs = PromptLogprobsOutput(len(prompt_token_ids), self._decode)
-            output.prompt_logprobs = live.prompt_logprobs.entries
+            live.prompt_logprobs = PromptLogprobsOutput(len(token_ids), self._decode)
         self._live[request_id] = live
-        self.stats.add(len(prompt_token_ids), params.n)
+        self._num_accepted += 1
+        self.stats.add(len(token_ids), params.n)
 
     def abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
         for scheduler_id in list(live.samples) if live else []:
             self.scheduler.end(scheduler_id, Finish.ABORT)
 
-    def checked(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters with their words as tokens, or a ValueError that says what to change."""
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+              cache_salt: str | None = None) -> CheckedRequest:
+        """Raises a ValueError that says what to change, if the request cannot be served."""
         limits = self.limits
+        check_value("priority", Priority, priority)
+        check_value("cache_salt", str | None, cache_salt)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -112,10 +137,10 @@ class Engine:
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
         for token in prompt_token_ids:
-            if not isinstance(token, int):
-                raise ValueError(f"prompt token ids must be integers, got {token!r}")
+            if type(token) is not int:
+                raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
             if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"prompt token id {token} is outside the vocabulary of {limits.vocab_size}")
+                raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
@@ -124,36 +149,31 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_params(params, self._eos_ids, limits)
-        return params
+        check_token_ids(params, self._eos_ids, limits)
+        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
 
-    def step(self) -> list[RequestOutput]:
-        """Advance by one step; returns the requests that got tokens or ended. Outputs grow in place."""
+    def step(self) -> list[OutputIncrement]:
+        """Advance by one step; returns what it added to requests, and the ends of requests."""
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
-        changed: dict[str, None] = {}
+        increments: list[OutputIncrement] = []
         if self._in_flight and (not is_submitted or len(self._in_flight) >= depth):
             updates = self._take_result()
             if self._submits_early:  # what the last step yielded goes out while the next one runs
                 self._submit()
             for update in updates:
-                changed[self._emit(update)] = None
+                self._emit(update, increments)
         if self._stats_log is not None:
             self._stats_log.tick()
         for request in self.scheduler.take_ended_early():
-            changed[self._end(request)] = None
-        return [output for request_id in changed if (output := self._collect(request_id)) is not None]
-
-    def drain(self) -> None:
-        """Wait for every step in flight, keeping what they yield."""
-        while self._in_flight:
-            for update in self._take_result():
-                self._emit(update)
+            self._end(request, increments)
+        return increments
 
     def close(self) -> None:
-        self.drain()
+        while self._in_flight:
+            self._take_result()
         if self._stats_log is not None:
             self._stats_log.close()
         self.runner.close()
@@ -173,6 +193,11 @@ class Engine:
         """Wait for the oldest step in flight. It leaves the queue only then: an interrupt must not lose it."""
         try:
             result = self._in_flight[0].result()
+        except WorkerDied as error:
+            while self._in_flight:
+                self._in_flight.popleft()
+                self.scheduler.fail_step(str(error))
+            raise
         except Exception as error:  # whatever a step died of, it is the end of its requests and not of the engine
             log.exception("a step failed")
             self._in_flight.popleft()
@@ -182,55 +207,50 @@ class Engine:
         self.stats.observe_step(result)
         return self.scheduler.update(result)
 
-    def _new_request(self, prompt: list[int], params: SamplingParams, index: int, priority: int,
+    def _new_request(self, prompt: list[int], params: SamplingParams, seed: int, index: int, priority: int,
                      salt: str | None) -> Request:
         limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        seed = self._seed if params.seed is None else params.seed
         asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
                              () if salt is None else (f"salt={salt}",))
         return Request(next(self._ids), prompt, asked)
 
-    def _emit(self, update: Update) -> str:
-        request, result = update.request, update.result
-        request_id = self._owner[request.id]
-        live = self._live[request_id]
+    def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
+        request, result = update
+        live = self._owner[request.id]
+        sample, metrics = live.samples[request.id], live.metrics
         self.stats.observe(result)
         if result.num_accepted:
-            live.output.metrics.observe_drafts(result.num_accepted)
-        if result.run and live.output.metrics.first_token_time is None:
-            live.output.metrics.first_token_time = time.perf_counter()
+            metrics.observe_drafts(result.num_accepted)
+        if result.run and metrics.first_token_time is None:
+            metrics.first_token_time = time.perf_counter()
         try:
-            is_stopped = live.take(request, result)
+            if live.prompt_logprobs is not None and result.prompt_logprobs and not request.input.sample_index:
+                entries = live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
+                increments.append(sample.add_prompt_logprobs(entries))
+            if result.run or result.finish:
+                increments.append(sample.take(result))
         except Exception as error:  # one request's text must not take its batch mates' tokens along
             log.exception("a request's output failed")
-            live.samples[request.id].end(Finish.ERROR, f"the output failed: {error!r}")
-            is_stopped = True
+            increments.append(sample.end(Finish.ERROR, f"the output failed: {error!r}"))
         if result.finish:
-            self._end(request)
-        elif is_stopped:
+            self._end(request, increments)
+        elif sample.is_finished:  # though the device does not know
             self.scheduler.end(request.id, Finish.STOP)
-        return request_id
 
-    def _end(self, request: Request) -> str:
-        request_id = self._owner.pop(request.id)
-        live = self._live[request_id]
-        live.samples[request.id].end(request.finish, request.error)
-        metrics, counted = live.output.metrics, request.stats
+    def _end(self, request: Request, increments: list[OutputIncrement]) -> None:
+        live = self._owner.pop(request.id)
+        sample, metrics, counted = live.samples[request.id], live.metrics, request.stats
+        if not sample.is_finished:
+            increments.append(sample.end(request.finish, request.error))
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)
         metrics.num_preemptions += counted.num_preemptions
         metrics.num_steps += counted.num_steps
         metrics.num_draft_tokens += counted.num_drafted
         metrics.num_accepted_tokens += counted.num_accepted
-        return request_id
-
-    def _collect(self, request_id: str) -> RequestOutput | None:
-        live = self._live.get(request_id)
-        if live is None:
-            return None
-        if live.output.finished:
-            live.output.metrics.finished_time = time.perf_counter()
-            del self._live[request_id]
-        return live.output
+        live.num_left -= 1
+        if not live.num_left:
+            metrics.finished_time = time.perf_counter()
+            del self._live[live.request_id]
 
     def _decode(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -246,5 +266,3 @@ class Engine:
             for text in (word.lstrip(), " " + word.lstrip()):
                 words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return replace(params, bad_words_token_ids=tuple(words))
-
-

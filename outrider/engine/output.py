@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
-from outrider.core.outputs import CompletionOutput, Logprob
+from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer
@@ -17,48 +17,52 @@ Decode = Callable[[int], str | None]
 
 
 class SampleOutput:
-    """Builds a CompletionOutput from the runs of one request."""
+    """Turns the runs of one request into increments of its output."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        self.completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-        self._params = params
+    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer | None,
+                 metrics: RequestMetrics, seed: int) -> None:
+        self.is_finished = False
+        self._request_id, self._index, self._params = request_id, index, params
+        self._of_all = (metrics, seed)  # which all samples of the request share
         own = tokenizer if params.detokenize else None
         self._tokenizer = own
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
-    def take(self, result: RequestResult) -> bool:
-        """Add a run. True if a stop string ends the request here, though the device does not know."""
-        done, run = self.completion, result.run
-        is_last = result.finish is not Finish.NO
+    def take(self, result: RequestResult) -> OutputIncrement:
+        """A run's increment. It may end the request by a stop string, of which the device does not know."""
+        run, text, is_last = result.run, "", result.finish is not Finish.NO
         stop: str | None = None
         if self._detokenizer is not None:
             # A stop token is part of the tokens, and of the text only if asked for.
             hidden = is_last and result.finish is Finish.STOP and not self._params.include_stop_str_in_output
             pieces = self._detokenizer.feed(run[:-1] if hidden else run) + ([""] if hidden else [])
             stopped = self._stops.feed(pieces)
-            done.text += stopped.text
-            stop, run = stopped.stop, run[: stopped.num_tokens]
+            text, stop, run = stopped.text, stopped.stop, run[: stopped.num_tokens]
             if stop is None and is_last:
                 tail = self._stops.finish(self._detokenizer.finish())
-                done.text += tail.text
-                stop = tail.stop
-        done.token_ids += run
-        if done.logprobs is not None and result.logprobs is not None:
-            done.logprobs += [name_logprobs(entry, self._decode) for entry in result.logprobs[: len(run)]]
+                text, stop = text + tail.text, tail.stop
+        logprobs = None
+        if self._params.logprobs is not None and result.logprobs is not None:
+            logprobs = [name_logprobs(entry, self._decode) for entry in result.logprobs[: len(run)]]
         if stop is not None:
-            done.finish_reason, done.stop_reason = "stop", stop
-            return not is_last
-        if is_last:
-            self.end(result.finish, result.error)
-            if result.finish is Finish.STOP and run and run[-1] in (self._params.stop_token_ids or ()):
-                done.stop_reason = run[-1]
-        return False
+            self.is_finished = True
+            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, "stop", stop)
+        if not is_last:
+            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs)
+        self.is_finished = True
+        by_id = result.finish is Finish.STOP and bool(run) and run[-1] in (self._params.stop_token_ids or ())
+        return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, result.finish.reason,
+                               run[-1] if by_id else None, result.error)
 
-    def end(self, finish: Finish, error: str | None = None) -> None:
-        """The host ended the request."""
-        if self.completion.finish_reason is None:
-            self.completion.finish_reason, self.completion.error = finish.reason, error
+    def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
+        """The host ends the request."""
+        self.is_finished = True
+        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, finish_reason=finish.reason,
+                               error=error)
+
+    def add_prompt_logprobs(self, entries: list[dict[int, Logprob] | None]) -> OutputIncrement:
+        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, prompt_logprobs=entries)
 
     def _decode(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -84,13 +88,15 @@ class PromptLogprobsOutput:
         self._decode = decode
         self._epoch = 0
         self._position = 1  # of the next row
-        self.entries: list[dict[int, Logprob] | None] = [None]
+        self._num_entries = 1  # so far
 
-    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> None:
-        """The next rows of a request; of a preempted one they come by again, from the first."""
+    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:
+        """New entries of the next rows of a request; of a preempted one rows come by again, from the first."""
         if epoch != self._epoch:
             self._epoch, self._position = epoch, 1
-        first = max(0, len(self.entries) - self._position)
+        first = max(0, self._num_entries - self._position)
         stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
-        self.entries += [name_logprobs(entry, self._decode) for entry in chunk[first:stop]]
+        entries: list[dict[int, Logprob] | None] = [name_logprobs(entry, self._decode) for entry in chunk[first:stop]]
+        self._num_entries += len(entries)
         self._position += len(chunk)
+        return entries

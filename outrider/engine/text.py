@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from outrider.core.fields import check_value
 from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
+from outrider.engine.templates import ChatTemplateError, Message, compiled_template
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
+__all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 
-Message = Mapping[str, Any]
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
-
-
-class ChatTemplateError(ValueError):
-    """There is no chat template, or it refused the messages."""
 
 
 class Tokenizer:
@@ -85,6 +76,7 @@ class Tokenizer:
         return cls(build_gguf_tokenizer(metadata), special, templates, str(metadata.get("general.name", "this model")))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        check_value("a prompt", str, text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -130,10 +122,13 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template."""
-        template = _compiled(self._template_text(chat_template, bool(tools)))
+        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template.
+        May take seconds (see engine.templates), so an event loop calls it in a thread."""
+        messages = list(messages) if isinstance(messages, Iterable) else messages
+        check_value("messages", list[dict[str, Any]], messages)
+        template = compiled_template(self._template_text(chat_template, bool(tools)))
         values = {"tools": tools, "documents": None, **self.special_tokens, **variables}
-        return template.render(list(messages), add_generation_prompt, values)
+        return template.render(messages, add_generation_prompt, values)
 
     def encode_chat(self, messages: Iterable[Message], **options: Any) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself; none are added."""
@@ -141,6 +136,7 @@ class Tokenizer:
 
     def _template_text(self, wanted: str | None, has_tools: bool) -> str:
         if wanted is not None:
+            check_value("chat_template", str, wanted)
             return self.chat_templates.get(wanted, wanted)
         if has_tools and TOOL_TEMPLATE in self.chat_templates:
             return self.chat_templates[TOOL_TEMPLATE]
@@ -151,57 +147,6 @@ class Tokenizer:
             raise ChatTemplateError(f"{self.source} has no default chat template; pass chat_template= one of: {names}")
         raise ChatTemplateError(f"{self.source} has no chat template, so it may not be a chat model; "
                                 "pass chat_template=, or use generate with a prompt")
-
-
-class ChatTemplate:
-    """A Jinja template that turns messages into a prompt. It comes with the model, so it runs sandboxed."""
-
-    def __init__(self, text: str) -> None:
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-        )
-        env.filters["tojson"] = _tojson
-        env.globals["raise_exception"] = _raise_exception
-        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self._template = env.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
-
-    def render(self, messages: list[Message], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
-
-
-@lru_cache(maxsize=16)
-def _compiled(text: str) -> ChatTemplate:
-    return ChatTemplate(text)  # compiling costs milliseconds, and a server renders the same one for every chat
-
-
-class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here it only renders what it encloses."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return caller()
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
-    # Jinja's own filter escapes for HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _missing(folder: Path) -> str:
@@ -242,7 +187,10 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         if isinstance(written, str):
             templates[DEFAULT_TEMPLATE] = written
         elif isinstance(written, list):
-            templates.update({t["name"]: t["template"] for t in written})
+            try:
+                templates.update({t["name"]: t["template"] for t in written})
+            except (KeyError, TypeError) as error:
+                raise TokenizerError(f"{folder}: each chat_template needs a name and a template ({error!r})") from error
     if (folder / "chat_template.jinja").is_file():
         templates[DEFAULT_TEMPLATE] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -7,15 +7,13 @@ that format takes the layer over, or their numbers go into the dense weight.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from outrider.formats.base import LinearFormat, NativeProduct
 from outrider.formats.registry import format_for
 from outrider.formats.slots import StoredWeight
 from outrider.kernels import ops
+from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct, make_product
-
-WIDE_CHUNK = 8192  # output features widened at once where the device has no product with float32 results
 
 
 class DenseLinear(LinearFormat):
@@ -30,7 +28,7 @@ class DenseLinear(LinearFormat):
     def empty(
         cls, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> DenseLinear:
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
         return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
 
     def _keep(self, first: int, stored: StoredWeight) -> bool:
@@ -70,31 +68,26 @@ class DenseLinear(LinearFormat):
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         if self._numbers.dtype in (torch.float32, torch.float64):
             return self.product(x)
-        out = ops.linear_wide(x, self._numbers) if x.is_cuda else self._float32_sums(x)
+        out = ops.linear_wide(x, self._numbers)
         return out if self._bias is None else out.add_(self._bias)
 
-    def _float32_sums(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        return torch.cat([F.linear(x, rows.float()) for rows in self._numbers.split(WIDE_CHUNK)], dim=-1)
-
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        if self._bias is None:
-            if activation == "relu2":
-                if ops.is_single(x):
-                    return ops.relu2_linear(x, self._numbers)
-            elif ops.gates_thin(x, self._numbers):
-                return ops.gated_linear(x, self._numbers, activation)
-        return super().activated(x, activation)
+        if self._bias is not None or self._cpu_product is not None:
+            return super().activated(x, activation)
+        if activation == "relu2":
+            return ops.relu2_linear(x, self._numbers)
+        return ops.gated_linear(x, self._numbers, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        if ops.is_single(x):
-            ops.linear_add(residual, x, self._numbers, self._bias)
-        else:
+        if self._cpu_product is not None:
             super().add_to(residual, x)
+        else:
+            ops.linear_add(residual, x, self._numbers, self._bias)
 
     @property
     def adds_single_row(self) -> bool:
-        return ops.is_single(self._numbers[:1])  # one row of the weight's own device and dtype
+        row = self._numbers[:1]  # of the device and dtype that token rows have
+        return ops.linear_add.has_kernel(row, row, self._numbers, self._bias)
 
     def native_product(self) -> NativeProduct | None:
         chosen = self._cpu_product

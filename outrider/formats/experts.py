@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from outrider.formats.slots import WeightSlot
-from outrider.kernels import moe
+from outrider.kernels import moe, ops
+from outrider.kernels.buffers import empty_weight
 
 
 class ExpertsFormat(ABC):
@@ -46,8 +47,8 @@ class DenseExperts(ExpertsFormat):
     ) -> None:  # fmt: skip
         self._expert_size = expert_size
         rows = 2 * expert_size if is_gated else expert_size
-        self._gate_up = torch.empty(num_experts, rows, hidden_size, dtype=dtype, device=device)
-        self._down = torch.empty(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self._gate_up = empty_weight(num_experts, rows, hidden_size, dtype=dtype, device=device)
+        self._down = empty_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
 
     @property
     def weight_bytes(self) -> int:
@@ -63,4 +64,4 @@ class DenseExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return moe.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+        return ops.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)

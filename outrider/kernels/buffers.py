@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from collections.abc import Sequence
 from typing import cast
@@ -10,9 +12,23 @@ import torch
 
 from outrider.core import Axis, Limits
 
+DIRECT_BYTES = 1 << 19  # a smaller weight shares its pages with others
 
 def buffer(limits: Limits, *axes: Axis, dtype: torch.dtype, device: torch.device, fill: float = 0) -> torch.Tensor:
     return torch.full([limits.extent(axis) for axis in axes], fill, dtype=dtype, device=device)
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that lives as long as its model. On the CPU its memory is asked of the system directly: torch's
+    allocator may round sizes up by an eighth (mimalloc, on aarch64) and touch what it hands out, in whole huge pages,
+    so that a model takes more memory than its weights, and takes it before they are read."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < DIRECT_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

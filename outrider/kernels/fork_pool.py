@@ -1,8 +1,8 @@
-"""Work that is shared out to forks of this process, for what it leaves behind outside of them. It knows no Triton.
+"""A pool of forks of this process that share a list of tasks, for what the tasks leave behind outside of the forks.
 
-A fork has everything that this process has, at once: nothing is imported again, which takes seconds, and nothing
-pickled. It is safe, threads and devices notwithstanding, for work that needs neither: a fork frees nothing that it did
-not make, says nothing and leaves without cleaning up. One that hangs is ended; one that dies takes a single work along.
+A fork has everything that this process has, at once: nothing is imported again, which takes seconds, and nothing is
+pickled. Forking is safe, threads and devices notwithstanding, for tasks that need neither: a fork frees nothing that it
+did not make, prints nothing and leaves without cleaning up. A fork that hangs is ended; one that dies loses one task.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from io import FileIO
 
-_INDEX = 2  # bytes of a work's number
-MOST = 4096 // _INDEX  # numbers that every pipe holds
+_INDEX_BYTES = 2
+MAX_TASKS = 4096 // _INDEX_BYTES  # a pipe of any system holds as many indexes
 
-Work = Callable[[], object]
+Task = Callable[[], object]
 
 
-def in_forks(works: Sequence[Work], num_forks: int, patience: float) -> Generator[int]:
-    """Indexes of works, each when it is done or has raised. Ends early if the forks have died, or if none was through
-    with anything for `patience` seconds. All forks are gone when it ends, or is closed."""
-    assert len(works) <= MOST
+def run_in_forks(tasks: Sequence[Task], num_forks: int, patience: float) -> Generator[int]:
+    """Yields the index of each task when it is done or has raised. Ends early if all forks have died, or if none has
+    finished a task for `patience` seconds. All forks are gone when this ends, or is closed."""
+    assert len(tasks) <= MAX_TASKS
     forks: list[int] = []
     (todo, todo_end), (done, done_end) = _pipe(), _pipe()
     with todo, todo_end, done, done_end:
-        todo_end.write(b"".join(index.to_bytes(_INDEX, "big") for index in range(len(works))))
+        todo_end.write(b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(len(tasks))))
         todo_end.close()
         try:
-            for _ in range(min(num_forks, len(works))):
-                forks.append(_fork(partial(_run, works, todo, done, done_end)))
+            for _ in range(min(num_forks, len(tasks))):
+                forks.append(_fork(partial(_run_tasks, tasks, todo, done, done_end)))
             done_end.close()
-            left, poll = len(works), select.poll()
+            num_left, poll = len(tasks), select.poll()
             poll.register(done, select.POLLIN)
-            while left and poll.poll(1000 * patience) and (indexes := done.read(_INDEX * MOST)):
-                for at in range(0, len(indexes), _INDEX):
-                    left -= 1
-                    yield int.from_bytes(indexes[at : at + _INDEX], "big")
+            while num_left and poll.poll(1000 * patience) and (indexes := done.read(_INDEX_BYTES * MAX_TASKS)):
+                for at in range(0, len(indexes), _INDEX_BYTES):
+                    num_left -= 1
+                    yield int.from_bytes(indexes[at : at + _INDEX_BYTES], "big")
         finally:
             for fork in forks:
                 _end(fork)
 
 
-def _run(works: Sequence[Work], todo: FileIO, done: FileIO, done_end: FileIO) -> None:
-    gc.disable()  # what it would free may be a device's
+def _run_tasks(tasks: Sequence[Task], todo: FileIO, done: FileIO, done_end: FileIO) -> None:
+    gc.disable()  # the collector might free memory of a device
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    done.close()  # so that writing fails, and ends this, where the parent is gone
+    done.close()  # with the parent gone nobody reads then: writing fails, and ends this fork
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
-        while index := todo.read(_INDEX):  # as one read: no other fork gets a part of it
+        while index := todo.read(_INDEX_BYTES):  # one read: no other fork gets a part of the index
             with suppress(Exception):
-                works[int.from_bytes(index, "big")]()
+                tasks[int.from_bytes(index, "big")]()
             done_end.write(index)
 
 
-def _fork(run: Work) -> int:
-    """The process that runs it, in a group of its own with those that it starts."""
+def _fork(run: Task) -> int:
+    """The id of a process that runs it, in a process group of its own, with the processes that it starts."""
     parent = os.getpid()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads whose locks nobody would release
+            warnings.simplefilter("ignore", DeprecationWarning)  # about locks that threads hold
             fork = os.fork()
         if fork == 0:
-            os.setpgid(0, 0)  # on both sides: whoever comes first, nothing is started outside of the group
+            os.setpgid(0, 0)  # here and in the parent: whoever is first, nothing is started outside of the group
             run()
     finally:
         if os.getpid() != parent:

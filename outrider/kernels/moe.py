@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token row takes, and what they make of it. Plain torch, and the choice by device.
+"""Mixture of experts: which experts a token row takes, and what they make of it, in plain torch.
 
 A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. Knows tensors only: where weights come
 from, shared experts and norms are for layers. Any float type; sums are in float32, or float64 in a float64 model.
@@ -7,16 +7,12 @@ from, shared experts and norms are for layers. Any float type; sums are in float
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels import native, ops, reference
-from outrider.kernels.native.products import NATIVE_MAX_ROWS
+from outrider.kernels import reference
 
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
 PLAIN = ("relu2",)  # the square of relu, of one projection
@@ -59,67 +55,10 @@ class Routed(NamedTuple):
     weights: Tensor  # [tokens, k] float32, or float64
 
 
-@lru_cache(maxsize=1)
-def _triton() -> ModuleType | None:
-    if ops.triton_kernels() is None:
-        return None
-    from outrider.kernels.triton import moe
-
-    return moe
-
-
-def _kernels(x: Tensor) -> ModuleType | None:
-    return _triton() if x.is_cuda and x.dtype != torch.float64 else None
-
-
 def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_scale: Tensor | None = None) -> Routed:
     """logits [tokens, experts], float32 or float64. bias [experts] counts for the choice and not for the weights;
     expert_scale [experts] multiplies the weights of chosen experts at the end.
     """
-    kernels = _kernels(logits)
-    if kernels is not None and kernels.can_route(rule):
-        return Routed(*kernels.route(logits, rule, bias, expert_scale))
-    return route_reference(logits, rule, bias, expert_scale)
-
-
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-            added: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token row's experts, and `added`: x and added [tokens, hidden] -> [tokens, hidden].
-
-    ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
-    [experts, width, hidden] where the activation takes no gate.
-    """
-    check_experts(x, ids, weights, gate_up, down, activation)
-    kernels = _kernels(x)
-    if kernels is not None:
-        result: Tensor = kernels.experts(x, ids, weights, gate_up, down, activation, added)
-        return result
-    by = _experts_on_cpu if x.is_cpu else experts_reference
-    out = by(x, ids, weights, gate_up, down, activation)
-    return out if added is None else out.add_(added)
-
-
-def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
-    if activation not in GATED + PLAIN:
-        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")
-    num_experts, hidden, width = down.shape
-    rows = 2 * width if activation in GATED else width
-    for name, tensor, shape in (
-        ("x", x, (ids.shape[0], hidden)),
-        ("ids", ids, (x.shape[0], ids.shape[-1])),
-        ("weights", weights, tuple(ids.shape)),
-        ("gate_up", gate_up, (num_experts, rows, hidden)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"experts: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-
-
-# What the operations mean
-
-
-def route_reference(
-    logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_scale: Tensor | None = None
-) -> Routed:
     logits = _widened(logits)
     scores = logits.softmax(dim=-1) if rule.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
@@ -145,10 +84,15 @@ def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
     return grouped.masked_fill(~chosen[..., None], -torch.inf).view_as(ranked)
 
 
-def experts_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> Tensor:
-    """Fixed shapes and no host reads on any device, at the price of a copy of each pair's weights."""
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+            added: Tensor | None = None) -> Tensor:
+    """The weighted sum of each token row's experts, and `added`: x and added [tokens, hidden] -> [tokens, hidden].
+
+    ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
+    [experts, width, hidden] where the activation takes no gate. Fixed shapes and no host reads on any device, at the
+    price of a copy of each pair's weights.
+    """
+    check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     token = torch.arange(flat.shape[0], device=x.device) // top_k
@@ -158,7 +102,23 @@ def experts_reference(
         projected = torch.einsum("ph,pnh->pn", _widened(x[rows]), _widened(gate_up[chosen]))
         hidden = _widened(activate(projected, activation).to(x.dtype))
         parts.append(torch.einsum("pw,phw->ph", hidden, _widened(down[chosen])).to(x.dtype))
-    return combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
+    out = combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
+    return out if added is None else out.add_(added)
+
+
+def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
+    if activation not in GATED + PLAIN:
+        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")
+    num_experts, hidden, width = down.shape
+    rows = 2 * width if activation in GATED else width
+    for name, tensor, shape in (
+        ("x", x, (ids.shape[0], hidden)),
+        ("ids", ids, (x.shape[0], ids.shape[-1])),
+        ("weights", weights, tuple(ids.shape)),
+        ("gate_up", gate_up, (num_experts, rows, hidden)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"experts: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
@@ -179,38 +139,6 @@ def distinct_experts(ids: Tensor, num_experts: int) -> Tensor:
     """How many experts some token row takes, as a device scalar: each one's weights are read."""
     taken = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     return taken.scatter_(0, ids.reshape(-1), 1).sum()
-
-
-# The CPU
-
-
-def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
-    """The experts that have pairs, each with its pairs in order. Reads ids on the host, which only the CPU may: there
-    it waits for nothing, no graph can hold a step, and a product per expert needs to know its number of rows.
-    """
-    flat = ids.reshape(-1)
-    counts = flat.bincount(minlength=num_experts).tolist()
-    parts = flat.argsort(stable=True).split(counts)
-    return [(expert, pairs) for expert, pairs in enumerate(parts) if counts[expert]]
-
-
-def _experts_on_cpu(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> Tensor:
-    num_tokens, top_k = ids.shape
-    made = x.new_empty(num_tokens * top_k, x.shape[1])
-    for expert, pairs in plan_on_host(ids, down.shape[0]):
-        projected = _product(x[pairs // top_k], gate_up[expert])
-        gated = ops.gated(projected, activation) if activation in GATED else activate(projected, activation)
-        made[pairs] = _product(gated.to(x.dtype), down[expert]).to(x.dtype)
-    return combine(made.view(num_tokens, top_k, x.shape[1]), weights)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, inputs] times weight [outputs, inputs] transposed; 16-bit operands give float32."""
-    if x.dtype == torch.float32 and x.shape[0] <= NATIVE_MAX_ROWS and native.available():
-        return native.linear(x, weight)
-    return F.linear(_widened(x), _widened(weight))
 
 
 def _widened(x: Tensor) -> Tensor:

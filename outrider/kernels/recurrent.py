@@ -7,6 +7,8 @@ nothing of layers or requests.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,24 @@ from torch import Tensor
 SHORT_RUN = 4  # runs of known tokens up to this length go token by token, longer ones are scanned
 CHUNK = 64  # tokens that products handle at once; work within a chunk grows with its square
 NORM_EPS = 1e-6  # of the lengths of q and k
+
+
+class ScanTarget(NamedTuple):
+    """A boundary among the tokens of a request that is scanned, as the host knows it."""
+
+    request: int
+    target: int
+    offset: int  # known tokens of the step before the boundary, if the row is where the host thinks
+
+
+class CheckpointTargets(NamedTuple):
+    """Checkpoints that a step may write, by request: those of request r are starts[r] to starts[r + 1] - 1. int64."""
+
+    starts: Tensor  # [requests + 1]
+    request: Tensor  # [targets]
+    boundary: Tensor  # [targets] tokens that the state has seen; -1 where nothing is to be written
+    pages: Tensor  # [targets, pages of a checkpoint]
+    scans: tuple[ScanTarget, ...] = ()  # for backends that do not find boundaries on the device
 
 
 # The convolution before the recurrence

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Most gathered key elements at a time; bounds the memory of attention over long page tables.
 MAX_GATHERED = 1 << 24
+MAX_WIDENED = 8192  # weight rows widened at a time
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -204,6 +205,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of 16-bit operands in float32; wider ones stay as they are."""
+    parts = [F.linear(_widened(x), _widened(rows)) for rows in weight.split(MAX_WIDENED)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+# Token rows
+
+
+def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """(first[index], second[index]) of matrices with as many rows; one tensor where the matrices are one."""
+    taken = first[index]
+    return taken, taken if first is second else second[index]
+
+
 # Text
 
 
@@ -230,3 +246,14 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: in
     follow = at[:, None] + 1 + torch.arange(most, device=history.device)
     found = history.gather(1, follow.clamp_max(history.shape[1] - 1))
     return found, torch.where(best >= 0, (length - at - 1).clamp(0, most), 0)
+
+
+# Sampling
+
+
+def count_runs(counts: Tensor, row: Tensor, run: Tensor, run_len: Tensor) -> None:
+    """Adds 1 to counts[row[i], run[i, j]] for every j < run_len[i], in place. counts [rows, vocabulary] is int32, the
+    others int64; run is [requests, most]."""
+    is_in = torch.arange(run.shape[1], device=run.device) < run_len[:, None]
+    cells = (row[:, None] * counts.shape[1] + run).flatten()
+    counts.view(-1).index_add_(0, cells, is_in.flatten().to(counts.dtype))

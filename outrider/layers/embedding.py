@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from outrider.kernels.buffers import empty_weight
 from outrider.layers.base import Module, Parameter
 
 
@@ -17,7 +18,7 @@ class Embedding(Module):
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device, scale: float | None = None
     ) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = empty_weight(vocab_size, hidden_size, dtype=dtype, device=device)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
     def parts(self) -> Sequence[tuple[str, Module]]:

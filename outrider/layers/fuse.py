@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.kernels import ops
 from outrider.kernels.native import LayerWeights
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
 from outrider.layers.decoder import AttentionMLPLayer
@@ -84,7 +83,7 @@ class SingleRowLayer(FusedLayer):
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         plain = self.plain
-        if delta is not None or not ops.is_single(residual):
+        if delta is not None or residual.shape[0] != 1:
             return plain(delta, residual, angles, attend)
         plain.attention.add_to(residual, plain.input_norm(residual), angles, attend)
         plain.mlp.add_to(residual, plain.mlp_norm(residual))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.kernels.moe import Routed, RouteRule, distinct_experts, route
+from outrider.kernels import ops
+from outrider.kernels.moe import Routed, RouteRule, distinct_experts
 from outrider.layers.base import Module, Parameter
 from outrider.layers.linear import Linear
 
@@ -56,7 +57,7 @@ class Router(Module):
 
     def __call__(self, x: torch.Tensor) -> Routed:
         """x: [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
-        routed = route(self.gate.wide(x), self.rule, self.bias, self.expert_scale)
+        routed = ops.route(self.gate.wide(x), self.rule, self.bias, self.expert_scale)
         if self.routing_override is not None:
             routed = Routed(self.routing_override(self.index, x.shape[0]), routed.weights)
         if self.observer is not None:

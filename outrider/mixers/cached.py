@@ -61,7 +61,10 @@ class CachedLayers:
         self.groups = tuple({group.index: group for own in groups.values() for group in own}.values())
         by_kind: dict[MakeMixer, list[LayerParams]] = {}
         for layer in layers:
-            by_kind.setdefault(_MIXERS[type(groups[layer.index][0].spec)], []).append(layer)
+            spec = type(groups[layer.index][0].spec)
+            if spec not in _MIXERS:
+                raise ValueError(f"{spec.__name__} has no mixer: register one with register_mixer")
+            by_kind.setdefault(_MIXERS[spec], []).append(layer)
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> Attend:

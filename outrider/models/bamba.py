@@ -32,7 +32,7 @@ class Bamba(HybridDecoder):
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
         self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
-        attending = set(config.get("attn_layer_indices", list, []))
+        attending = set(config.get("attn_layer_indices", list[int], []))
         if attending - set(range(sizes.num_layers)):
             raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")
         self.attention_layers = [self.attention_layer(index) for index in sorted(attending)]
@@ -61,7 +61,7 @@ class Bamba(HybridDecoder):
 
 def read_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
     num_heads = config.required("mamba_n_heads", int)
-    inner_size = config.get("mamba_expand", int, 2) * hidden_size
+    inner_size = config.get("mamba_expand", int, 2, least=1) * hidden_size
     if inner_size % num_heads:
         raise config.refusal("mamba_n_heads", f"it must divide mamba_expand * hidden_size ({inner_size})")
     config.must_equal("mamba_d_head", "auto", inner_size // num_heads, default="auto")
@@ -73,7 +73,7 @@ def read_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
         head_dim=inner_size // num_heads,
         num_groups=num_groups,
         state_size=config.required("mamba_d_state", int),
-        conv_width=config.get("mamba_d_conv", int, 4),
+        conv_width=config.get("mamba_d_conv", int, 4, least=1),
         conv_bias=config.get("mamba_conv_bias", bool, True),
         proj_bias=config.get("mamba_proj_bias", bool, False),
         dt_limits=read_limits(config, "time_step_limit"),

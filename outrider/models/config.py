@@ -1,65 +1,17 @@
-"""Typed reads of Hugging Face config dicts. What a model does not support is refused by key and value.
+"""The keys of Hugging Face configs that the families share: sizes, layer types, rope. Each family reads its own.
 
-Knows the keys that the families share (sizes, layer types, rope); each family reads its own.
+What a model does not support is refused by key and value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from outrider.layers.rotary import FREQUENCIES, RopeParams
-
-T = TypeVar("T", int, float, str, bool, list, dict)
+from outrider.models.config_reader import ConfigError as ConfigError
+from outrider.models.config_reader import ConfigReader as ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-class ConfigError(ValueError):
-    """A config that cannot be served; the message names the key."""
-
-
-class ConfigReader:
-    """One config dict and where it came from. A key that is null counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
-        self.values = values
-        self.source = source
-
-    def required(self, key: str, kind: type[T]) -> T:
-        if self.values.get(key) is None:
-            raise ConfigError(f"{self.source}: {key} is missing")
-        return self._typed(key, kind)
-
-    def get(self, key: str, kind: type[T], default: T) -> T:
-        return default if self.values.get(key) is None else self._typed(key, kind)
-
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        return None if self.values.get(key) is None else self._typed(key, kind)
-
-    def must_equal(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """The key's value, which must be one of `allowed`; absent means `default`."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value not in allowed:
-            raise self.refusal(key, f"supported: {', '.join(repr(a) for a in allowed)}")
-        return value
-
-    def refusal(self, key: str, why: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {key}={self.values.get(key)!r} is not supported; {why}")
-
-    def section(self, key: str) -> ConfigReader:
-        """The dict under `key`, with messages that name the path."""
-        return ConfigReader(self.required(key, dict), f"{self.source}: {key}")
-
-    def _typed(self, key: str, kind: type[T]) -> T:
-        value = self.values[key]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{self.source}: {key} must be of type {kind.__name__}, got {value!r}")
-        return value
 
 
 @dataclass(frozen=True)
@@ -82,17 +34,17 @@ class Sizes:
         """head_dim, is_tied: the family's defaults where the config is silent; None derives head_dim."""
         hidden_size = config.required("hidden_size", int)
         num_heads = config.required("num_attention_heads", int)
-        num_kv_heads = config.get("num_key_value_heads", int, num_heads)
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        num_kv_heads = config.get("num_key_value_heads", int, num_heads, least=1)
+        if num_heads % num_kv_heads:
             raise config.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
         return cls(
             vocab_size=config.required("vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=config.required("intermediate_size", int),
+            intermediate_size=config.required("intermediate_size", int, least=0),
             num_layers=config.required("num_hidden_layers", int),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim", int, head_dim or hidden_size // num_heads),
+            head_dim=config.get("head_dim", int, head_dim or hidden_size // num_heads, least=1),
             max_positions=config.required("max_position_embeddings", int),
             eps=config.get("rms_norm_eps", float, 1e-6),
             is_tied=config.get("tie_word_embeddings", bool, is_tied),
@@ -111,13 +63,11 @@ def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | No
     num_layers = config.required("num_hidden_layers", int)
     if len(layer_types) != num_layers:
         raise config.refusal("layer_types", f"it must name {num_layers} layers (num_hidden_layers)")
-    if set(layer_types) - {FULL, SLIDING}:
+    if any(kind not in (FULL, SLIDING) for kind in layer_types):
         raise config.refusal("layer_types", f"supported types are {FULL} and {SLIDING}")
     if SLIDING not in layer_types:
         return [None] * num_layers
     window = config.required("sliding_window", int)
-    if window < 1:
-        raise config.refusal("sliding_window", "it must be at least 1")
     return [window if kind == SLIDING else None for kind in layer_types]
 
 
@@ -133,14 +83,14 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     max_positions = config.required("max_position_embeddings", int)
     kind = rope.must_equal(type_key, *FREQUENCIES, default="default")
-    original_len = rope.get("original_max_position_embeddings", int, max_positions)
+    original_len = rope.get("original_max_position_embeddings", int, max_positions, least=1)
     if kind == "dynamic":
         original_len = max_positions  # its scaling starts where the config's positions end
     elif kind in ("llama3", "yarn"):
-        original_len = config.get("original_max_position_embeddings", int, original_len)
+        original_len = config.get("original_max_position_embeddings", int, original_len, least=1)
     for reader in (config, rope):
         reader.must_equal("partial_rotary_factor", 1, default=1)
-    return RopeParams(
+    params = RopeParams(
         kind=kind,
         theta=rope.get("rope_theta", float, theta),
         rotary_dim=head_dim,
@@ -155,6 +105,11 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
         mscale_all_dim=rope.optional("mscale_all_dim", float),
         truncate=rope.get("truncate", bool, True),
     )
+    if params.theta <= 1 or min(params.factor, params.beta_fast, params.beta_slow, params.low_freq_factor) <= 0:
+        raise ConfigError(f"{rope.source}: rope_theta must be greater than 1, factors and betas greater than 0")
+    if params.high_freq_factor <= params.low_freq_factor:
+        raise rope.refusal("high_freq_factor", f"it must exceed low_freq_factor ({params.low_freq_factor})")
+    return params
 
 
 def _rope_factor(rope: ConfigReader, kind: str, stretch: float) -> float:

@@ -33,7 +33,7 @@ from outrider.models.config import (
 )
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.llama import LlamaLayer
-from outrider.models.loader import WeightError
+from outrider.models.sources.base import WeightError
 
 EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 IGNORED = ("t2d",)  # the inverse of d2t

@@ -94,10 +94,12 @@ class Gemma3(Decoder):
             Rotary(read_rope(config, kind, sizes), max_len=max_len or sizes.max_positions, dtype=dtype, device=device)
             for kind in ROPES
         ]
-        scale = config.get("query_pre_attn_scalar", float, 256.0) ** -0.5
+        scalar = config.get("query_pre_attn_scalar", float, 256.0)
+        if scalar <= 0:
+            raise config.refusal("query_pre_attn_scalar", "it must be greater than 0")
         softcap = config.optional("attn_logit_softcapping", float)
         self.attention_layers = [
-            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window, softcap)
+            AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scalar**-0.5, window, softcap)
             for index, window in enumerate(read_windows(config))
         ]
         bias = config.get("attention_bias", bool, False)
@@ -110,7 +112,7 @@ class Gemma3(Decoder):
 def read_windows(config: ConfigReader) -> list[int | None]:
     """`layer_types`, or the older `sliding_window_pattern`: every so many layers one sees everything."""
     num_layers = config.required("num_hidden_layers", int)
-    pattern = config.get("sliding_window_pattern", int, 6)
+    pattern = config.get("sliding_window_pattern", int, 6, least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
     return layer_windows(config, config.get("layer_types", list, kinds))
 

@@ -26,7 +26,7 @@ from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import HeadNorms, PagedLayer
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
-from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes, text_section
+from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
 DEFAULT_ROPES: dict[str, dict[str, object]] = {
@@ -219,6 +219,8 @@ class ProportionalRotary(Rotary):
                  device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
+        if not 0 < turning <= head_dim // 2:
+            raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
         exponents = torch.arange(0, 2 * turning, 2, dtype=wide) / head_dim
         frequencies = rope.required("rope_theta", float) ** -exponents / rope.get("factor", float, 1.0)
         angles = torch.arange(max_len, dtype=wide)[:, None] * F.pad(frequencies, (0, head_dim // 2 - turning))
@@ -233,7 +235,7 @@ class Gemma4(Decoder):
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        text = text_section(config)
+        text = config.text_section()
         self.prefix = "model" if text is config else "model.language_model"
         self.names = DecoderNames.below(self.prefix)
         sizes = read_sizes(text)
@@ -256,7 +258,9 @@ class Gemma4(Decoder):
                         experts=read_experts(text, shape.attention.index, sizes, dtype=dtype, device=device))
             for shape in self.shapes
         ]
-        suppressed = sorted(set(config.get("suppress_tokens", list, [])))
+        suppressed = sorted(set(config.get("suppress_tokens", list[int], [])))
+        if suppressed and not 0 <= suppressed[0] <= suppressed[-1] < sizes.vocab_size:
+            raise config.refusal("suppress_tokens", f"the vocabulary has {sizes.vocab_size} tokens")
         self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
 
     def parts(self) -> Sequence[tuple[str, Module]]:

@@ -21,9 +21,9 @@ from outrider.mixers.cached import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
-from outrider.models.gemma4_config import LayerShape, read_shapes, read_sizes, text_section
+from outrider.models.gemma4_config import LayerShape, read_shapes, read_sizes
 from outrider.models.head import DraftHead
-from outrider.models.loader import WeightError
+from outrider.models.sources.base import WeightError
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TOKEN_ORDERING = "masked_embedding.token_ordering"
@@ -57,7 +57,7 @@ class Gemma4Assistant(DraftHead):
 
     def __init__(self, config: ConfigReader, target: Gemma4, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
-        text = text_section(config)
+        text = config.text_section()
         self.sizes = sizes = read_sizes(text)
         check_fits(config, text, target)
         super().__init__(target, target.hidden_size, dtype=dtype, device=device)

@@ -25,10 +25,6 @@ class LayerShape:
     intermediate_size: int
 
 
-def text_section(config: ConfigReader) -> ConfigReader:
-    return config.section("text_config") if config.values.get("text_config") is not None else config
-
-
 def is_unified(text: ConfigReader) -> bool:
     return text.get("model_type", str, "").startswith("gemma4_unified")
 
@@ -76,17 +72,20 @@ def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple
     if text.values.get("per_layer_config") is not None:
         by_layer = text.section("per_layer_config")
         key = next((key for key in by_layer.values if str(key).isdecimal() and int(key) == index), None)
-        own = ConfigReader({} if key is None else by_layer.values[key], f"{by_layer.source}: {key}")
+        own = ConfigReader({}) if key is None else by_layer.section(key)
         for name in own.values:
             if name not in ("head_dim", "num_key_value_heads"):
                 raise own.refusal(name, "supported are head_dim and num_key_value_heads")
-        heads = own.get("num_key_value_heads", int, sizes.num_kv_heads), own.get("head_dim", int, sizes.head_dim)
+        heads = (own.get("num_key_value_heads", int, sizes.num_kv_heads, least=1),
+                 own.get("head_dim", int, sizes.head_dim, least=1))
     elif kind == SLIDING:
         heads = sizes.num_kv_heads, sizes.head_dim
     else:
         own_count = text.get("attention_k_eq_v", bool, False)
-        count = text.get("num_global_key_value_heads", int, sizes.num_kv_heads) if own_count else sizes.num_kv_heads
-        heads = count, text.get("global_head_dim", int, 512)
-    if heads[0] < 1 or sizes.num_heads % heads[0]:
+        count = sizes.num_kv_heads
+        if own_count:
+            count = text.get("num_global_key_value_heads", int, count, least=1)
+        heads = count, text.get("global_head_dim", int, 512, least=1)
+    if sizes.num_heads % heads[0]:
         raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")
     return heads

@@ -7,7 +7,7 @@ of token p and the target's hidden state of p - 1, at rope position p - 1. It kn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from outrider.layers.linear import Linear
 from outrider.layers.rotary import Rotary
 from outrider.mixers.cached import Attend
 from outrider.models.base import Hidden, Model
-from outrider.models.loader import WeightError, load_dummy, load_weights
+from outrider.models.loader import load_dummy, load_weights
+from outrider.models.sources.base import ModelSource, WeightError
 
 
 class DraftHead(LayeredModule, ABC):
@@ -84,9 +85,12 @@ class SlotRotary(Rotary):
         self.table = torch.cat((rotary.table[:1], rotary.table[:-1]))
 
 
-def load_head(head: DraftHead, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int) -> None:
+    """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`."""
+    if load_format == "dummy":
+        return load_dummy_head(head, seed)
     loadable: Any = head  # of a model, the loader uses what a head has too
-    load_weights(loadable, head.arrivals(tensors))
+    load_weights(loadable, head.arrivals(find_source().tensors()))
     head.check_loaded()
 
 

@@ -1,31 +1,44 @@
-"""Weights into a model, one tensor at a time: from safetensors files, or drawn at random.
+"""A model from its source: built, and filled one tensor at a time, or at random. Drafters' models and heads too.
 
-Every tensor of a file finds its slot and every slot its tensor, or loading fails with all the names. Never holds
+Every tensor of a source finds its slot and every slot its tensor, or loading fails with all the names. Never holds
 more of the files than about one tensor beside the model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from outrider.formats import StoredWeight, WeightSlot
 from outrider.models.base import Model
+from outrider.models.registry import build_model
+from outrider.models.sources.base import ModelSource, WeightError
 
 DUMMY_RANGE = 1e-3
-MAPPED_BYTES = 32 << 20  # of one file read before it is opened anew, which drops the pages read so far
-
-
-class WeightError(ValueError):
-    """Weights that do not fit the model, or a file that cannot be read."""
-
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
+Tensors: TypeAlias = Iterator[tuple[str, Stored]]
+Watch: TypeAlias = Callable[[Tensors, int], Tensors]
+
+
+def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
+               seed: int = 0) -> Model:
+    """The model of a source, ready to run."""
+    model = build_model(source.config, dtype=dtype, device=device, source=source.name)
+    fill_model(model, source, load_format=load_format, seed=seed)
+    return model
+
+
+def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
+               keep_quantized: bool = False, watch: Watch | None = None) -> None:
+    """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` gets the tensors,
+    and how many there are, and hands them on: a progress bar."""
+    if load_format == "dummy":
+        return load_dummy(model, seed)
+    tensors = source.read(keep_quantized=keep_quantized)
+    load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
@@ -94,72 +107,3 @@ def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
     low, high = torch.aminmax(slot.target)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise WeightError(f"tensor {name} holds NaN or Inf (as {slot.target.dtype})")
-
-
-def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json.
-
-    Largest first: a tensor is in memory twice while it is copied, and what the model has not yet been given is not
-    in memory at all, so the largest costs nothing extra when it comes first."""
-    sizes = [(size, name, path) for path, names in _files(Path(folder)).items() for name, size in _sizes(path, names)]
-    sizes.sort(key=lambda item: (-item[0], item[1]))
-    handles: dict[Path, Any] = {}
-    mapped = 0
-    for size, name, path in sizes:
-        if path not in handles:
-            handles[path] = _open(path)
-        yield name, _tensor(handles[path], name, path)
-        mapped += size
-        if mapped >= MAPPED_BYTES:
-            handles.clear()
-            mapped = 0
-
-
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file, with the tensors that the index expects in it (None: all there are)."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return {single: None}
-    if not index.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightError(f"{index} is damaged ({error!r}); download it again") from error
-    files: dict[Path, set[str] | None] = {}
-    for name, file in weight_map.items():
-        names = files.setdefault(folder / file, set())
-        assert names is not None
-        names.add(name)
-    return files
-
-
-def _sizes(path: Path, names: set[str] | None) -> list[tuple[str, int]]:
-    """Name and bytes (of float32, which is near enough to sort by) of the tensors in a file."""
-    handle = _open(path)
-    held = set(handle.keys())
-    if names is not None and names != held:
-        odd = ", ".join(sorted(names ^ held))
-        raise WeightError(f"{path} and model.safetensors.index.json disagree about {odd}; download both again")
-    shapes = {name: handle.get_slice(name).get_shape() for name in held}
-    return [(name, 4 * torch.Size(shape).numel()) for name, shape in shapes.items()]
-
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist, though the index beside it names it; download it again")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _tensor(handle: Any, name: str, path: Path) -> torch.Tensor:
-    try:
-        return handle.get_tensor(name)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> WeightError:
-    return WeightError(f"{path} is truncated or damaged ({error}); download it again")

@@ -151,7 +151,7 @@ def read_kinds(config: ConfigReader) -> list[str]:
 
 
 def kinds_under(config: ConfigReader, list_key: str, pattern_key: str) -> list[str]:
-    names = config.optional(list_key, list)
+    names = config.optional(list_key, list[str])
     key, given = (list_key, names) if names is not None else (pattern_key, list(config.get(pattern_key, str, "")))
     kinds = [OLD_NAMES.get(name, LETTERS.get(name, name)) for name in given]
     if set(kinds) - set(LETTERS.values()):
@@ -186,7 +186,7 @@ def read_shape(config: ConfigReader) -> Mamba2Shape:
         head_dim=config.required("mamba_head_dim", int),
         num_groups=num_groups,
         state_size=config.required("ssm_state_size", int),
-        conv_width=config.get("conv_kernel", int, 4),
+        conv_width=config.get("conv_kernel", int, 4, least=1),
         conv_bias=config.get("use_conv_bias", bool, True),
         proj_bias=config.get("use_bias", bool, False),
         norm_groups=num_groups,

@@ -125,11 +125,9 @@ class Qwen3Next(HybridDecoder):
 def read_kinds(config: ConfigReader) -> list[str]:
     """The kind of each layer: `layer_types`, or every so many attend."""
     num_layers = config.required("num_hidden_layers", int)
-    interval = config.get("full_attention_interval", int, 4)
-    if interval < 1:
-        raise config.refusal("full_attention_interval", "it must be at least 1")
+    interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    kinds = config.get("layer_types", list, default)
+    kinds = config.get("layer_types", list[str], default)
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
     return kinds
@@ -141,7 +139,7 @@ def read_shape(config: ConfigReader) -> GatedDeltaShape:
         num_value_heads=config.required("linear_num_value_heads", int),
         key_dim=config.required("linear_key_head_dim", int),
         value_dim=config.required("linear_value_head_dim", int),
-        conv_width=config.get("linear_conv_kernel_dim", int, 4),
+        conv_width=config.get("linear_conv_kernel_dim", int, 4, least=1),
     )
     if shape.num_key_heads < 1 or shape.num_value_heads % shape.num_key_heads:
         raise config.refusal("linear_num_key_heads", "it must divide linear_num_value_heads")

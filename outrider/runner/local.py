@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
@@ -17,14 +16,6 @@ from outrider.core import ScheduledBatch, StepResult, Uncaptured
 from outrider.runner.batch import PaddedSize
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
-
-
-class Runner(Protocol):
-    """Steps run in the order they are submitted. What passes in and out is plain data."""
-
-    def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
-
-    def close(self) -> None: ...
 
 
 class Padding:

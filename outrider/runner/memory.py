@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What steps take beside weights and pages, as `runner.profile` measured and estimated it."""
+    """What steps take beside weights and pages, as `runner.graphs.warm_up` measured and estimated it."""
 
     activation_bytes: int = 0  # of the largest step
     state_bytes: int = 0  # of rows, but for recurrent layers
@@ -49,7 +49,7 @@ def enough_memory(what: str, advice: str) -> Iterator[None]:
     """A device without memory for `what` is a matter of settings, and said as one."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise ValueError(f"the device has no memory for {what}: {advice} ({_first_line(error)})") from error
 
 

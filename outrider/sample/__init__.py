@@ -5,10 +5,10 @@ from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows, logprob_rows, to_host
 from outrider.sample.philox import gumbel
-from outrider.sample.rows import SamplingRows, check_params, stop_ids_of
+from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Sampled, sample
 
 __all__ = [
     "Accepted", "History", "LogitRows", "LogprobRows", "Sampled", "SamplingRows", "StepExtras", "StepNeeds",
-    "accept", "check_params", "gumbel", "logprob_rows", "sample", "stop_ids_of", "to_host",
+    "accept", "gumbel", "logprob_rows", "sample", "to_host",
 ]

@@ -7,7 +7,7 @@ import logging
 from outrider.config import SpeculativeConfig
 from outrider.models.config import ConfigReader
 from outrider.models.eagle import build_eagle
-from outrider.models.head import DraftHead, load_dummy_head, load_head
+from outrider.models.head import DraftHead, load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild
@@ -23,10 +23,7 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
     if head.sizes.max_positions < build.max_len:
         log.warning("the %s head %s was made for %d positions and max_model_len is %d: it may guess badly beyond them",
                     method, source.name, head.sizes.max_positions, build.max_len)
-    if build.load_format == "dummy":
-        load_dummy_head(head, build.seed)
-    else:
-        load_head(head, source.tensors())
+    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed)
     return head_drafter(method, head, config.num_speculative_tokens)
 
 

@@ -22,11 +22,11 @@ from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.cached import CachedLayers
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
-from outrider.models.head import load_dummy_head, load_head
+from outrider.models.head import load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 
 class AssistantDrafter(AutoregressiveDrafter):
@@ -79,8 +79,5 @@ def assistant_drafter(config: SpeculativeConfig, build: DraftBuild) -> Assistant
     source = resolve(config.model, weights=build.load_format != "dummy")
     assistant = build_assistant(ConfigReader(source.config, source.name), build.target, first_layer=build.first_layer,
                                 max_len=build.max_len, dtype=build.dtype, device=build.device)
-    if build.load_format == "dummy":
-        load_dummy_head(assistant, build.seed)
-    else:
-        load_head(assistant, source.tensors())
+    load_head(assistant, lambda: source, load_format=build.load_format, seed=build.seed)
     return AssistantDrafter(assistant, config.num_speculative_tokens, config.assistant_position)

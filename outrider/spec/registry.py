@@ -7,8 +7,7 @@ from importlib import import_module
 
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
-from outrider.models.loader import load_dummy, load_weights
-from outrider.models.registry import build_model
+from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafter
@@ -60,16 +59,12 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
 def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
     assert config.model is not None
     source = resolve(config.model, weights=build.load_format != "dummy")
-    model = build_model(source.config, dtype=build.dtype, device=build.device, max_len=None, source=source.name)
+    model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed)
     if model.max_positions < build.max_len:
         raise ValueError(
             f"the draft model {config.model} has {model.max_positions} positions and max_model_len is {build.max_len}: "
             "lower max_model_len or choose another draft model"
         )
-    if build.load_format == "dummy":
-        load_dummy(model, build.seed)
-    else:
-        load_weights(model, source.tensors())
     return model
 
 

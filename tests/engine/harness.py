@@ -1,7 +1,7 @@
 """Engines around tiny models, with poisoned pages, and runners that answer late, through pickle or elsewhere.
 
-Models come from configs alone and need no transformers. Everything here goes through `assemble`, so a test of an
-engine is a test of what `LLM` runs.
+Models come from configs alone and need no transformers. Everything here goes through `Worker` and `engine_around`, so
+a test of an engine is a test of what `LLM` runs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.build import assemble
+from outrider.engine.engine import Engine
+from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.runner.local import LocalRunner
 from outrider.runner.step import DeviceStep
+from outrider.runner.worker import Worker
 from outrider.sched.scheduler import Update
 from outrider.spec.base import Drafter
 
@@ -74,7 +76,8 @@ def save_folder(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     model = random_model(config, torch.float32, seed)
-    tensors = {name: slot.target.reshape(slot.shape).clone() for name, slot in model.weights().items()}
+    tensors = {name: slot.target.reshape(slot.shape).clone(memory_format=torch.contiguous_format)
+               for name, slot in model.weights().items()}
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -117,6 +120,26 @@ class Ask:
     priority: int = 0
 
 
+class GrowingOutputs:
+    """A front in its simplest form: what an engine's increments make of its requests' outputs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._outputs: dict[str, RequestOutput] = {}
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        self._engine.add(request_id, prompt, params, priority=priority)
+        self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
+
+    def step(self) -> list[RequestOutput]:
+        """The outputs that a step changed."""
+        changed: dict[str, None] = {}
+        for increment in self._engine.step():
+            self._outputs[increment.request_id].grow(increment)
+            changed[increment.request_id] = None
+        return [self._outputs[request_id] for request_id in changed]
+
+
 class Rig:
     """A small engine on the CPU with every blank page poisoned, and what a test wants to know of its run.
 
@@ -127,11 +150,13 @@ class Rig:
                  **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        self.engine = assemble(config, model, CPU, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
+        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter)
+        self.engine = engine_around(config, worker, tokenizer)
         self.scheduler = self.engine.scheduler
-        assert isinstance(self.engine.runner, LocalRunner)
-        self.runner: LocalRunner = self.engine.runner
-        self.step: DeviceStep = self.runner.device_step
+        assert isinstance(worker.runner, LocalRunner)
+        self.runner: LocalRunner = worker.runner
+        self.step: DeviceStep = worker.device_step
+        self.outputs = GrowingOutputs(self.engine)
         self.batches: list[ScheduledBatch] = []
         self.results: list[StepResult] = []
         self.num_poisoned = 0
@@ -167,11 +192,11 @@ class Rig:
         """All asks at once, to their ends; then the engine must be clean. Outputs in the order of the asks."""
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.engine.add(str(index), ask.prompt, ask.params, priority=ask.priority)
+            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority)
         for _ in range(limit):
             if not self.engine.has_work:
                 break
-            for output in self.engine.step():
+            for output in self.outputs.step():
                 if output.finished:
                     outputs[output.request_id] = output
                     self.ended.append(output.request_id)

@@ -20,10 +20,10 @@ from outrider.core.params import SamplingParams
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import RecurrentMixer, RecurrentState
-from outrider.mixers.recurrent.layers import StepCounts
+from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts
+from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
-from outrider.runner.recurrent_rows import RecurrentRows
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Update
 from tests.engine.harness import CPU, VOCAB, Rig, random_model
@@ -174,10 +174,10 @@ class BackendRig:
              most_pending: int = K) -> list[CheckpointWrite]:
         """One step of every layer; compares outputs, states and checkpoints. Returns those that were written."""
         counts, flat = self._counts(parts, targets, padded, most_pending)
-        step = self.rows.backend.on(counts)
+        step = self.rows.backend.begin(counts)
         for layer in mixers():
             conv_in, *gates = flat[layer]
-            y = step(layer, conv_in, tuple(gates))
+            y = step.run(layer, conv_in, tuple(gates))
             self._check_outputs(layer, parts, y)
         accepted = torch.tensor([p.accepted if p.stream.alive else 0 for p in parts] + [0] * padded[0])
         flags = self.rows.commit(step, accepted)
@@ -248,7 +248,7 @@ class BackendRig:
         counts = StepCounts(
             ints[0], torch.tensor(starts), torch.tensor(request_of), ints[1], ints[2], ints[3],
             self.rows.pending[ints[0]], tuple(lens),
-            (*known, *[0] * extra_requests), max(drafts), most_pending, self.rows.targets(scheduled),
+            (*known, *[0] * extra_requests), max(drafts), most_pending, self.rows.targets(scheduled, len(lens)),
         )  # fmt: skip
         return counts, {layer: self._flat(layer, parts, extra_tokens) for layer in mixers()}
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from outrider.core import ScheduledBatch, StepResult
-from outrider.runner.local import Runner
+from outrider.runner.interface import Runner
 
 
 class DelayedRunner:

@@ -13,6 +13,7 @@ import torch
 import outrider
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.engine import templates
 from outrider.engine.async_llm import AsyncLLM, EngineError, RequestError
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
 
@@ -209,6 +210,20 @@ def test_text_and_chat_go_through_the_tokenizer() -> None:
             await last_of(llm.generate({"prompt": long}, greedy(4)))
         with pytest.raises(ValueError, match="chat template"):
             await last_of(llm.chat([{"role": "user", "content": "hi"}]))
+
+    with_llm(body)
+
+
+def test_a_template_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+    async def body(llm: AsyncLLM, rig: Rig) -> None:
+        chat = asyncio.create_task(last_of(llm.chat([{"role": "user", "content": "hi"}], chat_template=endless)))
+        output = await last_of(llm.generate([5, 6], greedy(4)))
+        assert output.finished and not chat.done(), "others are served meanwhile"
+        with pytest.raises(ValueError, match="the chat template was stopped: it takes more than 0.5 seconds"):
+            await chat
 
     with_llm(body)
 

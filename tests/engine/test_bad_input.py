@@ -51,6 +51,12 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "text id": ([["a"]], "must be integers, got 'a'"),
     "text without a tokenizer": ("hello", "no tokenizer files: give prompts as token ids"),
     "dict without a prompt": ({"text": "x"}, "needs 'prompt' or 'prompt_token_ids', got text"),
+    "dict with odd keys": ({5: 5}, "needs 'prompt' or 'prompt_token_ids', got 5"),
+    "ids that are a number": ({"prompt_token_ids": 5}, "prompt_token_ids must be a list or a tuple or None, got 5"),
+    "text that is a number": ({"prompt": 5}, "prompt must be a text or None, got 5"),
+    "salt that is a number": ({"prompt_token_ids": [5], "cache_salt": 5}, "cache_salt must be a text or None, got 5"),
+    "half a pair of a character": ([{"prompt_token_ids": [5], "cache_salt": "\ud800"}], "cache_salt must be a text or"),
+    "nothing": (None, "prompts must be one or several of a text, token ids and a dict, got None"),
     "number": ([1.5], "a text, token ids or a dict, got 1.5"),
 }
 
@@ -92,12 +98,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "min above max": ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) must not exceed max_tokens \(4\)"),
     "stop without text": ({"stop": "x", "detokenize": False}, "stop strings need detokenize"),
     "greedy samples": ({"temperature": 0, "n": 2}, "n > 1 with temperature 0"),
-    "nothing allowed": ({"allowed_token_ids": []}, "allowed_token_ids must be None or not empty"),
-    "no tokens": ({"max_tokens": 0}, "max_tokens must be an integer of at least 1"),
-    "bias by text": ({"logit_bias": {"5": 1.0}}, "logit_bias must be keyed by token ids"),
-    "bias of text": ({"logit_bias": {5: "x"}}, "logit_bias must be of values in"),
-    "cold": ({"temperature": -1}, "temperature must be a finite number of at least 0, got -1"),
-    "infinite": ({"temperature": float("inf")}, "temperature must be a finite"),
+    "nothing allowed": ({"allowed_token_ids": []}, r"must be a list, each .* \(not empty\) or None, got \[\]"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens must be an integer from 1 to 2147483647 or None, got 0"),
+    "bias by text": ({"logit_bias": {"5": 1.0}}, "logit_bias must be a dict, each key an integer from 0 to"),
+    "bias of text": ({"logit_bias": {5: "x"}}, "logit_bias must be .* each value a number from -100 to 100"),
+    "cold": ({"temperature": -1}, r"temperature must be a number from 0 to 1e\+30, got -1"),
+    "infinite": ({"temperature": float("inf")}, "temperature must be a number from 0 to .*, got inf"),
     "unknown field": ({"temprature": 1}, "unknown field 'temprature'; known are"),
     "refused field": ({"best_of": 2}, "best_of is not supported: use n"),
 }
@@ -108,6 +114,19 @@ def test_contradictions_are_named(name: str) -> None:
     fields, message = CONTRADICTIONS[name]
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("priority", ["high", [0, "high"]])
+def test_a_refused_priority_leaves_nothing_behind(llm: LLM, priority: Any) -> None:
+    with pytest.raises(ValueError, match="priority must be an integer from .*, got 'high'"):
+        llm.generate([[5, 6], [5, 6]], greedy(3), priority=priority)
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_integrity()
+
+
+def test_messages_that_are_none_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages must be a list of dicts, or a list of such lists, got 5"):
+        llm.chat(5)  # type: ignore[arg-type]
 
 
 def test_a_list_of_parameters_must_fit_the_prompts(llm: LLM) -> None:

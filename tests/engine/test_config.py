@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +11,22 @@ import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Axis, Limits
-from outrider.engine.build import pick_backend, pick_device, pick_dtype
+from outrider.mixers.paged.registry import make_backend
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.folder import FolderSource
+from outrider.runner.device import pick_device, pick_dtype
 from tests.engine.harness import Rig, tiny_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "dtype must be one of auto, float32.*got 'int8'"),
-    "device": ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+    "device": ({"device": "tpu"}, "device must be one of auto, cpu, cuda or cuda:N, got 'tpu'"),
     "load_format": ({"load_format": "pt"}, "load_format must be one of"),
     "attention_backend": ({"attention_backend": "flash"}, "attention_backend must be one of"),
     "logprobs_mode": ({"logprobs_mode": "odd"}, "logprobs_mode must be one of raw, processed"),
-    "max_model_len": ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
-    "max_num_seqs": ({"max_num_seqs": -1}, "max_num_seqs must be at least 1, got -1"),
-    "gpu_memory_utilization": ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\]"),
-    "checkpoint_interval": ({"checkpoint_interval": 0}, r"must be at least page_size \(16 tokens\), got 0"),
+    "max_model_len": ({"max_model_len": 0}, "max_model_len must be an integer from 1 to 2147483647 or None, got 0"),
+    "max_num_seqs": ({"max_num_seqs": -1}, "max_num_seqs must be an integer from 1 to 65536 or None, got -1"),
+    "gpu_memory_utilization": ({"gpu_memory_utilization": 1.5}, "must be a number from 0.01 to 1, got 1.5"),
+    "checkpoint_interval": ({"checkpoint_interval": 15}, r"must be at least page_size \(16 tokens\), got 15"),
     "an interval within a page": ({"checkpoint_interval": 32, "page_size": 64}, "must be at least page_size"),
     "two sizes of the pool": ({"num_pages": 9, "kv_cache_memory_bytes": 9}, "say the same thing: give one"),
 }
@@ -74,7 +77,7 @@ def test_rows_have_room_for_the_null_row() -> None:
 
 
 def source_of(**config: Any) -> ModelSource:
-    return ModelSource("x", None, config, (), lambda: iter(()), dict)  # type: ignore[arg-type]
+    return FolderSource("x", Path("x"), config, ())
 
 
 def test_devices_and_types() -> None:
@@ -96,7 +99,7 @@ def test_a_missing_gpu_is_said() -> None:
 def test_a_backend_that_cannot_serve_the_model_is_refused() -> None:
     for name in ("triton", "cpu"):
         with pytest.raises(ValueError, match=f"attention_backend='{name}' does not serve torch.float64 on cpu"):
-            pick_backend(EngineConfig("x", attention_backend=name), tiny_model("llama"))
+            make_backend(name, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

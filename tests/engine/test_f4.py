@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.core import Axis
 from outrider.core.params import SamplingParams
-from outrider.engine.build import assemble
+from outrider.runner.worker import Worker
 from outrider.spec.base import Drafter
 from outrider.spec.scripted import ScriptedDrafter
-from tests.engine.harness import CPU, SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
 from tests.engine.runners import PicklingRunner
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
@@ -270,13 +270,12 @@ def test_f4_memory_per_request_grows_with_the_drafts_by_their_inputs_alone(famil
         drafts = {"method": "ngram", "num_speculative_tokens": k, "auto": False} if k else None
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="outrider"):
-            engine = assemble(EngineConfig("tiny", **SETTINGS, speculative_config=drafts), model, CPU)
-        rows = engine.runner.device_step.recurrent  # type: ignore[attr-defined]
-        row = engine.scheduler.cache.layout.recurrent.capacity(engine.limits)
-        assert rows.num_bytes == engine.limits.extent(Axis.ROWS) * row.row_bytes
+            worker = Worker(EngineConfig("tiny", **SETTINGS, speculative_config=drafts), model)
+        row = worker.info.layout.recurrent.capacity(worker.info.limits)
+        assert worker.device_step.recurrent.num_bytes == worker.info.limits.extent(Axis.ROWS) * row.row_bytes
         assert f"for {k} drafts" in caplog.text and f"{row.checkpoint_pages} pages a checkpoint" in caplog.text
         sizes.append(row.row_bytes - k * inputs)
-        engine.close()
+        worker.close()
     assert len(set(sizes)) == 1
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import Axis, Limits, ScheduledBatch
+from outrider.kernels.recurrent import CheckpointTargets
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, split
-from outrider.mixers.recurrent.layers import Targets
 from tests.engine.recurrent_rig import PAGE, BackendRig, K, Part, mixers
 
 AROUND = range(PAGE - K - 2, PAGE + 2)  # prompts that end near a boundary
@@ -142,8 +142,8 @@ def test_f4_a_wrong_idea_of_where_a_prompt_is_writes_nothing() -> None:
     rig.step([Part(stream, 3)])
     scheduled_as = rig.rows.targets
 
-    def late(batch: ScheduledBatch) -> Targets | None:
-        return scheduled_as(replace(batch, bounds=[bound + 1 for bound in batch.bounds]))
+    def late(batch: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
+        return scheduled_as(replace(batch, bounds=[bound + 1 for bound in batch.bounds]), num_requests)
 
     rig.rows.targets = late  # type: ignore[method-assign]
     assert rig.step([Part(stream, 20)], [rig.target(stream, PAGE)]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,38 @@ def test_n_samples_differ_and_repeat(llm: LLM) -> None:
 
 def test_the_seed_is_the_whole_difference(llm: LLM, folder: Path) -> None:
     assert text_of(llm, seed=8).text != text_of(llm, seed=9).text
-    assert text_of(llm, seed=None).text == text_of(llm, seed=0).text, "without one the engine's own, which is 0"
-    with LLM(str(folder), **SETTINGS, seed=8) as other:
-        assert text_of(other, seed=None).text == text_of(llm, seed=8).text
+    with LLM(str(folder), **SETTINGS, seed=5) as other:
+        assert text_of(other, seed=8).text == text_of(llm, seed=8).text, "an engine's seed is for requests without one"
+
+
+def test_requests_without_a_seed_differ_and_say_how_to_repeat_them(llm: LLM) -> None:
+    params = SamplingParams(**LETTERS | {"seed": None, "n": 2})
+    outputs = llm.generate(["hello"] * 3, params)
+    texts = [tuple(sample.text for sample in output.outputs) for output in outputs]
+    assert len({text for both in texts for text in both}) == 6 and len({output.seed for output in outputs}) == 3
+    for output, both in zip(outputs, texts, strict=True):
+        assert output.seed is not None and 0 <= output.seed < 2**53
+        (again,) = llm.generate("hello", replace(params, seed=output.seed))
+        assert again.seed == output.seed and tuple(sample.text for sample in again.outputs) == both
+
+
+def test_a_run_of_requests_without_seeds_repeats_with_the_engine(folder: Path) -> None:
+    """Whatever was refused on the way; the engine's seed makes another run."""
+    unseeded = SamplingParams(**LETTERS | {"seed": None})
+
+    def run(seed: int, *, refuses: bool = False) -> list[str]:
+        with LLM(str(folder), **SETTINGS, seed=seed) as engine:
+            first = engine.generate(["hello", "hello"], unseeded)
+            if refuses:
+                for bad in ({"stop_token_ids": [10**6]}, {"logprobs": 1000}):
+                    with pytest.raises(ValueError):
+                        engine.generate("hello", replace(unseeded, **bad))
+                with pytest.raises(ValueError):
+                    engine.engine.add("x", [1], unseeded, priority="high")  # type: ignore[arg-type]
+            return [output.outputs[0].text for output in first + engine.generate("hello", unseeded)]
+
+    assert run(0) == run(0, refuses=True)
+    assert len(set(run(0) + run(1) + run(-7))) == 9
 
 
 def test_an_engine_with_drafts_gives_the_same_text(llm: LLM, folder: Path) -> None:
@@ -259,14 +289,14 @@ def test_the_least_important_is_preempted() -> None:
 def test_an_abort_keeps_what_there_was() -> None:
     with Rig(tiny_model("llama")) as rig:
         (whole,), = tokens_of(rig.run([Ask(prompt_of(1, 8), greedy(20))]))
-        rig.engine.add("a", prompt_of(1, 8), SamplingParams(temperature=0, max_tokens=20))
-        rig.engine.add("b", prompt_of(2, 8), SamplingParams(n=2, seed=1, max_tokens=20))
+        rig.outputs.add("a", prompt_of(1, 8), SamplingParams(temperature=0, max_tokens=20))
+        rig.outputs.add("b", prompt_of(2, 8), SamplingParams(n=2, seed=1, max_tokens=20))
         for _ in range(6):
-            rig.engine.step()
+            rig.outputs.step()
         rig.engine.abort("a")
         rig.engine.abort("b")
         rig.engine.abort("nobody")
-        ended = {output.request_id: output for output in rig.engine.step()}
+        ended = {output.request_id: output for output in rig.outputs.step()}
         assert set(ended) == {"a", "b"} and all(output.finished for output in ended.values())
         (sample,) = ended["a"].outputs
         assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) < 20

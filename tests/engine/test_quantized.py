@@ -19,8 +19,9 @@ from outrider.layers.fuse import NativeDecoderLayer, prepare
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.models.base import Model
-from outrider.models.loader import WeightError, load_weights
+from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
+from outrider.models.sources.base import WeightError
 from tests.engine.harness import Ask, Rig, greedy
 
 CONFIG: dict[str, Any] = {

@@ -15,9 +15,10 @@ from outrider.cache.groups import plan_groups
 from outrider.cache.kinds import CHECKPOINT_INTERVAL
 from outrider.config import EngineConfig
 from outrider.core import Axis
-from outrider.engine.build import assemble
+from outrider.engine.start import engine_around
 from outrider.models.registry import build_model
 from outrider.runner.memory import plan_memory
+from outrider.runner.worker import Worker
 from tests.engine.harness import CPU, SETTINGS
 from tests.spec.hybrid_rig import FAMILIES, hybrid_of, mtp_of
 
@@ -48,9 +49,11 @@ def test_a_row_grows_with_the_drafts_by_their_inputs_alone(family: str, caplog: 
     for k in range(MOST + 1):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="outrider"):
-            engine = assemble(EngineConfig("tiny", **SETTINGS), model, CPU, drafter=mtp_of(model, k) if k else None)
+            config = EngineConfig("tiny", **SETTINGS)
+            worker = Worker(config, model, drafter=mtp_of(model, k) if k else None)
+            engine = engine_around(config, worker)
         assert f"for {k} drafts" in caplog.text
-        step = engine.runner.device_step  # type: ignore[attr-defined]
+        step = worker.device_step
         cache, num_rows = engine.scheduler.cache, engine.limits.extent(Axis.ROWS)
         capacity = cache.layout.recurrent.capacity(engine.limits)
         assert engine.limits.max_drafts == k and capacity.window_bytes == k * inputs
@@ -68,9 +71,9 @@ def test_a_row_grows_with_the_drafts_by_their_inputs_alone(family: str, caplog: 
 
 def test_the_interval_of_checkpoints_is_a_setting() -> None:
     for given, kept in ((16, 16), (50, 48), (1024, 1024)):
-        engine = assemble(EngineConfig("tiny", **SETTINGS, checkpoint_interval=given), hybrid_of("qwen3_5"), CPU)
-        assert engine.scheduler.cache.layout.recurrent.interval == kept, "whole pages"
-        engine.close()
+        worker = Worker(EngineConfig("tiny", **SETTINGS, checkpoint_interval=given), hybrid_of("qwen3_5"))
+        assert worker.info.layout.recurrent.interval == kept, "whole pages"
+        worker.close()
     assert EngineConfig("tiny").checkpoint_interval == CHECKPOINT_INTERVAL
 
 

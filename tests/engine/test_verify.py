@@ -12,19 +12,19 @@ import torch
 from outrider import cli
 from outrider.commands import compare, verify
 from outrider.commands.compare import describe, differences, explain
-from outrider.commands.drive import Ask
 from outrider.commands.loading import Loaded
+from outrider.commands.run_prompts import Ask
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.runner import step
-from tests.engine.harness import CONFIGS, CPU, byte_tokenizer, greedy, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, byte_tokenizer, greedy, save_folder, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 CONFIG = EngineConfig("tiny", page_size=16, speculative_config=NGRAM)
 
 
 def loaded(dtype: torch.dtype = torch.float64) -> Loaded:
-    return Loaded("tiny", tiny_model("llama", dtype), CPU, None, ())
+    return Loaded("tiny", tiny_model("llama", dtype), None, ())
 
 
 def checked(max_tokens: int = 12) -> verify.Check:
@@ -36,7 +36,7 @@ def checked(max_tokens: int = 12) -> verify.Check:
 
 def test_every_way_is_tried_and_gives_the_same_tokens() -> None:
     check = checked(max_tokens=20)
-    rows = [check.run(way) for way in verify.all_ways(speculative=True)]
+    rows = [check.run(way) for way in verify.all_variants(speculative=True)]
     assert [(row.way, row.drafts) for row in rows if not row.is_met] == []
     assert [(row.way, row.detail) for row in rows if row.verdict != "equal"] == []
     assert sum(row.drafts for row in rows) == 8 and any(row.happened["accepted"] for row in rows)
@@ -53,7 +53,7 @@ def test_a_step_that_takes_every_draft_is_found(monkeypatch: pytest.MonkeyPatch)
     check = checked()
     true_accept = step.accept
     monkeypatch.setattr(step, "accept", credulous)
-    row = check.run(verify.Way("batched", drafts=True, expects=("drafts",)))
+    row = check.run(verify.Variant("batched", drafts=True, expects=("drafts",)))
     assert row.verdict == "fault" and row.equal < row.requests and "a fault" in row.detail
     assert "output token" in row.detail and "scores of the two tokens" in row.detail
 
@@ -73,7 +73,7 @@ def test_a_tie_that_batch_mates_decide(size: float, verdict: str, monkeypatch: p
     monkeypatch.setattr(model.model, "logits", wavering)
     check = verify.Check(model, EngineConfig("tiny", page_size=16), [Ask([5 + i, 6, 7], greedy(6)) for i in range(4)])
     check.run_reference()
-    row = check.run(verify.Way("batched"))
+    row = check.run(verify.Variant("batched"))
     assert (row.verdict, row.equal) == (verdict, 0) and "reference 10, here 11" in row.detail
 
 
@@ -144,7 +144,7 @@ def test_one_fault_among_near_ties_is_a_fault(monkeypatch: pytest.MonkeyPatch) -
     asks = [Ask([5, 6, 7], greedy(2)), Ask([8, 6, 7], greedy(2))]
     check = verify.Check(model, EngineConfig("tiny", page_size=16), asks)
     check.reference = [[10, 10], [10, 10]]
-    row = check.run(verify.Way("batched"))
+    row = check.run(verify.Variant("batched"))
     assert (row.verdict, row.equal) == ("fault", 0) and "request 1" in row.detail
 
 
@@ -169,7 +169,7 @@ def test_the_command_prints_a_table_and_sets_the_status(folder: Path, capsys: py
     true_explain = verify.explain
     monkeypatch.setattr(verify, "explain", lambda i, at, ask, pair, scores, dtype: true_explain(
         i, at, ask, (pair[0], min(scores, key=scores.__getitem__)), scores, dtype))  # fmt: skip
-    monkeypatch.setattr(verify, "all_ways", lambda speculative: [verify.Way("batched")])
+    monkeypatch.setattr(verify, "all_variants", lambda speculative: [verify.Variant("batched")])
     assert cli.main(command) == 1
     out, err = capsys.readouterr()
     assert "1 FAULTS" in out and "tolerance 1e-09: a fault" in out and err.startswith("outrider: error: ")

@@ -18,17 +18,19 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import noise_of
-from outrider.commands.drive import Ask as DriveAsk
+from outrider.commands.run_prompts import Ask as CommandAsk
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.build import assemble
 from outrider.engine.engine import Engine
+from outrider.engine.start import engine_around
 from outrider.models.base import Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.runner.step import DeviceStep
-from tests.engine.harness import Ask, Rig, greedy, prompt_of
+from outrider.runner.worker import Worker
+from tests.engine.harness import Ask, GrowingOutputs, Rig, greedy, prompt_of
 from tests.gpu.conftest import HAS_CARD
 
 DEVICE = torch.device("cuda", 0) if HAS_CARD else torch.device("cpu")
@@ -60,16 +62,19 @@ def scratch() -> Path:
 
 @functools.cache
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, on_cpu: bool = False) -> Model:
-    return load_model(folder, dtype=dtype, device="cpu" if on_cpu else str(DEVICE))
+    return load_model(resolve(folder), dtype=dtype, device="cpu" if on_cpu else str(DEVICE))
 
 
 class GpuRig:
     """An engine on the card. `close` it; it holds captured steps. `source`: where an MTP module's tensors lie."""
 
     def __init__(self, model: Model, *, poison: bool = True, source: str | Path = "tiny", **settings: Any) -> None:
-        self.engine: Engine = assemble(EngineConfig(str(source), **SETTINGS | settings), model, model.device)
-        self.runner: Any = self.engine.runner
-        self.step: DeviceStep = self.runner.device_step
+        config = EngineConfig(str(source), **SETTINGS | settings)
+        worker = Worker(config, model)
+        self.engine: Engine = engine_around(config, worker)
+        self.runner: Any = worker.runner
+        self.step: DeviceStep = worker.device_step
+        self.outputs = GrowingOutputs(self.engine)
         self.num_poisoned = 0
         if poison:
             self.engine.runner = _Poisoning(self)
@@ -77,11 +82,11 @@ class GpuRig:
     def run(self, asks: Sequence[Ask]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.engine.add(str(index), ask.prompt, ask.params)
+            self.outputs.add(str(index), ask.prompt, ask.params)
         for _ in range(3000):
             if not self.engine.has_work:
                 break
-            outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
+            outputs |= {output.request_id: output for output in self.outputs.step() if output.finished}
         self.engine.scheduler.check_integrity()
         assert self.engine.scheduler.cache.usage() == 0
         return [outputs[str(index)] for index in range(len(asks))]
@@ -100,7 +105,7 @@ class _Poisoning:
     """Pages that nobody owned when a step was scheduled are NaN before it runs, after the steps in flight."""
 
     def __init__(self, rig: GpuRig) -> None:
-        self._rig, self._inner = rig, rig.engine.runner
+        self._rig, self._inner = rig, rig.runner
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         pages = self._rig.engine.scheduler.cache.pool.blank_pages()
@@ -149,6 +154,6 @@ def margin(expected: RequestOutput, ask: Ask, position: int, token: int) -> floa
     logprobs = expected.outputs[0].logprobs
     assert logprobs is not None
     entry = {int(key): value.logprob for key, value in logprobs[position].items()}
-    noise = noise_of(DriveAsk(ask.prompt, ask.params), len(ask.prompt) + position, (right, token))
+    noise = noise_of(CommandAsk(ask.prompt, ask.params), len(ask.prompt) + position, (right, token))
     heat = ask.params.temperature or 1.0
     return (entry[right] / heat + noise[0]) - (entry[token] / heat + noise[1])

@@ -21,6 +21,7 @@ from outrider.kernels import ops  # noqa: E402
 from outrider.kernels.triton import attention_splits  # noqa: E402
 from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
+from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
@@ -48,7 +49,8 @@ def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]
         for mixer in () if cached is None else cached.mixers:
             mixer.backend = backend  # type: ignore[attr-defined]
     if rig.step.recurrent.layers:
-        rig.step.recurrent.backend.use_kernels = True
+        rows = rig.step.recurrent
+        rows.backend = TritonRecurrent(rows.backend.mixers, rows.layers, rows.pages)
     with ops.using("triton", ops.prepare_step, ops.commit_step, ops.store_drafts, ops.plan_draft_passes,
                    ops.plan_reading_pass, ops.forget_pages):
         yield captured

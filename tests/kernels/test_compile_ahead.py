@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
-from outrider.kernels.fork_pool import in_forks  # noqa: E402
+from outrider.kernels.fork_pool import run_in_forks  # noqa: E402
+from outrider.kernels.triton import precompile  # noqa: E402
+from outrider.kernels.triton.launch import TritonKernel, collecting  # noqa: E402
+from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
 
 NUM_FORKS = 2
 PATIENT = 30.0
@@ -64,7 +68,7 @@ def dies() -> None:
 def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = writes_of(tmp_path, 20)
     works = [*map(write, paths), raises, lambda: print("loud"), lambda: os.write(2, b"loud")]
-    assert sorted(in_forks(works, NUM_FORKS, PATIENT)) == list(range(23)), "each once, also one that raises"
+    assert sorted(run_in_forks(works, NUM_FORKS, PATIENT)) == list(range(23)), "each once, also one that raises"
     processes = {int(path.read_text()) for path in paths}
     assert os.getpid() not in processes and 1 <= len(processes) <= NUM_FORKS
     assert not any(map(is_alive, processes))
@@ -73,10 +77,10 @@ def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 def test_a_fork_that_dies_takes_one_work_along(tmp_path: Path) -> None:
     paths = writes_of(tmp_path, 20)
-    done = list(in_forks([dies, *map(write, paths)], NUM_FORKS, PATIENT))
+    done = list(run_in_forks([dies, *map(write, paths)], NUM_FORKS, PATIENT))
     assert sorted(done) == list(range(1, 21)) and all(path.exists() for path in paths)
     start = time.monotonic()
-    assert list(in_forks([dies] * NUM_FORKS + [write(paths[0])], NUM_FORKS, PATIENT)) == [], "none is left"
+    assert list(run_in_forks([dies] * NUM_FORKS + [write(paths[0])], NUM_FORKS, PATIENT)) == [], "none is left"
     assert time.monotonic() - start < PATIENT, "nobody waits for the dead"
 
 
@@ -87,7 +91,7 @@ def test_a_fork_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         sleeper.wait()
 
     start = time.monotonic()
-    assert sorted(in_forks([hangs, *map(write, writes_of(tmp_path, 3))], NUM_FORKS, 1.0)) == [1, 2, 3]
+    assert sorted(run_in_forks([hangs, *map(write, writes_of(tmp_path, 3))], NUM_FORKS, 1.0)) == [1, 2, 3]
     assert time.monotonic() - start < PATIENT
     processes = [int(process) for process in (tmp_path / "hangs").read_text().split()]
     while any(map(is_alive, processes)) and time.monotonic() - start < PATIENT:
@@ -100,10 +104,52 @@ def test_forks_end_with_their_reader(tmp_path: Path) -> None:
         (tmp_path / "hangs").write_text(str(os.getpid()))
         time.sleep(1000)
 
-    forks = in_forks([hangs, lambda: [time.sleep(0.01) for _ in iter((tmp_path / "hangs").exists, True)]], 2, PATIENT)
+    waits = lambda: [time.sleep(0.01) for _ in iter((tmp_path / "hangs").exists, True)]  # noqa: E731
+    forks = run_in_forks([hangs, waits], 2, PATIENT)
     assert next(forks) == 1
     forks.close()
     assert not is_alive(int((tmp_path / "hangs").read_text()))
+
+
+# ---- launches that are collected ----
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_launches_of_one_thread_are_collected() -> None:
+    """Another engine of the same process goes on as if nothing were."""
+    launched: list[Any] = []
+    function = {(1,): lambda *args, **options: launched.append((args, options))}
+    kernel, collected = TritonKernel(function), []
+    with collecting(lambda *launch: collected.append(launch)):
+        kernel[(1,)](5, SIZE=6)
+        assert collected == [(function, (5,), {"SIZE": 6})] and not launched
+        in_another_thread(lambda: kernel[(1,)](7))
+        assert len(collected) == 1 and launched == [((7,), {})]
+    kernel[(1,)](8)
+    assert len(collected) == 1 and len(launched) == 2
+
+
+def test_empty_memory_is_zeros_while_launches_are_collected() -> None:
+    def ways(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty(x.shape), torch.empty(*x.shape, dtype=torch.int64), torch.empty_like(x),
+                x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)]  # fmt: skip
+
+    def are_zeros() -> bool:
+        """Of memory that was just given back by tensors of the same sizes, and would show them."""
+        x = torch.ones(1 << 10)
+        del (used := [tensor.fill_(7) for tensor in ways(x)])[:], used
+        return not any(bool(tensor.any()) for tensor in ways(x))
+
+    before = torch.empty, torch.empty_like, JITFunction.run
+    assert not are_zeros(), "the test can tell"
+    with precompile.compiling_ahead(), torch.inference_mode():
+        assert are_zeros() and not in_another_thread(are_zeros)
+        assert (torch.empty, torch.empty_like, JITFunction.run) == before, "nothing is replaced for everybody"
+    assert not are_zeros()
 
 
 # ---- kernels, compiled by the script below ----
@@ -178,13 +224,13 @@ def test_it_compiles_here_if_it_must(compiled: dict[str, Any], name: str, case: 
 REFUSED, DEADLY, HANGING = 40, 20, 30
 
 
-@triton.jit
+@launched_kernel
 def _add(x, out, size, NUMBER: tl.constexpr):
     tl.static_assert(NUMBER != 40)
     tl.store(out + size, tl.load(x) + NUMBER)
 
 
-@triton.jit
+@launched_kernel
 def _times(x, out, size, NUMBER: tl.constexpr):
     tl.store(out + size, tl.load(x) * NUMBER)
 
@@ -227,7 +273,7 @@ class Script:
         driver.set_active(Card(self.launchers))  # type: ignore[arg-type]
         knobs.compilation.listener = self.note
         for kernel in (_add, _times):
-            kernel.add_pre_run_hook(self.break_fork)
+            kernel.function.add_pre_run_hook(self.break_fork)
 
     def note(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
         number = next(iter(src.constants.values()))
@@ -248,24 +294,19 @@ class Script:
                 self.x, torch.empty(64), size, NUMBER=10 * case + number)
 
     def compile(self, case: int, **options: Any) -> list[Any]:
-        from outrider.kernels.triton.precompile import compiling_ahead
-
         self.log.write_text("")
-        with compiling_ahead(**options):
+        with precompile.compiling_ahead(**options):
             for launch in self.launch(case):
                 launch()
-            assert torch.empty is torch.zeros
-        assert torch.empty is not torch.zeros and isinstance(driver.active, Card)
+        assert isinstance(driver.active, Card)
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def run(self) -> dict[str, Any]:
-        from outrider.kernels.triton import precompile
-
         made = {"forked": self.compile(1, workers=NUM_FORKS)}
         made["launchers"] = [json.loads(line) for line in self.launchers.read_text().splitlines()]
         made["launched"] = self.find_compiled(1)
         for kernel in (_add, _times):
-            kernel.device_caches.clear()
+            kernel.function.device_caches.clear()
         made["again"] = self.compile(1, workers=NUM_FORKS)
         made["dies"] = self.compile(2, workers=NUM_FORKS)
         precompile.PATIENCE = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,8 +38,8 @@ from outrider.kernels.triton import draft as kernels  # noqa: E402
 from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.spec.base import Step  # noqa: E402
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
 from outrider.spec.draw import draw_drafts  # noqa: E402
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
 from tests.spec.rig import DraftRig  # noqa: E402
@@ -291,11 +291,8 @@ def test_an_assistant_proposes_the_same_with_kernels() -> None:
 @contextmanager
 def fused(module: ModuleType | None) -> Iterator[None]:
     """Heads take in and hand on by kernels, norms too, as on a card; or by none."""
-    if module is None:
-        yield
-        return
-    with (mock.patch.object(ops, "head_kernels", lambda x: module),
-          mock.patch.object(ops, "_kernels", lambda x: module)):
+    heads = ops.join_embedding, ops.take_rows, ops.rms_norm, ops.add_rms_norm, ops.norm_add_norm, ops.silu_mul
+    with ops.using("triton", *heads) if module is not None else nullcontext():
         yield
 
 
@@ -332,21 +329,21 @@ def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: t
     tokens, table, hidden = torch.tensor([3, 0, 9, 9, 1], device=device), some(10, 48), some(5, 96)[:, 48:]
     options: dict[str, Any] = {"scale": scale, "hidden_first": hidden_first, "eps": 1e-5}
     options["gains"] = (some(48).float(), some(48)) if gained else None
-    with mock.patch.object(ops, "head_kernels", lambda x: None):
+    with ops.using("reference", ops.join_embedding):
         wanted, wanted_part = ops.join_embedding(tokens, table, hidden, **options)
-    with mock.patch.object(ops, "head_kernels", lambda x: triton):
+    with ops.using("triton"):
         made, part = ops.join_embedding(tokens, table, hidden, **options)
     torch.testing.assert_close(made, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert gained or torch.equal(made, wanted)
     torch.testing.assert_close(part, wanted_part, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
-    empty = triton.join_embedding(tokens[:0], table, hidden[:0])
+    empty, _ = triton.join_embedding(tokens[:0], table, hidden[:0])
     assert empty.shape == (0, 96)
 
 
 def test_rows_of_two_matrices_are_taken_at_once(device: torch.device, dtype: torch.dtype) -> None:
     first, second = (torch.randn(7, width, device=device).to(dtype) for width in (1100, 40))
     index = torch.tensor([6, 0, 0, 3], device=device)
-    with mock.patch.object(ops, "head_kernels", lambda x: triton):
+    with ops.using("triton"):
         one, other = ops.take_rows(first, second[:, 8:], index)
         same, again = ops.take_rows(first, first, index)
     assert torch.equal(one, first[index]) and torch.equal(other, second[index, 8:])

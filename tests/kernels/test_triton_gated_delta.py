@@ -16,18 +16,19 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.kinds import RecurrentKind  # noqa: E402
 from outrider.kernels import recurrent  # noqa: E402
+from outrider.kernels.recurrent import CheckpointTargets, ScanTarget  # noqa: E402
 from outrider.kernels.triton import gated_delta  # noqa: E402
 from outrider.kernels.triton.gated_delta import delta_steps  # noqa: E402
 from outrider.kernels.triton.recurrent_step import (  # noqa: E402
     LayerTensors,
-    SaveTargets,
     StepConfig,
     StepInputs,
     StepTensors,
 )
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
+from outrider.mixers.recurrent.base import LayerRows, StepCounts  # noqa: E402
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages  # noqa: E402
-from outrider.mixers.recurrent.layers import LayerRows, RecurrentLayers, StepCounts, Targets  # noqa: E402
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
 
 NAN = float("nan")
 SHAPE = GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=7, value_dim=11, conv_width=4)
@@ -127,22 +128,22 @@ def make_case(
         request_of=request_of.clamp_max(count - 1), computed=seen + waiting, num_known=torch.tensor(known),
         num_drafts=torch.tensor(drafts), pending=waiting, query_lens=tuple(lens),
         known_lens=tuple([a.known for a in asked] + [0] * num_padded), most_drafts=max(a.drafts for a in asked),
-        most_pending=WINDOW, targets=make_targets(asked, kind),
+        most_pending=WINDOW, targets=make_targets(asked, kind, count),
     )
     return Case(mixer, counts, rows, conv_in, (first, second), torch.full((NUM_PAGES, PAGE_ELEMENTS), NAN), kind)
 
 
-def make_targets(asked: list[Asked], kind: RecurrentKind) -> Targets | None:
+def make_targets(asked: list[Asked], kind: RecurrentKind, num_requests: int) -> CheckpointTargets | None:
     writes = [(i, a.seen + b, a.seen + a.pending) for i, a in enumerate(asked) for b in a.boundaries]
     if not writes:
         return None
     per_checkpoint = -(-kind.checkpoint_bytes // kind.page_bytes)
     assert len(writes) * per_checkpoint < NUM_PAGES
     pages = torch.arange(1, NUM_PAGES)[torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(4))]
-    request, boundary, start = (torch.tensor(column) for column in zip(*writes, strict=True))
-    offsets = tuple(int(n) for n in boundary - start)
-    return Targets(tuple(w[0] for w in writes), offsets, request, boundary, start,
-                   pages[: len(writes) * per_checkpoint].view(len(writes), -1))
+    request, boundary, _ = (torch.tensor(column) for column in zip(*writes, strict=True))
+    scans = tuple(ScanTarget(i, target, there - start) for target, (i, there, start) in enumerate(writes))
+    return CheckpointTargets(torch.searchsorted(request, torch.arange(num_requests + 1)), request, boundary,
+                             pages[: len(writes) * per_checkpoint].view(len(writes), -1), scans)
 
 
 def make_inputs(case: Case) -> StepInputs:
@@ -176,7 +177,7 @@ def run_kernel(case: Case, device: torch.device, **options: object) -> torch.Ten
     def moved(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.to(device) for tensor in tensors)
 
-    step = StepTensors.of(*moved((counts.rows, counts.query_starts, counts.computed, counts.num_known,
+    step = StepTensors.stack(*moved((counts.rows, counts.query_starts, counts.computed, counts.num_known,
                                   counts.num_drafts, counts.pending, counts.request_of)))
     conv_in, *gates = moved((inputs.conv_in, *inputs.gates))
     convolved, *wide = moved((inputs.convolved, *inputs.wide_gates))
@@ -184,12 +185,10 @@ def run_kernel(case: Case, device: torch.device, **options: object) -> torch.Ten
     state, tail, window, *windows = moved((own.state, own.tail, own.conv_in, *own.gates))
     targets, pool = None, case.pool.to(device)
     if counts.targets is not None:
-        starts = torch.searchsorted(counts.targets.request, torch.arange(case.num_requests + 1))
-        targets = SaveTargets(*moved((starts, counts.targets.boundary, counts.targets.pages)), pool,
-                              case.kind.starts()[LAYER])
+        targets = CheckpointTargets(*moved(counts.targets[:4]))
     options = {"num_key_heads": case.mixer.shape.num_key_heads, "targets": targets} | options
     y = delta_steps(step, StepInputs(conv_in, tuple(gates), convolved, tuple(wide)),
-                    LayerTensors(state, tail, window, tuple(windows)), **options)
+                    LayerTensors(state, tail, window, tuple(windows), pool, case.kind.starts()[LAYER]), **options)
     case.rows = LayerRows(state.cpu(), tail.cpu(), window.cpu(), tuple(gate.cpu() for gate in windows))
     case.pool = pool.cpu()
     return y.cpu()
@@ -197,8 +196,8 @@ def run_kernel(case: Case, device: torch.device, **options: object) -> torch.Ten
 
 def run_torch(case: Case) -> torch.Tensor:
     pages = CheckpointPages(case.kind, case.pool, case.conv_in.dtype)
-    layers = RecurrentLayers({LAYER: case.mixer}, {LAYER: case.rows}, pages, exact=True, use_kernels=False)
-    return layers.on(case.counts)(LAYER, case.conv_in, case.gates)
+    layers = TorchRecurrent({LAYER: case.mixer}, {LAYER: case.rows}, pages, exact=True)
+    return layers.begin(case.counts).run(LAYER, case.conv_in, case.gates)
 
 
 def saved_states(case: Case) -> torch.Tensor:
@@ -235,7 +234,7 @@ def check(case: Case, device: torch.device, **options: object) -> Case:
     if case.counts.targets is not None:
         assert_close(saved_states(found), saved_states(wanted), "checkpoints")
         state_words = case.mixer.spec.state_bytes // 4
-        written = case.counts.written(case.counts.targets)
+        written = case.counts.passes(case.counts.targets)
         assert int((~found.pool.isnan()).sum()) == int(written.sum()) * state_words, "and nothing else of the pool"
     return found
 
@@ -331,7 +330,7 @@ def test_rows_that_ended_are_folded_into_their_checkpoint(device: torch.device) 
     y = run_kernel(found, device, fold_only=True)
     assert y.shape == (0, case.mixer.spec.out_dim)
     pages = CheckpointPages(wanted.kind, wanted.pool, torch.float64)
-    layers = RecurrentLayers({LAYER: wanted.mixer}, {LAYER: wanted.rows}, pages, use_kernels=False)
+    layers = TorchRecurrent({LAYER: wanted.mixer}, {LAYER: wanted.rows}, pages)
     layers.fold_ended(counts.rows, counts.computed, counts.pending, counts.targets)
     assert_close(saved_states(found), saved_states(wanted), "checkpoints")
     assert saved_states(found).isnan().flatten(1).all(1).tolist() == [False, False, True]

@@ -77,11 +77,11 @@ def test_a_row_of_a_large_tile_does_not_depend_on_the_others(device: torch.devic
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4])
-@pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
 def test_matvec_with_its_activation(num_rows: int, activation: str, device: torch.device, dtype: torch.dtype) -> None:
     x, weight = draw(device, dtype, num_rows, 72), draw(device, dtype, 2 * 19, 72, seed=1)
     product = (x.float() @ weight.float().t()).to(dtype)
-    wanted = {"silu_mul": reference.silu_mul, "gelu_tanh_mul": reference.gelu_tanh_mul, "relu2": reference.relu2}
+    wanted = {"silu": reference.silu_mul, "gelu_pytorch_tanh": reference.gelu_tanh_mul, "relu2": reference.relu2}
     actual = matvec(x, weight, activation=activation, config=FEW_COLUMNS)
     torch.testing.assert_close(actual, wanted[activation](product), atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
                                rtol=5e-2 if dtype == torch.bfloat16 else 1e-4)  # fmt: skip
@@ -112,7 +112,7 @@ def test_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -
         ("x", lambda: matvec(x[:, :16], weight)),
         ("x", lambda: matvec(x.repeat(3, 1), weight)),
         ("activation", lambda: matvec(x, weight, activation="gelu")),
-        ("bias", lambda: matvec(x, weight, x[0, :4], activation="silu_mul")),
+        ("bias", lambda: matvec(x, weight, x[0, :4], activation="silu")),
         ("out", lambda: matvec(x, weight, out=x)),
     ):
         with pytest.raises(ValueError, match=f"matvec: {argument} "):
@@ -120,14 +120,14 @@ def test_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 33])
-@pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gated_linear_is_the_product_then_the_activation(rows: int, activation: str, device: torch.device,
                                                          dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 48, generator=generator).to(device, dtype)
     weight = torch.randn(2 * 37, 48, generator=generator).to(device, dtype)
     gate, up = (x.float() @ weight.float().t()).to(dtype).float().chunk(2, dim=1)
-    acted = F.silu(gate) if activation == "silu_mul" else F.gelu(gate, approximate="tanh")
+    acted = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.5, "rtol": 0.05}
     config = SMALL if dtype == torch.float32 else None  # the measured ones are for 16 bits
     torch.testing.assert_close(gated_linear(x, weight, activation, config=config).float(), acted * up, **tolerance)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.kernels.moe import RouteRule, experts_reference, route_reference
+from outrider.kernels import moe as reference
+from outrider.kernels.moe import RouteRule
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import moe  # noqa: E402
+from outrider.kernels.triton import moe, router  # noqa: E402
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2"]
@@ -48,7 +49,7 @@ class Case:
 
     def wanted(self) -> torch.Tensor:
         wide = [t.double() for t in (self.x, self.weights, self.gate_up, self.down)]
-        return experts_reference(wide[0], self.ids, wide[1], wide[2], wide[3], self.activation)
+        return reference.experts(wide[0], self.ids, wide[1], wide[2], wide[3], self.activation)
 
     def cut(self, tokens: slice) -> Case:
         part = Case.__new__(Case)
@@ -170,9 +171,9 @@ def test_route(device: torch.device, name: str, extra: str) -> None:
     logits = 8 * draw(device, torch.float32, 13, rule.num_experts)
     bias = draw(device, torch.float32, 1, rule.num_experts, seed=1)[0] if extra == "bias" else None
     scale = draw(device, torch.float32, 1, rule.num_experts, seed=2)[0] if extra == "expert scale" else None
-    assert moe.can_route(rule)
-    ids, weights = moe.route(logits, rule, bias, scale)
-    wanted = route_reference(logits, rule, bias, scale)
+    assert router.can_route(rule)
+    ids, weights = router.route(logits, rule, bias, scale)
+    wanted = reference.route(logits, rule, bias, scale)
     assert torch.equal(ids, wanted.ids) and ids.dtype == torch.int64
     torch.testing.assert_close(weights, wanted.weights)
 
@@ -182,17 +183,17 @@ def test_ties_go_to_the_lowest_id_and_dead_rows_stay_in_range(device: torch.devi
     logits = torch.zeros(3, 16, device=device)
     logits[0, [5, 9]] = 1.0
     logits[1] = float("nan")
-    ids, weights = moe.route(logits, rule)
+    ids, weights = router.route(logits, rule)
     assert ids.tolist() == [[5, 9, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-    assert torch.equal(ids, route_reference(logits, rule).ids)
+    assert torch.equal(ids, reference.route(logits, rule).ids)
     assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
 
 
 def test_groups_that_are_no_power_of_two_are_left_to_torch(device: torch.device) -> None:
     rule = RouteRule(12, 2, num_groups=3, top_groups=1)
-    assert not moe.can_route(rule) and moe.can_route(RouteRule(12, 2, num_groups=3, top_groups=3))
+    assert not router.can_route(rule) and router.can_route(RouteRule(12, 2, num_groups=3, top_groups=3))
     with pytest.raises(ValueError, match="route: rule "):
-        moe.route(torch.zeros(1, 12, device=device), rule)
+        router.route(torch.zeros(1, 12, device=device), rule)
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:

@@ -11,16 +11,19 @@ from random import Random
 import pytest
 import torch
 
-from outrider.cache.groups import LayerCache, plan_groups
-from outrider.cache.kinds import FullSpec
-from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch
-from outrider.core.params import SamplingParams
-from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
-from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
-from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import RecurrentMixer
-from outrider.mixers.recurrent.layers import StepCounts
-from outrider.runner.recurrent_rows import RecurrentRows
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
+from outrider.cache.kinds import FullSpec  # noqa: E402
+from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
+from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
+from outrider.mixers.pool import DevicePool  # noqa: E402
+from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts  # noqa: E402
+from outrider.mixers.recurrent.rows import RecurrentRows  # noqa: E402
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
+from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
 
 WINDOW, PAGE, MAX_LEN = 3, 16, 512
 Y_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -70,9 +73,9 @@ class Twins:
         self.num_pages = layout.recurrent.capacity(self.limits).checkpoint_pages
         self.pools = [DevicePool(layout, 400, dtype, device) for _ in range(2)]
         self.both = [RecurrentRows(self.mixers, self.limits, pool) for pool in self.pools]
-        for rows, pool, use_kernels in zip(self.both, self.pools, (False, True), strict=True):
+        for rows, pool, backend in zip(self.both, self.pools, (TorchRecurrent, TritonRecurrent), strict=True):
             pool.data.fill_(torch.nan)
-            rows.backend.use_kernels, rows.backend.exact = use_kernels, exact
+            rows.backend = backend(self.mixers, rows.layers, rows.pages, exact=exact)
             for own in rows.layers.values():
                 for tensor in (own.state, own.tail, own.conv_in, *own.gates):
                     tensor.fill_(torch.nan)
@@ -96,15 +99,16 @@ class Twins:
     def step(self, parts: list[Part], targets: list[CheckpointWrite] | None = None, padded: tuple[int, int] = (0, 0), *,
              listed: bool = False) -> list[bool]:
         """Returns which targets were written. listed: by request, as captured steps have them."""
-        counts, num_tokens = self._counts(parts, targets or [], padded)
+        order = [part.life.row for part in parts]
+        counts, num_tokens = self._counts(parts, sorted(targets or [], key=lambda w: order.index(w.row)), padded)
         both = [replace(counts, pending=rows.pending[counts.rows]) for rows in self.both]
         if listed:
             by_row = {write.row: write.boundary for write in targets or []}
             boundaries = torch.tensor([by_row.get(row, -1) for row in counts.rows.tolist()], device=self.device)
             for i, rows in enumerate(self.both):
-                rows.list_pages(targets or [])
-                both[i] = replace(both[i], targets=rows._listed_targets(counts.rows, boundaries))
-        steps = [rows.backend.on(own) for rows, own in zip(self.both, both, strict=True)]
+                rows.give_pages(targets or [])
+                both[i] = replace(both[i], targets=rows.row_targets(counts.rows, boundaries))
+        steps = [rows.backend.begin(own) for rows, own in zip(self.both, both, strict=True)]
         for layer, mixer in self.mixers.items():
             sizes = (mixer.spec.conv_dim, *mixer.spec.gate_sizes)
             # Slices of one projection, as layers have them.
@@ -112,7 +116,7 @@ class Twins:
                 self.rng.randrange(2**31))).to(self.device, self.dtype)
             projected[num_tokens - padded[1] :] = torch.nan
             conv_in, *gates = projected[:, 3:].split(sizes, dim=-1)
-            near("y", *[step(layer, conv_in, tuple(gates)) for step in steps], Y_NEAR[self.dtype])
+            near("y", *[step.run(layer, conv_in, tuple(gates)) for step in steps], Y_NEAR[self.dtype])
         accepted = torch.tensor([0 if p.is_dead else p.accepted for p in parts] + [0] * padded[0], device=self.device)
         flags = [rows.commit(step, accepted) for rows, step in zip(self.both, steps, strict=True)]
         for part in parts:
@@ -124,7 +128,11 @@ class Twins:
             return []
         assert flags[1] is not None and flags[0].tolist() == flags[1].tolist()
         self.num_written += int(flags[0].sum())
-        return flags[0].tolist()
+        if listed:
+            return flags[0].tolist()
+        placed = sorted(targets or [], key=lambda w: order.index(w.row))
+        was_written = {write.id: was for write, was in zip(placed, flags[0].tolist(), strict=True)}
+        return [was_written[write.id] for write in targets or []]
 
     def fold(self, lives: list[Life], targets: list[CheckpointWrite]) -> list[bool]:
         computed = torch.zeros(self.limits.max_requests + 1, dtype=torch.int64, device=self.device)
@@ -173,7 +181,7 @@ class Twins:
         counts = StepCounts(
             ints[0], torch.tensor(starts, device=self.device), torch.tensor(request_of, device=self.device), *ints[1:],
             ints[1], tuple(lens), (*known, *extra), max(drafts), self.limits.max_drafts,
-            self.both[0].targets(scheduled),
+            self.both[0].targets(scheduled, len(lens)),
         )  # fmt: skip
         return counts, len(request_of)
 
@@ -276,7 +284,7 @@ def test_a_strange_shape_is_refused(device: torch.device) -> None:
     twins = Twins(torch.float32, device)
     life = twins.admit(1)
     counts, _ = twins._counts([Part(life, 2)], [], (0, 0))
-    step = twins.both[1].backend.on(counts)
+    step = twins.both[1].backend.begin(counts)
     spec = twins.mixers[0].spec
     with pytest.raises(ValueError, match="gates"):
-        step(0, torch.zeros(2, spec.conv_dim, device=device), (torch.zeros(2, 3, device=device),))
+        step.run(0, torch.zeros(2, spec.conv_dim, device=device), (torch.zeros(2, 3, device=device),))

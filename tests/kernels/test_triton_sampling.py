@@ -13,11 +13,22 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import Admission, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.kernels import ops, triton  # noqa: E402
+from outrider.kernels import ops  # noqa: E402
 from outrider.kernels.drafting import DraftVerdicts  # noqa: E402
-from outrider.kernels.triton import Keys, choose_scaled, draw_tokens, sample_logits, sampling  # noqa: E402
+from outrider.kernels.sampling_keys import SamplingKeys  # noqa: E402
+from outrider.kernels.triton import choose_scaled, draw_tokens, sample_logits, sampling  # noqa: E402
 from outrider.kernels.triton.synthetic import accept_at_rates  # noqa: E402
-from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample  # noqa: E402
+from outrider.sample import (  # noqa: E402
+    History,
+    LogitRows,
+    Sampled,
+    SamplingRows,
+    StepExtras,
+    StepNeeds,
+    draw,  # noqa: E402
+    sample,
+    sampler,
+)
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
 from outrider.spec import scripted  # noqa: E402
@@ -83,7 +94,7 @@ def test_a_program_may_take_many_tiles(device: torch.device, span: int, monkeypa
     logits[1, 4999] = float("nan")
     temperature = torch.tensor([0.0, 1.0, 0.7, 1e-3, 5.0, 0.0], device=device)
     seed, sample_index, position = keys(device, 6)
-    row, by = torch.arange(5, -1, -1, device=device), Keys(temperature, seed, sample_index)
+    row, by = torch.arange(5, -1, -1, device=device), SamplingKeys(temperature, seed, sample_index)
 
     def tokens() -> list[torch.Tensor]:
         return [sample_logits(logits, temperature, seed, sample_index, position),
@@ -133,7 +144,7 @@ HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
     rows = SamplingRows(LIMITS, device)
-    rows.admit([Admission(row=i + 1, token_ids=[5, 6], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
+    rows.admit([Admission(row=i + 1, token_ids=[5, 5], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
                           seed=(1 << 40) * i - 3, sample_index=i) for i, one in enumerate(params)])  # fmt: skip
     return rows
 
@@ -145,15 +156,15 @@ def logit_rows(device: torch.device, count: int) -> LogitRows:
     return LogitRows(request, count - request, draft_index, 2 + draft_index + 7 * request)
 
 
-def sampled_by(module: Any, logits: torch.Tensor, of: LogitRows, params: list[SamplingParams]) -> Sampled:
-    """With the kernels of a module, or with none."""
+def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[SamplingParams]) -> Sampled:
+    """With the kernels of one kind, or with none."""
     rows = sampling_rows(logits.device, params)
     counts = [2] * len(params)
     needs = StepNeeds.of(params[::-1], counts)
     extras = StepExtras.of(params[::-1], counts, logits.shape[1], logits.device)
     ints = {"dtype": torch.int64, "device": logits.device}
     history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
-    with mock.patch.object(ops, "sampling_kernels", lambda logits: module):
+    with ops.using(kind, sampler.sample_chunk, draw.draw_tokens, draw.choose_scaled):
         return sample(logits, of, rows, history, needs, extras)
 
 
@@ -168,7 +179,7 @@ def test_the_sampler_gives_the_same_with_kernels(device: torch.device, fields: d
     logits[5] = float("-inf")
     logits[8:10] *= 1e6  # shifted first, or a tiny temperature makes several infinite
     params = [SamplingParams(**({"temperature": heat} | fields)) for heat in HEATS]
-    wanted, made = (sampled_by(module, logits, of, params) for module in (None, triton))
+    wanted, made = (sampled_by(kind, logits, of, params) for kind in ("reference", "triton"))
     assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.bad, wanted.bad)
     assert wanted.bad.tolist() == [i in (1, 4, 5) for i in range(len(of))]
 
@@ -183,8 +194,8 @@ def test_a_draw_is_the_choice_from_scaled_logits(device: torch.device) -> None:
     # Two tokens whose scores are equal but for rounding.
     noise = gumbel(seed, sample_index, position, None, 2, torch.float32)
     logits = torch.randn(count, 1, generator=generator).to(device) * 30 - heat[:, None] * noise
-    tokens, bad = draw_tokens(logits, row, position, Keys(*rows.keys), any_sampled=True)
-    chosen = choose_scaled(scale(logits, row, rows), row, position, Keys(*rows.keys))
+    tokens, bad = draw_tokens(logits, row, position, rows.keys, any_sampled=True)
+    chosen = choose_scaled(scale(logits, row, rows), row, position, rows.keys)
     assert torch.equal(tokens, chosen) and not bad.any()
     unshifted = sample_logits(logits, heat, seed, sample_index, position)
     assert not torch.equal(tokens, unshifted), "how it is rounded decides"
@@ -194,8 +205,8 @@ def test_only_a_draw_is_one_call(device: torch.device) -> None:
     of, logits = logit_rows(device, 2), torch.zeros(4, 11, device=device)
     for fields, calls in (({}, 1), ({"logprobs": 1}, 0), ({"top_k": 2}, 0), ({"presence_penalty": 1.0}, 0)):
         params = [SamplingParams(temperature=1.0, **fields) for _ in range(2)]  # type: ignore[arg-type]
-        with mock.patch.object(triton, "draw_tokens", wraps=draw_tokens) as called:
-            sampled_by(triton, logits, of, params)
+        with mock.patch.object(sampling, "draw_tokens", wraps=draw_tokens) as called:
+            sampled_by("triton", logits, of, params)
         assert called.call_count == calls
 
 
@@ -229,7 +240,7 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
 
 def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
     logits, zeros = torch.zeros(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    good = Keys(torch.zeros(3, device=device), torch.zeros(3, dtype=torch.int64, device=device), zeros.new_zeros(3))
+    good = SamplingKeys(torch.zeros(3, device=device), zeros.new_zeros(3), zeros.new_zeros(3))
     for argument, row, position, own in (
         ("row", zeros[:1], zeros, good), ("row", zeros.int(), zeros, good), ("position", zeros, zeros[:1], good),
         ("temperature", zeros, zeros, good._replace(temperature=good.temperature[:2])),

@@ -15,7 +15,9 @@ import torch
 
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.mixers.recurrent.base import RecurrentMixer, RecurrentState
-from outrider.models import Model, load_model
+from outrider.models.base import Model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 
 VOCAB = 256
 
@@ -270,7 +272,7 @@ class DenseLayer:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    return load_model(folder, dtype=dtype, device="cpu", **options)
+    return load_model(resolve(folder), dtype=dtype, device="cpu", **options)
 
 
 def tokens_of(seed: int, count: int) -> torch.Tensor:

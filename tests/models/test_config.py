@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from outrider.layers.rotary import RopeParams, Rotary, rotate
-from outrider.models import ConfigError, ConfigReader, build_model, eos_token_ids, read_config, register
+from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.llama import Llama
-from outrider.models.registry import _ARCHITECTURES
-from tests.models.oracle import hf_config
+from outrider.models.registry import _ARCHITECTURES, build_model, register
+from outrider.models.sources.folder import eos_token_ids, read_config
+from tests.models.oracle import _ALL, hf_config
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -38,14 +40,14 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("mistral", "mlp_bias", True, "mlp_bias=True is not supported"),
         ("llama", "num_key_value_heads", 3, "num_key_value_heads=3 is not supported; it must divide"),
         ("llama", "hidden_size", None, "hidden_size is missing"),
-        ("llama", "hidden_size", "64", "hidden_size must be of type int, got '64'"),
-        ("llama", "attention_bias", 1, "attention_bias must be of type bool, got 1"),
-        ("llama", "rms_norm_eps", True, "rms_norm_eps must be of type float, got True"),
+        ("llama", "hidden_size", "64", "hidden_size must be an integer from 1 to 2147483647, got '64'"),
+        ("llama", "attention_bias", 1, "attention_bias must be True or False, got 1"),
+        ("llama", "rms_norm_eps", True, "rms_norm_eps must be a number, got True"),
         ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported"),
         ("qwen2", "layer_types", ["linear_attention"] * 4, "layer_types=.* is not supported; supported types are"),
         ("qwen2", "layer_types", ["full_attention"], "layer_types=.* must name 4 layers"),
         ("llama", "layer_types", ["sliding_attention"] * 4, "layer_types=.* sliding_attention is off"),
-        ("mistral", "sliding_window", 0, "sliding_window=0 is not supported; it must be at least 1"),
+        ("mistral", "sliding_window", 0, "sliding_window must be an integer from 1 to 2147483647, got 0"),
         ("llama", "rope_parameters", {"rope_type": "longrope"}, "rope_parameters: rope_type='longrope' is not"),
         ("llama", "rope_scaling", {"type": "mrope"}, "rope_scaling: type='mrope' is not supported; supported: 'd"),
         ("llama", "rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
@@ -66,7 +68,10 @@ def test_keys_without_effect_on_inference_are_let_through() -> None:
 def test_dynamic_rope_is_refused_beyond_its_original_length() -> None:
     config = config_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0})
     build(config, max_len=512)
+    params = RopeParams(kind="dynamic", theta=1000.0, rotary_dim=8, original_len=512)
     with pytest.raises(ValueError, match="rope_type='dynamic' .*512 positions, max_len is 513.*already in the cache"):
+        Rotary(params, max_len=513, dtype=torch.float64, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"max_model_len \(513\) exceeds the 512 positions"):
         build(config, max_len=513)
 
 
@@ -92,7 +97,7 @@ def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> N
 def test_reader_types() -> None:
     reader = ConfigReader({"a": 1, "b": None, "c": [1]}, "here")
     assert reader.required("a", float) == 1.0 and reader.get("b", int, 7) == 7 and reader.optional("z", str) is None
-    with pytest.raises(ConfigError, match="here: c must be of type dict"):
+    with pytest.raises(ConfigError, match="here: c must be a dict, got \\[1\\]"):
         reader.section("c")
 
 
@@ -115,6 +120,60 @@ def test_eos_token_ids(
     assert eos_token_ids({"eos_token_id": 4}) == (4,)
 
 
+@pytest.mark.parametrize("value", [256, -1, [1, 256], "</s>", [1, "x"], True, {}, 2**70, 1.0])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_token_is_named_with_its_file(tmp_path: Path, file: str, value: Any) -> None:
+    for name in ("config.json", "generation_config.json"):
+        own = {"eos_token_id": value} if name == file else {}
+        (tmp_path / name).write_text(json.dumps({"vocab_size": 256} | own))
+    says = f"^{file}: eos_token_id must be an integer from 0 to 255 .*: the vocabulary has 256 tokens"
+    with pytest.raises(ConfigError, match=says):
+        eos_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '"x"'])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_config_that_is_no_object_is_named(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=f"{file} must hold a JSON object"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("max_len", [513, 100_000_000, 10**12])
+def test_a_length_beyond_the_positions_is_refused_before_tables_are_made(max_len: int) -> None:
+    with pytest.raises(ValueError, match=rf"max_model_len \({max_len}\) exceeds the 512 positions"):
+        build(config_of("llama"), max_len=max_len)
+
+
+def paths_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *path) for path in paths_of(value))
+
+
+def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    return config | {path[0]: value if len(path) == 1 else changed(config[path[0]], path[1:], value)}
+
+
+@pytest.mark.parametrize("family", ["llama_yarn", "llama_llama3", "qwen2_sliding", "gemma3", "gemma4", "qwen3_moe",
+                                    "qwen3_next", "nemotron_h", "bamba"])
+def test_no_value_of_a_config_is_a_raw_error(family: str) -> None:
+    """Every key in turn with values it cannot have; what has no effect on the model may be anything."""
+    if family == "gemma4":
+        config = read_config(Path(__file__).parents[1] / "assets/gemma4")
+    else:
+        config = hf_config(family).to_dict() | {"architectures": [f"{_ALL[family][0]}ForCausalLM"]}
+    build(config)
+    for path in paths_of(config):
+        for value in ("x", -1, 0, 10**30, float("nan"), [], {}, True, [[]] * 4):
+            try:
+                build(changed(config, path, value))
+            except ConfigError as error:
+                assert "config.json: " in str(error)
+
+
 def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json is not valid JSON"):
@@ -122,5 +181,5 @@ def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
 
 
 def test_models_are_imported_without_transformers() -> None:
-    code = "import outrider.models, sys; assert 'transformers' not in sys.modules"
+    code = "import outrider.models.loader, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

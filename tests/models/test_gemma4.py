@@ -22,8 +22,9 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.params import SamplingParams
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
-from outrider.models.loader import WeightError
-from outrider.models.registry import build_model, eos_token_ids, read_config
+from outrider.models.registry import build_model
+from outrider.models.sources.base import WeightError
+from outrider.models.sources.folder import eos_token_ids, read_config
 from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler

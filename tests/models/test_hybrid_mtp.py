@@ -19,7 +19,7 @@ from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.mtp import MTPHead, build_mtp
-from outrider.models.registry import read_config
+from outrider.models.sources.folder import read_config
 from outrider.spec.base import DraftBuild
 from outrider.spec.mtp import mtp_drafter
 from tests.models.oracle import DenseAttend, load, make_folder, tokens_of
@@ -233,7 +233,7 @@ class Naive:
 def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
     """As the engine makes it."""
     build = DraftBuild(target, torch.float64, torch.device("cpu"), max_len=128, target_source=str(folder))
-    network = mtp_drafter(SpeculativeConfig(methods=("mtp",), num_speculative_tokens=k), build).network
+    network = mtp_drafter(SpeculativeConfig(method="mtp", num_speculative_tokens=k), build).network
     assert isinstance(network, MTPHead)
     return network
 

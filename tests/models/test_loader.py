@@ -12,8 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.models import WeightError, build_model, load_model, load_weights, read_config
-from outrider.models import safetensors_tensors as read
+from outrider.config import EngineConfig
+from outrider.models.loader import load_model, load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources import resolve
+from outrider.models.sources.base import SourceError, WeightError
+from outrider.models.sources.folder import read_config
+from outrider.models.sources.safetensors_files import safetensors_tensors as read
 from tests.models.oracle import FAMILIES, all_logits, hf_config, hf_model, load, tokens_of
 
 Folders = Callable[[str], Path]
@@ -101,6 +106,8 @@ def test_a_truncated_file_is_named(folder_of: Folders, tmp_path: Path, keep: int
 
 def test_a_folder_without_weights_or_config_is_named(folder_of: Folders, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="config.json does not exist"):
+        read_config(tmp_path)
+    with pytest.raises(SourceError, match="neither config.json nor a .gguf file"):
         load(tmp_path)
     shutil.copy(folder_of("llama") / "config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json"):
@@ -146,13 +153,13 @@ def test_dummy_weights_need_only_the_config_and_follow_the_seed(tmp_path: Path) 
     for name, slot in first.items():
         assert torch.equal(slot.target, again[name].target) and not torch.equal(slot.target, other[name].target)
         assert slot.target.abs().max() <= 1e-3 and slot.target.std() > 4e-4
-    model = load_model(tmp_path, dtype=torch.bfloat16, device="cpu", load_format="dummy")
+    model = load_model(resolve(tmp_path), dtype=torch.bfloat16, device="cpu", load_format="dummy")
     assert all_logits(model, tokens_of(seed=1, count=5)).isfinite().all()
 
 
-def test_unknown_load_format_is_refused(folder_of: Folders) -> None:
-    with pytest.raises(ValueError, match="load_format='pickle' is not supported; supported: auto, dummy"):
-        load(folder_of("llama"), load_format="pickle")
+def test_unknown_load_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="load_format must be one of auto, dummy, got 'pickle'"):
+        EngineConfig("m", load_format="pickle")
 
 
 def test_bfloat16_checkpoints_load_into_any_dtype(folder_of: Folders, tmp_path: Path) -> None:
@@ -165,11 +172,12 @@ def test_bfloat16_checkpoints_load_into_any_dtype(folder_of: Folders, tmp_path: 
 
 MEASURE = """
 import sys, torch
-from outrider.models import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 before = status("VmRSS")
-model = load_model(sys.argv[1], dtype=torch.bfloat16, device="cpu")
+model = load_model(resolve(sys.argv[1]), dtype=torch.bfloat16, device="cpu")
 print(before, status("VmHWM"), status("VmRSS"), sum(s.target.nbytes for s in model.weights().values()))
 """
 

@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from outrider.kernels import moe
-from outrider.kernels.moe import RouteRule, experts, experts_reference, route
+from outrider.kernels import experts_on_host, moe, ops
+from outrider.kernels.moe import RouteRule
 from outrider.layers.base import FeedForward, Module, find_modules
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, MoE
 from outrider.layers.router import ExpertTally, Router
-from outrider.models import ConfigError, build_model, load_weights, read_config, safetensors_tensors
+from outrider.models.config import ConfigError
+from outrider.models.loader import load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources.folder import read_config
+from outrider.models.sources.safetensors_files import safetensors_tensors
 from tests.models.oracle import MOE_FAMILIES, all_logits, greedy, hf_config, hf_model, load, make_folder, tokens_of
 from tests.unit.test_sample_host_reads import no_host_reads
 
@@ -224,21 +228,21 @@ def test_weights_of_single_experts_are_views_of_the_fused_ones() -> None:
 def test_softmax_groups_are_worth_their_best_expert() -> None:
     logits = torch.tensor([[3.0, 0.0, 2.9, 2.8, 0.0, 0.0]], dtype=torch.float64)
     by_best = RouteRule(6, 2, num_groups=3, top_groups=1)
-    assert route(logits, by_best).ids.tolist() == [[0, 1]]
+    assert ops.route(logits, by_best).ids.tolist() == [[0, 1]]
     by_two = RouteRule(6, 2, num_groups=3, top_groups=1, group_score="top2")
-    assert route(logits, by_two).ids.tolist() == [[2, 3]]
+    assert ops.route(logits, by_two).ids.tolist() == [[2, 3]]
 
 
 def test_a_bias_counts_for_the_choice_alone() -> None:
     logits, bias = torch.zeros(1, 4), torch.tensor([0.0, 0.0, 0.0, 5.0])
-    found = route(logits, RouteRule(4, 2, "sigmoid", scale=3.0), bias)
+    found = ops.route(logits, RouteRule(4, 2, "sigmoid", scale=3.0), bias)
     assert found.ids.tolist() == [[3, 0]] and found.weights.tolist() == [[1.5, 1.5]]
     assert found.weights.dtype == torch.float32 and found.ids.dtype == torch.int64
 
 
 def test_an_expert_scale_comes_after_renormalising() -> None:
     scale = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    found = route(torch.zeros(1, 4), RouteRule(4, 2), expert_scale=scale)
+    found = ops.route(torch.zeros(1, 4), RouteRule(4, 2), expert_scale=scale)
     assert found.ids.tolist() == [[0, 1]], "ties go to the lowest id"
     assert found.weights.tolist() == [[0.5, 1.0]]
 
@@ -260,7 +264,7 @@ def draw(num_tokens: int, activation: str = "silu") -> dict[str, Any]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    routed = route(normal(num_tokens, 6), RouteRule(6, 2))
+    routed = ops.route(normal(num_tokens, 6), RouteRule(6, 2))
     rows = 10 if activation == "relu2" else 20
     return {
         "x": normal(num_tokens, 12), "ids": routed.ids, "weights": routed.weights,
@@ -274,24 +278,24 @@ def test_the_cpu_means_what_the_reference_says(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str
 ) -> None:
     inputs = draw(num_tokens, activation)
-    wanted = experts_reference(**inputs)
-    torch.testing.assert_close(experts(**inputs), wanted)
+    wanted = moe.experts(**inputs)
+    torch.testing.assert_close(ops.experts(**inputs), wanted)
     monkeypatch.setattr(moe, "MAX_GATHERED", 1000)
-    torch.testing.assert_close(experts_reference(**inputs), wanted)
+    torch.testing.assert_close(moe.experts(**inputs), wanted)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         narrow = {name: t.to(dtype) if name in ("x", "gate_up", "down") else t for name, t in inputs.items()}
         narrow["weights"] = inputs["weights"].float()
-        result = experts(**narrow)
+        result = ops.experts(**narrow)
         assert result.dtype == dtype and result.shape == wanted.shape
         assert num_tokens == 0 or float((result - wanted).norm() / wanted.norm()) < limit
 
 
 def test_dead_token_rows_do_not_disturb_the_others() -> None:
     inputs = draw(9)
-    whole = experts(**inputs)
+    whole = ops.experts(**inputs)
     inputs["x"][:4] = float("nan")
     inputs["ids"][:4], inputs["weights"][:4] = inputs["ids"][8], float("inf")
-    for function in (experts, experts_reference):
+    for function in (ops.experts, moe.experts):
         assert torch.equal(function(**inputs)[4:].isnan(), torch.zeros(5, 12, dtype=torch.bool))
         torch.testing.assert_close(function(**inputs)[4:], whole[4:])
 
@@ -302,7 +306,7 @@ def test_a_wrong_shape_or_activation_is_named() -> None:
         ("activation", "tanh"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"experts: {name} "):
-            experts(**draw(3) | {name: value})
+            ops.experts(**draw(3) | {name: value})
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
@@ -314,7 +318,7 @@ def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPa
     for slot in router.weights("r").values():
         slot.target.normal_()
     router.observer = counter
-    plan, tolist, calls = moe.plan_on_host, torch.Tensor.tolist, []
+    plan, tolist, calls = experts_on_host.plan_on_host, torch.Tensor.tolist, []
 
     def exempt(*args: Any) -> Any:
         calls.append(1)
@@ -324,11 +328,11 @@ def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPa
 
     with guard(), no_host_reads(monkeypatch):
         router(x)
-        experts_reference(**inputs)
+        moe.experts(**inputs)
         with pytest.raises(AssertionError, match="host read"):
-            experts(**inputs)
-        monkeypatch.setattr(moe, "plan_on_host", exempt)
-        experts(**inputs)
+            ops.experts(**inputs)
+        monkeypatch.setattr(experts_on_host, "plan_on_host", exempt)
+        ops.experts(**inputs)
     assert len(calls) == 1 and (counter.mean() or 0) > 0
 
 

@@ -15,7 +15,8 @@ from outrider.cache.kinds import FullSpec, RecurrentSpec
 from outrider.models import nemotron_h
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.hybrid import HybridDecoder, read_limits
-from outrider.models.registry import build_model, read_config
+from outrider.models.registry import build_model
+from outrider.models.sources.folder import read_config
 from tests.models.oracle import (
     HYBRID_FAMILIES,
     DenseAttend,

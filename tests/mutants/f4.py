@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent.layers import RecurrentStep
-from outrider.runner.recurrent_rows import RecurrentRows
+from outrider.mixers.recurrent.base import RecurrentStep
+from outrider.mixers.recurrent.rows import RecurrentRows
 
 NAME = "f4: rejected drafts are folded"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]

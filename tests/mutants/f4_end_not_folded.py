@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent.base import RecurrentState
-from outrider.mixers.recurrent.layers import RecurrentLayers, Targets
+from outrider.kernels.recurrent import CheckpointTargets
+from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 NAME = "f4: the end is not folded"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "fold"]
 
 
 def apply() -> None:
-    def save_as_it_is(self: RecurrentLayers, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
-                      targets: Targets) -> None:
+    def save_as_it_is(self: TorchRecurrent, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
+                      targets: CheckpointTargets) -> None:
         for layer, own in self.rows.items():
             self.pages.write(layer, RecurrentState(own.state[rows], own.tail[rows]), targets.pages, pending > 0)
 
-    RecurrentLayers.fold_ended = save_as_it_is  # type: ignore[method-assign]
+    TorchRecurrent.fold_ended = save_as_it_is  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent import layers
+from outrider.mixers.recurrent import torch_backend
 
 NAME = "f4: masked by multiplying"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]
@@ -15,4 +15,4 @@ def apply() -> None:
         weight = mask.view(-1, *[1] * (new.dim() - 1)).to(new.dtype)
         return weight * new + (1 - weight) * old
 
-    layers.selected = weighed
+    torch_backend.selected = weighed

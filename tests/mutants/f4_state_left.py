@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.core import Admission
-from outrider.runner.recurrent_rows import RecurrentRows
+from outrider.mixers.recurrent.rows import RecurrentRows
 
 NAME = "f4: a row's state outlives its request"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from outrider.mixers.recurrent.base import Gates
-from outrider.mixers.recurrent.layers import RecurrentStep, Walk
+from outrider.mixers.recurrent.torch_backend import TorchStep, Walk
 
 NAME = "f4: the conv tail is not folded"
 TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]
 
 
 def apply() -> None:
-    call, step = RecurrentStep.__call__, Walk.step
+    run, step = TorchStep.run, Walk.step
 
-    def folding_without_tail(self: RecurrentStep, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+    def folding_without_tail(self: TorchStep, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
         num_folds = self.counts.most_pending
 
         def without_tail(walk: Walk, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
@@ -27,6 +27,6 @@ def apply() -> None:
             return y
 
         Walk.step = without_tail  # type: ignore[method-assign]
-        return call(self, layer, conv_in, gates)
+        return run(self, layer, conv_in, gates)
 
-    RecurrentStep.__call__ = folding_without_tail  # type: ignore[method-assign]
+    TorchStep.run = folding_without_tail  # type: ignore[method-assign]

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Hidden, Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.sample.philox import gumbel
 from tests.models.oracle import DenseAttend
 from tests.spec.checkpoints import EPS, HEADS, KV_HEADS, THETA, Drafter
@@ -30,7 +31,7 @@ class Reference:
         self.tensors = {name: t.double() if t.is_floating_point() else t for name, t in drafter.tensors.items()}
         self.config: dict[str, Any] = drafter.config
         if self.kind == "draft_model":
-            self.draft_model = load_model(drafter.folder, dtype=torch.float64, device="cpu")
+            self.draft_model = load_model(resolve(drafter.folder), dtype=torch.float64, device="cpu")
         self.target_ids = None
         if "d2t" in self.tensors:
             self.target_ids = torch.arange(len(self.tensors["d2t"])) + self.tensors["d2t"]

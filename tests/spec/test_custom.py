@@ -7,25 +7,26 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.engine.build import assemble
-from tests.engine.harness import prompt_of, tiny_model
+from outrider.engine.start import engine_around
+from outrider.runner.worker import Worker
+from tests.engine.harness import GrowingOutputs, prompt_of, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
 
 def tokens(speculative: dict[str, object] | None) -> tuple[list[list[int]], int]:
     config = EngineConfig("tiny", max_model_len=128, max_num_seqs=4, num_pages=64, speculative_config=speculative)
-    engine = assemble(config, tiny_model("llama"), torch.device("cpu"))
+    engine = engine_around(config, Worker(config, tiny_model("llama")))
+    growing = GrowingOutputs(engine)
     for i in range(3):
         params = SamplingParams(temperature=0, max_tokens=24, logit_bias={7: 4.0}, ignore_eos=True)
-        engine.add(str(i), prompt_of(i, 9 + i), params)
+        growing.add(str(i), prompt_of(i, 9 + i), params)
     done = {}
     while len(done) < 3:
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+        done.update({output.request_id: output for output in growing.step() if output.finished})
     engine.close()
     outputs = [done[str(i)] for i in range(3)]
     return [o.outputs[0].token_ids for o in outputs], sum(o.metrics.num_draft_tokens for o in outputs)

@@ -92,9 +92,9 @@ def arrive_at_random(rig: Rig, asks: list[Ask], rate: float) -> list[list[int]]:
     for _ in range(3000):
         while waiting and len(running) < 8 and rng.random() < rate:
             index, ask = waiting.pop(0)
-            rig.engine.add(str(index), ask.prompt, ask.params)
+            rig.outputs.add(str(index), ask.prompt, ask.params)
             running.add(str(index))
-        for output in rig.engine.step() if rig.engine.has_work else ():
+        for output in rig.outputs.step() if rig.engine.has_work else ():
             if output.finished:
                 assert output.outputs[0].error is None
                 tokens[output.request_id] = output.outputs[0].token_ids

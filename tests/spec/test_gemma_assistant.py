@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider.config import SpeculativeConfig
 from outrider.core.params import SamplingParams
 from outrider.models.config import ConfigError
-from outrider.models.loader import WeightError
+from outrider.models.sources.base import WeightError
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.gemma_assistant import AssistantDrafter
 from outrider.spec.registry import make_drafter

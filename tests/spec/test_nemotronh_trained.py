@@ -17,7 +17,8 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from tests.assets.train_nemotronh import language, texts
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
@@ -44,7 +45,7 @@ SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "
 
 @cache
 def target() -> Model:
-    return load_model(FOLDER, dtype=torch.float64, device="cpu")
+    return load_model(resolve(FOLDER), dtype=torch.float64, device="cpu")
 
 
 @cache

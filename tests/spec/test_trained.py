@@ -16,7 +16,8 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from tests.assets.train_eagle3 import language
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
@@ -42,7 +43,7 @@ FLOOR = 2.5
 
 @cache
 def target() -> Model:
-    return load_model(ASSETS / "target", dtype=torch.float64, device="cpu")
+    return load_model(resolve(ASSETS / "target"), dtype=torch.float64, device="cpu")
 
 
 @cache

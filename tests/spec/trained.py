@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from outrider.models.base import Model
-from outrider.models.registry import load_model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from tests.assets.train_gemma4 import language
 from tests.engine.harness import Ask, Rig, greedy
 from tests.spec.rig import DraftRig
@@ -24,7 +25,7 @@ SPECULATIVE: dict[str, Any] = {
 
 @functools.cache
 def trained_target() -> Model:
-    return load_model(ASSETS / "gemma4", dtype=torch.float64, device="cpu")
+    return load_model(resolve(ASSETS / "gemma4"), dtype=torch.float64, device="cpu")
 
 
 def trained_rig(**settings: Any) -> DraftRig:

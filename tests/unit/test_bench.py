@@ -13,7 +13,8 @@ from outrider.cli import main
 from outrider.commands.roofline import Decoding, Traffic, mean_context
 from outrider.kernels.moe import RouteRule
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
-from outrider.models.registry import build_model, read_config
+from outrider.models.registry import build_model
+from outrider.models.sources.folder import read_config
 from tests.engine.harness import CONFIGS
 from tests.models.oracle import make_folder
 

@@ -20,7 +20,7 @@ import gguf
 import pytest
 
 from outrider import LLM, SamplingParams, cli
-from outrider.commands import bench, drive, loading
+from outrider.commands import bench, loading, run_prompts
 from outrider.commands.chat import Conversation
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
 from outrider.config import EngineConfig
@@ -95,7 +95,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--max_token=3"], "did you mean --max-tokens?"),
     (["generate", "--dtype", "flaot32"], "did you mean float32?"),
     (["generate", "--max-tokens", "many"], "'many' is not an integer"),
-    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a finite number of at least 0"),
+    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a number from 0 to 1e+30, got -1.0"),
     (["generate", "smollm2", "more"], "unexpected argument 'more'"),
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
@@ -139,6 +139,7 @@ def test_generate_prints_what_the_library_gives(folder: Path, capsys: pytest.Cap
     result = outrider(capsys, "generate", folder, "--prompt=one", "--prompt=two", "--max_tokens=9", "--json", *SMALL)
     rows = [json.loads(line) for line in result.out.splitlines()]
     assert [row["outputs"][0]["text"] for row in rows] == expected and rows[1]["prompt"] == "two"
+    assert rows[0]["seed"] != rows[1]["seed"]
     result = outrider(capsys, "generate", folder, "--chat", "--prompt", "hi", "--max-tokens", 9, "--stats",
                       "--speculative-config", NGRAM, *SMALL)
     assert result.out == chat + "\n" and "9 tokens in" in result.err
@@ -186,20 +187,19 @@ def test_a_chat_that_is_too_long_says_so_and_goes_on(folder: Path, capsys: pytes
 def test_interrupts_come_between_steps(folder: Path) -> None:
     config = EngineConfig(str(folder), num_pages=200)
     loaded = loading.load(config)
-    engine = loaded.engine(config)
-    tokenizer = loaded.need_tokenizer()
+    llm = loaded.llm(config)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, skip_special_tokens=False)
-    chat = Conversation(engine, tokenizer, params, "be brief")
+    chat = Conversation(llm, params, "be brief")
     output = chat.answer("hello", lambda text: os.kill(os.getpid(), signal.SIGINT))
     assert 1 <= len(output.outputs[0].token_ids) < 100
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
-    assert not engine.has_work
+    assert not llm.engine.has_work
     with pytest.raises(KeyboardInterrupt):
-        drive.run(engine, [drive.Ask([5, 6], params)] * 3,
-                  on_output=lambda output: os.kill(os.getpid(), signal.SIGINT))
-    assert not engine.has_work
-    engine.scheduler.check_integrity()
-    engine.close()
+        run_prompts.run_prompts(llm, [run_prompts.Ask([5, 6], params)] * 3,
+                                on_output=lambda output: os.kill(os.getpid(), signal.SIGINT))
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_integrity()
+    llm.close()
 
 
 def test_verbose_shows_the_line_to_grep_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

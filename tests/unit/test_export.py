@@ -36,10 +36,11 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_tokens(tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         from tokenizers import pre_tokenizers
 
-        source = gguf_source(tmp_path / "m.gguf")
+        source: Any = gguf_source(tmp_path / "m.gguf")
         backend = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
         metadata = gguf_metadata(backend, "gpt-2", **{"tokenizer.chat_template": "{{ messages[0].content }}"})
-        files = export_folder(dataclasses.replace(source, tokenizer=lambda: metadata), tmp_path / "out")
+        header = dataclasses.replace(source.header, metadata=source.header.metadata | metadata)
+        files = export_folder(dataclasses.replace(source, header=header), tmp_path / "out")
         patch.setitem(sys.modules, "gguf", None)  # as on a machine without it
         assert files == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
         made = tokens(tmp_path / "out")

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.cache.groups import Group
+from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
+from outrider.cache.kinds import base as kinds_base
+from outrider.core import Limits
 from outrider.formats import KeptFormat, StoredWeight, register_format
 from outrider.formats import registry as formats_registry
 from outrider.layers import fuse
 from outrider.layers.base import DecoderLayer, find_modules
 from outrider.layers.linear import Linear
+from outrider.mixers import cached
+from outrider.mixers.batch import BatchView
+from outrider.mixers.paged import registry as backends
+from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
+from outrider.mixers.paged.torch_backend import TorchBackend
+from outrider.mixers.pool import DevicePool
 from outrider.models.base import Model
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
@@ -94,9 +104,9 @@ def loaded(keep: bool, dtype: torch.dtype = torch.float64) -> Model:
     return model
 
 
-def outcome(model: Model) -> list[list[int]]:
+def outcome(model: Model, **settings: Any) -> list[list[int]]:
     asks = [Ask(prompt, greedy(8, ignore_eos=True)) for prompt in ([3, 1, 4], [7] * 40)]
-    with Rig(model, max_num_batched_tokens=32, max_model_len=96) as rig:
+    with Rig(model, max_num_batched_tokens=32, max_model_len=96, **settings) as rig:
         return [list(output.outputs[0].token_ids) for output in rig.run(asks)]
 
 
@@ -146,3 +156,90 @@ def test_a_fused_layer_takes_the_place_of_those_it_is_built_from(monkeypatch: py
     assert outcome(model) == wanted and CountingLayer.calls > 0
     assert [isinstance(layer, CountingLayer) for layer in model.layers] == [False, True]
     assert model.weights().keys() == names
+
+
+# A cache kind, with the mixer of its layers
+
+
+@dataclass(frozen=True)
+class JoinedSpec(PagedSpec):
+    """Keys and values of a token side by side in one part: no pair of tensors anywhere."""
+
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("joined", (2, self.num_kv_heads, self.head_dim), self.itemsize),)
+
+
+class JoinedLayer:
+    """What the model calls: one layer in one step."""
+
+    def __init__(self, backend: TorchBackend, layer: AttentionLayer, joined: torch.Tensor, plan: Any) -> None:
+        self._backend, self._layer, self._plan = backend, layer, plan
+        self._cache = KeyValueCache(joined[:, :, 0], joined[:, :, 1])
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        JoinedMixer.calls += 1
+        return self._backend.run(self._layer, self._cache, q, k, v, self._plan)
+
+    def fused(self, qkv: torch.Tensor, rope: Any, norms: Any) -> None:
+        return None
+
+
+class JoinedMixer:
+    calls = 0
+
+    def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
+        self._backend = TorchBackend()
+        self._layers = [(layer, pool.layer(layer.index)["joined"]) for layer in layers]
+        (self._group,) = {group for layer in layers for group in pool.layout.groups_of(layer.index)}
+
+    def bind(self, view: BatchView) -> dict[int, JoinedLayer]:
+        plan = self._backend.plan(view, self._group)
+        return {layer.index: JoinedLayer(self._backend, layer, joined, plan) for layer, joined in self._layers}
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None: ...
+
+
+def test_a_cache_kind_and_its_mixer_serve_the_layers_that_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds_base, "_KINDS", dict(kinds_base._KINDS))
+    monkeypatch.setattr(cached, "_MIXERS", dict(cached._MIXERS))
+    register_kind(JoinedSpec, FullKind)
+    cached.register_mixer(JoinedSpec, JoinedMixer)
+    model = loaded(keep=False)
+    wanted = outcome(model)
+    claims = [replace(claim, spec=JoinedSpec(2, 16, 8)) for claim in model.cache_layers()]
+    monkeypatch.setattr(model, "cache_layers", lambda: claims)
+    assert outcome(model) == wanted and JoinedMixer.calls > 0
+
+
+# An attention backend
+
+
+class CountingBackend(TorchBackend):
+    name = "counting"
+    plans = 0
+
+    def plan(self, view: BatchView, group: Group) -> Any:
+        CountingBackend.plans += 1
+        return super().plan(view, group)
+
+
+def test_a_backend_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+        return None if dtype == torch.float64 else "it counts in float64"
+
+    monkeypatch.setattr(backends, "_BACKENDS", dict(backends._BACKENDS))
+    backends.register_backend(backends.BackendEntry("counting", refusal, lambda max_drafts: CountingBackend()))
+    try:
+        model = loaded(keep=False)
+        wanted = outcome(model)
+        assert CountingBackend.plans == 0
+        assert outcome(model, attention_backend="counting") == wanted and CountingBackend.plans > 0
+        with pytest.raises(ValueError, match="does not serve torch.float32 on cpu .counting: it counts in float64"):
+            backends.make_backend("counting", torch.device("cpu"), torch.float32)
+    finally:
+        backends.SETTINGS.remove("counting")

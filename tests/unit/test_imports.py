@@ -32,8 +32,9 @@ COLUMNS = [
     {"llm", "server", "commands", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
-TORCH_FREE = ("core", "config", "cache", "sched", "server", "cli")
+TORCH_FREE = ("core", "config", "cache", "sched", "engine", "llm", "server", "cli")
 MAY_USE_TORCH: tuple[str, ...] = ()
+MOST_IMPORTS = 20  # modules of the package that one of its modules may import
 
 
 @cache
@@ -136,6 +137,17 @@ def test_neighbours_use_each_other_in_one_direction_only() -> None:
     assert ("sched", "engine") not in edges
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not inside functions. Whoever imports none of the rest, or is imported by none, is in no circle."""
+    left = {module: {name for name in imports(module, at_import_time=False) if name in modules() and name != module}
+            for module in modules()}
+    before = 0
+    while len(left) != before:
+        before, named = len(left), {name for names in left.values() for name in names}
+        left = {module: rest for module, names in left.items() if (rest := names & left.keys()) and module in named}
+    assert not left, "\n".join(f"{module} imports {', '.join(sorted(names))}" for module, names in left.items())
+
+
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_torch_free_parts_do_not_import_torch(part: str) -> None:
     for module in modules():
@@ -177,3 +189,12 @@ def test_the_reader_sees_imports_of_every_form() -> None:
 
     assert names(at_import_time=True) == {"a.b", "d", "e", "f", "j"}
     assert names(at_import_time=False) == {"a.b", "c", "d", "e", "f", "h", "j"}
+
+
+def test_no_module_knows_too_many_others() -> None:
+    """A package does not count beside a module of it: `from outrider.kernels import ops` names both."""
+    found = {}
+    for module in modules():
+        own = {name for name in imports(module, at_import_time=False) if part_of(name) is not None}
+        found[module] = len([name for name in own if not any(other.startswith(name + ".") for other in own)])
+    assert {module: count for module, count in found.items() if count > MOST_IMPORTS} == {}

@@ -38,7 +38,7 @@ def test_the_first_kernel_that_serves_runs() -> None:
     few = toy("few", takes=lambda x, times=1: times < 3)
     op = Operation(double, toy("card", "cuda"), toy("narrow", dtypes=(torch.bfloat16,)), few,
                    toy("absent", is_available=lambda: False))
-    assert op(CPU, 1) == ("few", 1) and op(CPU, times=2) == ("few", 2)
+    assert op(CPU, 1) == ("few", 1) and op(CPU, times=2) == op(times=2, x=CPU) == ("few", 2)
     assert torch.equal(op(CPU + 1, 3), CPU + 8), "the reference"
     assert op(CPU.bfloat16(), 5) == ("narrow", 5)
     assert op.choose(CPU, 3) is double and op.choose(CPU, 1) is not double

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
-from outrider.sample import SamplingRows, StepExtras, StepNeeds, check_params, stop_ids_of
+from outrider.core.token_ids import check_token_ids, stop_ids_of
+from outrider.sample import SamplingRows, StepExtras, StepNeeds
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
@@ -257,7 +258,7 @@ class TestRows:
         assert rows.seed[[2, 3, 4]].tolist() == [-5, 0, -5] and rows.end_len[4] == 9 and rows.sample_index[4] == 2
         assert rows.stop_ids[4].tolist() == [1, 2, 0, 0, 0] and rows.num_stop_ids[[2, 4]].tolist() == [0, 2]
         assert rows.top_k[4] == 0, "-1 and 0 mean all"
-        assert (rows.top_k[2], rows.top_p[2], rows.min_p[2]) == (0, 1, 0), "a greedy row has no filters"
+        assert (rows.top_k[2], rows.top_p[2], rows.min_p_floor[2]) == (0, 1, -torch.inf), "a greedy row has no filters"
         rows.admit([admission(4, second)])
         assert rows.num_stop_ids[4] == 0 and rows.temperature[4] == 0, "nothing of the last owner stays"
         rows.admit([])
@@ -272,5 +273,5 @@ class TestRows:
     ])
     def test_what_the_device_cannot_hold_is_refused_by_name(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            check_params(SamplingParams(**fields), (0,), LIMITS)
-        check_params(SamplingParams(stop_token_ids=[1, 2, 3, 4]), (0,), Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))
+            check_token_ids(SamplingParams(**fields), (0,), LIMITS)
+        check_token_ids(SamplingParams(stop_token_ids=[1, 2, 3, 4]), (0,), Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))

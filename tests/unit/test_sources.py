@@ -96,6 +96,12 @@ def write_gguf(
     return values
 
 
+def test_an_end_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", extra=lambda writer: writer.add_eom_token_id(VOCAB))
+    with pytest.raises(ValueError, match=f"m.gguf: .*eom_token_id must be .* 0 to {VOCAB - 1}, got {VOCAB}"):
+        resolve(tmp_path / "m.gguf")
+
+
 def test_config_and_names_of_a_gguf_file(tmp_path: Path) -> None:
     values = write_gguf(tmp_path / "m.gguf")
     source = resolve(tmp_path / "m.gguf")

@@ -1,21 +1,22 @@
-"""Small operations by device: Triton on a GPU, native code on the CPU, plain torch where neither serves.
+"""The table of operations: what each means (a torch reference), and the kernels that carry it out.
 
-Every operation means what `reference.py` says. Layers call these; only this file chooses.
+A row names the reference, then kernels in the order in which they are asked, each with the dtypes that it serves and
+the question that its arguments must answer with yes. Native code serves the CPU and Triton a GPU. Operations are called
+like their references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, reference, step
+from outrider.kernels import drafting, moe, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
+    BFLOAT16,
     FLOAT32,
+    SIXTEEN_BITS,
     UP_TO_FLOAT32,
     Kernel,
     Operation,
@@ -23,25 +24,26 @@ from outrider.kernels.ops.operation import (
     has_triton,
     native_kernel,
     operations,
+    precompiling,
     triton_kernel,
     using,
 )
 
-__all__ = ["Kernel", "Operation", "has_native", "has_triton", "native_kernel", "operations", "triton_kernel", "using"]
-
-TINY_WEIGHT = 7 << 20  # bytes
-
-
-@lru_cache(maxsize=1)
-def triton_kernels() -> ModuleType | None:
-    """The Triton kernels, where there is a GPU that runs them."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        from outrider.kernels import triton
-    except ImportError:
-        return None
-    return triton
+__all__ = [
+    "BFLOAT16",
+    "FLOAT32",
+    "SIXTEEN_BITS",
+    "UP_TO_FLOAT32",
+    "Kernel",
+    "Operation",
+    "has_native",
+    "has_triton",
+    "native_kernel",
+    "operations",
+    "precompiling",
+    "triton_kernel",
+    "using",
+]
 
 
 # Norms
@@ -107,99 +109,83 @@ paged_attention = Operation(
 )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] times weight [out, in] transposed."""
-    if is_single(x) or is_tiny(x, weight):
-        result: torch.Tensor = _triton().matvec(x, weight, bias)
-        return result
-    if bias is None and is_one_tile(x):
-        if is_thin(x) and _triton().can_split(weight):
-            split: torch.Tensor = _triton().split_linear(x, weight)
-            return split
-        if _triton().beats_library(x, weight):
-            thin: torch.Tensor = _triton().thin_linear(x, weight)
-            return thin
-    return F.linear(x, weight, bias)
+# Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every
+# program of the product would read and scale the whole input again.
+
+linear = Operation(
+    reference.linear,
+    triton_kernel("outrider.kernels.triton.matvec:matvec", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
+    triton_kernel("outrider.kernels.triton.split_linear:split_linear", BFLOAT16,
+                  "outrider.kernels.triton.split_linear:is_fastest"),
+    triton_kernel("outrider.kernels.triton.thin_linear:thin_linear", BFLOAT16,
+                  "outrider.kernels.triton.thin_linear:is_fastest"),
+)
+linear_wide = Operation(
+    reference.linear_wide,
+    native_kernel("outrider.kernels.native:linear", FLOAT32, conditions.is_few_rows_for_native),
+    triton_kernel("outrider.kernels.triton.matvec:matvec_wide", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
+    Kernel("library", "cuda", conditions.library_wide, SIXTEEN_BITS),
+)
 
 
-def linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same on a GPU with results in float32."""
-    if is_single(x) or is_tiny(x, weight):
-        result: torch.Tensor = _triton().matvec(x, weight, out_dtype=torch.float32)
-        return result
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of a product with weight rows gate | up."""
+    return gated(linear(x, weight), activation)
 
 
-# Which kernel is best for few token rows, by what was measured.
+gated_linear = Operation(
+    _gated_linear,
+    triton_kernel("outrider.kernels.triton.matvec:gated_matvec", BFLOAT16, conditions.has_one_row),
+    triton_kernel("outrider.kernels.triton.thin_linear:gated_linear", BFLOAT16,
+                  "outrider.kernels.triton.thin_linear:is_fastest_gated"),
+    name="gated_linear",
+)
 
 
-def is_single(x: torch.Tensor) -> bool:
-    """One token row on a GPU: products are a matter of reading the weights once, and small kernels of their number."""
-    return x.is_cuda and x.shape[0] == 1 and x.dtype == torch.bfloat16 and triton_kernels() is not None
+def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The square of relu of a product."""
+    return relu2(linear(x, weight))
 
 
-def is_one_tile(x: torch.Tensor) -> bool:
-    """Token rows on a GPU that share one tile of a product."""
-    return x.is_cuda and x.shape[0] <= 64 and x.dtype == torch.bfloat16 and triton_kernels() is not None
+relu2_linear = Operation(
+    _relu2_linear,
+    triton_kernel("outrider.kernels.triton.matvec:relu2_matvec", BFLOAT16, conditions.has_one_row),
+    name="relu2_linear",
+)
 
 
-def is_thin(x: torch.Tensor) -> bool:
-    """Few token rows on a GPU: the smallest tile holds them."""
-    return x.shape[0] <= 16 and is_one_tile(x)
+def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                bias: torch.Tensor | None = None) -> None:
+    """residual += x @ weight' + bias, in place."""
+    residual.add_(linear(x, weight, bias))
 
 
-def is_tiny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Two to four token rows and a weight that is read before the tensor cores have begun."""
-    return is_thin(x) and x.shape[0] <= 4 and weight.numel() * weight.element_size() <= TINY_WEIGHT
+linear_add = Operation(
+    _linear_add,
+    triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
+    name="linear_add",
+)
 
+# Experts
 
-def gates_thin(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `gated_linear` beats a product and then its activation."""
-    return is_single(x) or (is_one_tile(x) and bool(_triton().beats_library(x, weight)))
-
-
-# Products with what follows them. A norm before a product is better done once, by its own kernel: every program of the
-# product would read and scale the whole input again.
-
-
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up with weight [gate | up, in]."""
-    kind = "silu_mul" if activation == "silu" else "gelu_tanh_mul"
-    if is_single(x):
-        single: torch.Tensor = _triton().matvec(x, weight, activation=kind)
-        return single
-    result: torch.Tensor = _triton().gated_linear(x, weight, kind)
-    return result
-
-
-def relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The square of relu of a product, for one token row on a GPU."""
-    result: torch.Tensor = _triton().matvec(x, weight, activation="relu2")
-    return result
-
-
-def linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """residual += x @ weight' + bias, in place, for one token row on a GPU."""
-    _triton().matvec(x, weight, bias, residual=residual, out=residual)
-
+route = Operation(
+    moe.route,
+    triton_kernel("outrider.kernels.triton.router:route", UP_TO_FLOAT32, "outrider.kernels.triton.router:takes_rule"),
+)
+experts = Operation(
+    moe.experts,
+    Kernel("host", "cpu", "outrider.kernels.experts_on_host:experts"),
+    triton_kernel("outrider.kernels.triton.moe:experts", UP_TO_FLOAT32),
+)
 
 # Around draft heads
 
 
-def head_kernels(x: torch.Tensor) -> ModuleType | None:
-    return triton_kernels() if x.is_cuda and x.dtype != torch.float64 else None
-
-
-def join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
-                   gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
-                   hidden_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
+                    gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
+                    hidden_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. The second may be a
-    view of the first, which a caller that goes on in place has to be done with."""
-    kernels, width = head_kernels(hidden), hidden.shape[1]
-    if kernels is not None:
-        joined: torch.Tensor = kernels.join_embedding(tokens, table, hidden, scale=scale, gains=gains, eps=eps,
-                                                      hidden_first=hidden_first)
-        return joined, joined[:, :width] if hidden_first else joined[:, width:]
+    view of the first, so a caller that goes on with it in place must be done with the first."""
     embedded = F.embedding(tokens, table)
     embedded = embedded if scale is None else embedded * scale
     if gains is not None:
@@ -207,15 +193,19 @@ def join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tens
     return torch.cat((hidden, embedded) if hidden_first else (embedded, hidden), dim=-1), hidden
 
 
-def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first[index], second[index])"""
-    kernels = head_kernels(first)
-    if first is second or kernels is None:
-        taken = first[index]
-        return taken, taken if first is second else second[index]
-    one, other = kernels.take_rows(first, second, index)
-    return one, other
+def _hidden_of(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, **_: object) -> torch.Tensor:
+    return hidden
 
+
+join_embedding = Operation(
+    _join_embedding,
+    triton_kernel("outrider.kernels.triton.join:join_embedding", UP_TO_FLOAT32),
+    name="join_embedding", subject=_hidden_of,
+)
+take_rows = Operation(
+    reference.take_rows,
+    triton_kernel("outrider.kernels.triton.join:take_rows", UP_TO_FLOAT32, conditions.are_two),
+)
 
 # Text
 
@@ -226,38 +216,11 @@ find_ngram = Operation(
     triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
 )
 
-
 # Sampling
 
-
-def sampling_kernels(logits: torch.Tensor) -> ModuleType | None:
-    return triton_kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
-
-
-def draw(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: tuple[torch.Tensor, ...],
-         any_sampled: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(tokens, which are bad) of logit rows that ask for a temperature at most; None if no kernel serves. `keys` are
-    temperatures, seeds and sample indices by row."""
-    kernels = sampling_kernels(logits)
-    if kernels is None:
-        return None
-    tokens, bad = kernels.draw_tokens(logits, row, position, kernels.Keys(*keys), any_sampled=any_sampled)
-    return tokens, bad
-
-
-def choose(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
-           keys: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The greatest logit of each logit row, after Gumbel noise where its temperature, by which they are divided
-    already, is not 0; None if no kernel serves."""
-    kernels = sampling_kernels(scaled)
-    if kernels is None:
-        return None
-    result: torch.Tensor = kernels.choose_scaled(scaled, row, position, kernels.Keys(*keys))
-    return result
-
+count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"))
 
 # Steps and proposals
-
 
 prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
                          subject=lambda packet, *_, **__: packet.rows)
@@ -271,9 +234,3 @@ plan_reading_pass = Operation(drafting.plan_reading_pass,
                               subject=lambda requests, *_, **__: requests.rows)
 forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
                          subject=lambda requests, *_, **__: requests.rows)
-
-
-def _triton() -> ModuleType:
-    kernels = triton_kernels()
-    assert kernels is not None
-    return kernels

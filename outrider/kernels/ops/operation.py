@@ -15,10 +15,11 @@ are imported at their first use. A variant with exact arithmetic, or its refusal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
+from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +29,8 @@ R = TypeVar("R")
 
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
-UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+UP_TO_FLOAT32 = (torch.float32, *SIXTEEN_BITS)
 ANY_DTYPE: tuple[torch.dtype, ...] = ()
 
 _Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a kernel takes a call, and the kernel
@@ -49,6 +51,14 @@ def has_triton() -> bool:
 
 def has_native() -> bool:
     return bool(import_module("outrider.kernels.native").available())
+
+
+def precompiling(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, kernels for the device are compiled and not launched; nothing where none is compiled at run time."""
+    if device.type != "cuda" or not has_triton():
+        return nullcontext()
+    ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
+    return ahead
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ class Operation(Generic[P, R]):
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
-        subject: Any = args[0] if self.subject is None else self.subject(*args, **options)
+        subject: Any = args[0] if args and self.subject is None else self._find_subject(*args, **options)
         candidates = self._candidates.get((subject.device, subject.dtype))
         if candidates is None:
             candidates = self._find_candidates(subject)
@@ -102,9 +112,13 @@ class Operation(Generic[P, R]):
                 return result
         return self.reference(*args, **options)
 
+    def has_kernel(self, *args: P.args, **options: P.kwargs) -> bool:
+        """Whether a call with these arguments would run a kernel, and not the reference."""
+        return self.choose(*args, **options) is not self.reference
+
     def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
         """The function that a call with these arguments would run."""
-        subject: Any = args[0] if self.subject is None else self.subject(*args, **options)
+        subject = self._find_subject(*args, **options)
         taken = (run for takes, run in self._find_candidates(subject) if takes is None or takes(*args, **options))
         return next(taken, self.reference)
 
@@ -117,6 +131,12 @@ class Operation(Generic[P, R]):
         """See `using`."""
         self._forced = kind
         self._candidates.clear()
+
+    def _find_subject(self, *args: Any, **options: Any) -> torch.Tensor:
+        if self.subject is not None:
+            return self.subject(*args, **options)
+        first: torch.Tensor = args[0] if args else options[next(iter(signature(self.reference).parameters))]
+        return first
 
     def _find_candidates(self, subject: torch.Tensor) -> list[_Candidate]:
         key = subject.device, subject.dtype

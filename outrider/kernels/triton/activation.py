@@ -19,11 +19,12 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _COLUMNS = 1024
 
 
-@triton.jit
+@kernel
 def _gated_kernel(
     x, out, x_stride, out_stride, width, GELU: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -67,7 +68,7 @@ def gelu_tanh_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool
     return _gated("gelu_tanh_mul", x, out, gelu=True, pdl=pdl)
 
 
-@triton.jit
+@kernel
 def _relu2_kernel(x, out, x_stride, out_stride, width, COLUMNS: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)

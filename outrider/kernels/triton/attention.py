@@ -34,13 +34,14 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, out, part_out,
     part_lse, counters, scale, softcap, window, num_tokens, num_requests, max_query, split_size, coarse_size,

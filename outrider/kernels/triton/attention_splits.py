@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import next_power_of_two, num_sms, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
 MOST_SPLITS = tl.constexpr(64)  # of a request
@@ -155,7 +156,7 @@ class SplitList:
         return shape == self.shape and all(a is b for a, b in zip(tensors, self.made_of, strict=True))
 
 
-@triton.jit(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests"],
+@kernel(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests"],
             do_not_specialize_on_alignment=_INTS)  # fmt: skip
 def _list_splits_kernel(
     lengths, live, key_starts, items, count, window, split_size, coarse_size, num_splits, num_requests,

@@ -17,6 +17,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _copy_heads(source, target, stored, source_head_stride, target_head_stride, 
              mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _cache_kernel(
     k, v, slots, k_cache, v_cache, k_stride, k_head_stride, v_stride, v_head_stride,
     k_page_stride, k_token_stride, k_slot_head_stride, v_page_stride, v_token_stride, v_slot_head_stride,

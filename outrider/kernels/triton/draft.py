@@ -24,6 +24,7 @@ from outrider.kernels.drafting import (
     Tables,
 )
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
@@ -131,7 +132,7 @@ _VARYING = ["requests", "tokens", "most"]
 _SLICES = list(CommittedRequests._fields)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
     rows, query_starts, request_of, computed_before, num_computed, guesses, state, own, tables, out, requests, tokens,
     most, max_len, least, token_stride, table_strides,
@@ -173,7 +174,7 @@ def _passes_kernel(
     )
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _forget_kernel(
     computed_before, num_computed, page_valid, tables, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -187,7 +188,7 @@ def _forget_kernel(
         _mark_pages(table, page_valid, before, count, before + count, 0, PAGES[group], BLOCK)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
     rows, query_starts, request_of, computed_before, num_computed, guesses, state, keys, temperature, out, narrow,
     requests, most, max_len, behind, token_stride, DRAFTS: tl.constexpr,
@@ -211,7 +212,7 @@ def _reading_kernel(
     tl.store(narrow + requests + request, guesses.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
 def _store_kernel(
     rows, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
     proposed_stride, DRAFTS: tl.constexpr,

@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN
+from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN, CheckpointTargets
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
@@ -24,9 +24,9 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
-    SaveTargets,
     StepConfig,
     StepInputs,
     StepTensors,
@@ -244,7 +244,7 @@ def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS
 # The launch
 
 
-@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
+@kernel(do_not_specialize=["requests", "tokens", "layer_word"])
 def _delta_kernel(
     counts, requests, tokens, convolved, g, beta, conv_in, conv_stride, gates, gate_strides, states, tail, window,
     gate_windows, out, saves, layer_word, num_pages, scale,
@@ -294,7 +294,7 @@ def delta_config(requests: int, heads: int, value_dim: int, device: torch.device
 
 def delta_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
-    targets: SaveTargets | None = None, chunked: bool = False, fold_only: bool = False,
+    targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
     config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
@@ -318,7 +318,7 @@ def delta_steps(
     if chunked:  # products have least sizes
         tile, keys = max(16, tile), max(16, keys)
     num_tiles = triton.cdiv(value_dim, tile)
-    saves, layer_word, num_pages, page_words = save_args(targets, step, layer.state)
+    saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl = uses_pdl(layer.state.device)
     _delta_kernel[(num_tiles, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,

@@ -21,12 +21,13 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _TILE = 2048  # columns of a program, if a group has not more by itself
 _MAX_GROUP = 65536
 
 
-@triton.jit
+@kernel
 def _gated_norm_kernel(
     y, z, weight, out, y_stride, z_stride, out_stride, num_groups, group_size, eps,
     IS_SHARED: tl.constexpr, GATE_FIRST: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,

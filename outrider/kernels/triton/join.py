@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _MAX_WIDTH = 65536
 
@@ -26,7 +27,7 @@ def _store_part(value, gain, out, column, valid, width, eps, NORMS: tl.constexpr
         tl.store(out + column, value, mask=valid)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
+@kernel(do_not_specialize_on_alignment=["tokens"])
 def _join_kernel(
     tokens, table, hidden, embedding_gain, hidden_gain, out, table_stride, hidden_stride, width, scale, eps,
     embedding_at, hidden_at, HAS_SCALE: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -50,8 +51,9 @@ def _join_kernel(
 def join_embedding(
     tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0, hidden_first: bool = False,
-) -> torch.Tensor:
-    """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round; and
+    a view of its hidden part.
 
     `gains` [width] each norm the embedding and the hidden state.
     """
@@ -64,8 +66,9 @@ def join_embedding(
     for gain in gains or ():
         require_tensor(name, "gains", gain, (width,), device, FLOATS)
     out = torch.empty(num_tokens, 2 * width, dtype=hidden.dtype, device=device)
+    result = out, out[:, :width] if hidden_first else out[:, width:]
     if num_tokens == 0:
-        return out
+        return result
     columns = next_power_of_two(width)
     embedding_gain, hidden_gain = gains or (hidden, hidden)
     _join_kernel[(num_tokens, 2)](
@@ -74,10 +77,10 @@ def join_embedding(
         HAS_SCALE=scale is not None, NORMS=gains is not None, COLUMNS=columns,
         num_warps=min(16, max(1, columns // 512)),
     )  # fmt: skip
-    return out
+    return result
 
 
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@kernel(do_not_specialize_on_alignment=["index"])
 def _take_kernel(
     first, second, index, first_out, second_out, first_stride, second_stride, first_width, second_width,
     COLUMNS: tl.constexpr,

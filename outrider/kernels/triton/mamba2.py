@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.recurrent import SHORT_RUN
+from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,
@@ -24,9 +24,9 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
-    SaveTargets,
     StepConfig,
     StepInputs,
     StepTensors,
@@ -187,7 +187,7 @@ def _scan(
     return state
 
 
-@triton.jit(do_not_specialize=["requests", "tokens", "layer_word"])
+@kernel(do_not_specialize=["requests", "tokens", "layer_word"])
 def _mamba2_kernel(
     counts, requests, tokens, source, conv_in, conv_stride, gates, gate_strides, states, tail, window, gate_windows,
     decay, skip, out, saves, layer_word, num_pages,
@@ -237,7 +237,7 @@ def mamba2_config(requests: int, dim: int, chunked: bool) -> StepConfig:
 
 def mamba2_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, decay: torch.Tensor, skip: torch.Tensor, *,
-    num_groups: int, targets: SaveTargets | None = None, chunked: bool = False, fold_only: bool = False,
+    num_groups: int, targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
     config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
     y_precision: str | None = None,
 ) -> torch.Tensor:
@@ -262,7 +262,7 @@ def mamba2_steps(
     if chunked:  # products have least sizes
         tile, n_tile, chunk = max(16, tile), max(16, n_tile), max(16, chunk)
     splits = triton.cdiv(dim, tile)
-    saves, layer_word, num_pages, page_words = save_args(targets, step, layer.state)
+    saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl = uses_pdl(device)
     _mamba2_kernel[(splits, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, _Source(inputs.convolved, inputs.wide_gates[0]), inputs.conv_in,

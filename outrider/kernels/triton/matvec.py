@@ -20,11 +20,14 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.thin_linear import ThinConfig, is_small, load_weight, prefetch_rows
 
 MAX_ROWS = 4
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
-ACTIVATIONS = {None: 0, "silu_mul": 1, "gelu_tanh_mul": 2, "relu2": 3}
+TINY_WEIGHT = 7 << 20  # bytes
+GATED = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
 
 
 @triton.jit
@@ -52,7 +55,7 @@ def _finish(acc, up, row, in_rows, bias, residual, out, ACTIVATION: tl.constexpr
     tl.store(out + row, result.to(dtype), mask=in_rows)
 
 
-@triton.jit
+@kernel
 def _matvec_kernel(
     x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -119,13 +122,13 @@ def matvec(
 ) -> torch.Tensor:
     """activation(x [rows, k] times weight [n, k] transposed, plus bias [n]) plus residual [rows, n]; 1 to 4 rows.
 
-    activation: None, "relu2", or "silu_mul" and "gelu_tanh_mul" of a weight [2 * n, k] that holds gate rows, then up
-    rows. `out` may be `residual` itself: each element is read and written by one program.
+    activation: None, "relu2", or act(gate) * up with "silu" or "gelu_pytorch_tanh" and a weight [2 * n, k] that holds
+    gate rows, then up rows. `out` may be `residual` itself: each element is read and written by one program.
     """
     name, device, num_rows = "matvec", x.device, x.shape[0]
     require(activation in ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
-    is_gated = activation in ("silu_mul", "gelu_tanh_mul")
+    is_gated = activation in GATED
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     require_tensor(name, "x", x, (None, k), device, FLOATS)
     require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
@@ -148,3 +151,25 @@ def matvec(
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out
+
+
+def is_fastest(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+    """One token row, or up to four and a weight that is read before the tensor cores have begun."""
+    num_rows = x.shape[0]
+    return num_rows == 1 or (1 < num_rows <= MAX_ROWS and weight.numel() * weight.element_size() <= TINY_WEIGHT)
+
+
+def matvec_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return matvec(x, weight, out_dtype=torch.float32)
+
+
+def gated_matvec(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    return matvec(x, weight, activation=activation)
+
+
+def relu2_matvec(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return matvec(x, weight, activation="relu2")
+
+
+def add_matvec(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    matvec(x, weight, bias, residual=residual, out=residual)

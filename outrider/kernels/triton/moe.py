@@ -27,9 +27,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.router import can_route, route
-
-__all__ = ["METHODS", "TileConfig", "can_route", "combine", "experts", "route", "sort_pairs", "tile_config"]
+from outrider.kernels.triton.launch import kernel
 
 METHODS = ("few", "tiles", "library")
 FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
@@ -80,7 +78,7 @@ def _load_weight(pointer, mask, FEW: tl.constexpr):
         return tl.load(pointer, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _expert_kernel(
     x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, E, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr,
@@ -126,7 +124,7 @@ def _expert_kernel(
         tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One program for an expert: counts the pairs of lower experts, then lists its own behind them, in order."""
     release_dependents(PDL)
@@ -147,7 +145,7 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
     tl.store(ends + expert, lower)
 
 
-@triton.jit
+@kernel
 def _combine_kernel(
     made, weights, place, added, out, made_stride, added_stride, out_stride, width, K: tl.constexpr,
     HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -252,8 +250,10 @@ def experts(
     activation: str, added: torch.Tensor | None = None, *, method: str | None = None,
     up_config: TileConfig | None = None, down_config: TileConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
-    """As kernels.moe.experts. method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
-    "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
+    """Means what kernels.moe.experts says.
+
+    method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first), "library" (torch's grouped
+    product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
     require(activation in _ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -19,11 +18,12 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _MAX_WIDTH = 65536
 
 
-@triton.jit
+@kernel
 def _rms_norm_kernel(
     x, post_weight, residual, weight, out, x_stride, residual_stride, out_stride, width, eps, factor,
     HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,

@@ -2,72 +2,87 @@
 
 Triton's front end holds the GIL, and threads alone keep fewer than two cores busy. So forks compile into Triton's cache
 on disk (a fresh process would import for seconds, and would have to be sent the kernels), and this process loads from
-there. Forking is safe here since compiling asks no device: the driver that it sees only remembers. What forks do not
-bring about, threads do.
+there. Forking is safe here since compiling asks no device: the driver that forks see has been asked in advance. What
+forks do not compile, threads of this process do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from outrider.kernels.fork_pool import MOST, in_forks
+from outrider.kernels.fork_pool import MAX_TASKS, run_in_forks
+from outrider.kernels.triton.launch import collecting
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager, triton_key
-from triton.runtime.jit import JITFunction
 
-WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))  # at most
-FEWEST = 4  # kernels that are worth forking for
+MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
+MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
 
 @contextmanager
 def compiling_ahead(workers: int | None = None) -> Iterator[None]:
-    """Inside, kernels are collected and not launched, and what they would have made is zeros: a valid index wherever
-    one is needed, since row, page and token 0 always exist. When it returns, all of them are compiled. One that the
-    compiler refuses shows again when it is launched. workers: processes, one for each core by default; 1: this one."""
-    tasks: dict[Any, _Task] = {}
-    launch = JITFunction.run
+    """Inside, launches of this thread are collected and not carried out. When it returns, their kernels are compiled.
 
-    def collect(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        key = (self.fn.__module__, self.fn.__name__, *map(_kind, args),
-               *sorted((name, _kind(value)) for name, value in options.items()))  # fmt: skip
-        if key not in tasks:
+    Tensors that are made empty inside are zeros, as no kernel fills them: zero is a valid index wherever one is needed,
+    since row, page and token 0 always exist. A kernel that the compiler refuses is refused again when it is launched.
+    workers: processes, one for each core by default; 1: this process alone.
+    """
+    launches: dict[Any, _Launch] = {}
+
+    def collect(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        key = (id(function), *map(_specialization, args),
+               *sorted((name, _specialization(value)) for name, value in options.items()))  # fmt: skip
+        if key not in launches:
             named = {name: _stand_in(value) for name, value in options.items()}
-            tasks[key] = _Task(self, tuple(map(_stand_in, args)), named)
+            launches[key] = _Launch(function, tuple(map(_stand_in, args)), named)
 
     hashing = Thread(target=triton_key)  # a hash of the compiler itself: it takes half a second, once
     hashing.start()
-    JITFunction.run = collect  # type: ignore[method-assign, assignment]
     try:
-        with _zeros_for_empty():
+        with collecting(collect), _ZerosForEmpty():
             yield
     finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
         hashing.join()
-    if tasks:
+    if launches:
         with _asking_no_device():
-            _compile(list(tasks.values()), min(WORKERS, _num_cores()) if workers is None else workers)
+            _compile(list(launches.values()), min(MAX_WORKERS, _num_cores()) if workers is None else workers)
+
+
+class _ZerosForEmpty(TorchFunctionMode):
+    """Memory that kernels would have written is zeros, in this thread."""
+
+    _FILLED: dict[Any, Callable[..., Any]] = {
+        torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros,
+    }  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._FILLED.get(func, func)(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
-class _Task:
-    kernel: Any
+class _Launch:
+    """A launch as far as the compiler is concerned: one for all that differ in nothing that it looks at."""
+
+    function: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
 
     def compile(self) -> None:
-        """Or loads it, if it is on disk; and so what launches it, which some versions of Triton compile too."""
-        kernel = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
-        with suppress(Exception):  # a launch would tell
+        """Compiles the kernel, or loads it if it is on disk; and its launcher, which Triton 3.6 compiles too."""
+        kernel = self.function.warmup(*self.args, grid=(1,), **self.options)
+        with suppress(Exception):  # it is raised again by the launch
             driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
@@ -82,32 +97,32 @@ class _Pointer:
         return self.address
 
 
-def _compile(tasks: list[_Task], workers: int) -> None:
+def _compile(launches: list[_Launch], workers: int) -> None:
     uses_disk = not knobs.compilation.always_compile
-    kernels = _not_on_disk(tasks) if uses_disk else [[task] for task in tasks]
+    kernels = _not_on_disk(launches) if uses_disk else [[launch] for launch in launches]
     # The longest first, by their source: none of them should begin when all others end.
-    waiting = dict(enumerate(sorted(kernels, key=lambda same: -len(same[0].kernel.src))))
+    waiting = dict(enumerate(sorted(kernels, key=lambda same: -len(same[0].function.src))))
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="outrider-compile") as pool:
-        if uses_disk and workers > 1 and len(waiting) >= FEWEST:
-            works = [same[0].compile for same in waiting.values()][:MOST]
-            with suppress(OSError), closing(in_forks(works, workers, PATIENCE)) as compiled:
+        if uses_disk and workers > 1 and len(waiting) >= MIN_KERNELS:
+            tasks = [same[0].compile for same in waiting.values()][:MAX_TASKS]
+            with suppress(OSError), closing(run_in_forks(tasks, workers, PATIENCE)) as compiled:
                 for index in compiled:
                     pool.submit(_compile_all, waiting.pop(index))
         for same in waiting.values():
             pool.submit(_compile_all, same)
 
 
-def _compile_all(tasks: list[_Task]) -> None:
-    for task in tasks:
-        task.compile()
+def _compile_all(launches: list[_Launch]) -> None:
+    for launch in launches:
+        launch.compile()
 
 
 class _Missing(Exception):
-    """Has what names a kernel on disk."""
+    """A kernel is not on disk; the argument is the kernel's name there."""
 
 
-def _not_on_disk(tasks: list[_Task]) -> list[list[_Task]]:
-    """Those that have to be compiled, in lists of those that are one kernel. The others are loaded."""
+def _not_on_disk(launches: list[_Launch]) -> list[list[_Launch]]:
+    """Launches whose kernels have to be compiled, in lists of those that share a kernel. The others are loaded."""
 
     class Reader(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
         def __init__(self, key: str, *args: Any, **options: Any) -> None:
@@ -120,16 +135,16 @@ def _not_on_disk(tasks: list[_Task]) -> list[list[_Task]]:
                 raise _Missing(self.kernel)  # here the compiler would begin
             return group
 
-    missing: dict[Any, list[_Task]] = {}
+    missing: dict[Any, list[_Launch]] = {}
     with knobs.cache.scope():
         knobs.cache.manager_class = Reader
-        for index, task in enumerate(tasks):
+        for index, launch in enumerate(launches):
             try:
-                task.compile()
+                launch.compile()
             except _Missing as kernel:
-                missing.setdefault(kernel.args, []).append(task)
+                missing.setdefault(kernel.args, []).append(launch)
             except Exception:
-                missing[index] = [task]  # whatever is wrong with it, a launch will tell
+                missing[index] = [launch]  # it is raised again by the launch
     return list(missing.values())
 
 
@@ -138,8 +153,8 @@ def _num_cores() -> int:
 
 
 @dataclass(frozen=True)
-class _Remembered:
-    """A driver that has been asked in advance what compiling asks."""
+class _AskedDriver:
+    """A driver that was asked in advance what compiling asks."""
 
     driver: Any
     device: int
@@ -160,33 +175,27 @@ class _Remembered:
 
 @contextmanager
 def _asking_no_device() -> Iterator[None]:
-    """A fork cannot, and a new thread would ask device 0."""
+    """A fork cannot ask the device, and a new thread would ask device 0."""
     active = driver.active
-    driver.set_active(_Remembered(active, active.get_current_device(), active.get_current_target()))
+    driver.set_active(_AskedDriver(active, active.get_current_device(), active.get_current_target()))
     try:
         yield
     finally:
         driver.set_active(active)
 
 
-@contextmanager
-def _zeros_for_empty() -> Iterator[None]:
-    empty, empty_like = torch.empty, torch.empty_like
-    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.empty, torch.empty_like = empty, empty_like
-
-
-def _kind(value: Any) -> Any:
-    """What of an argument decides which kernel it is, at most."""
+def _specialization(value: Any) -> Any:
+    """The most that the compiler may look at in an argument."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return _specialization(value.base), tuple(value.block_shape), str(value.layout)
     if isinstance(value, (tuple, list)):
-        return str(tuple(map(_kind, value)))
+        return str(tuple(map(_specialization, value)))
     return str(value)
 
 
 def _stand_in(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_stand_in(value.base))
     return _Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

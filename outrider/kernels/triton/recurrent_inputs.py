@@ -22,6 +22,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors, input_of, load_counts
 
 GateKind = Literal["mamba2", "delta"]
@@ -105,7 +106,7 @@ def _open_gates(
 _VARYING = ["requests", "tokens", "lanes", "low", "high"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["request_of"])
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["request_of"])
 def _inputs_kernel(
     counts, request_of, requests, tokens, lanes, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
     weight, bias, dt_bias, decay, low, high, convolved, wide_gates,

@@ -17,6 +17,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.recurrent import CheckpointTargets
 from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
 
 
@@ -35,19 +36,21 @@ class StepTensors(NamedTuple):
     request_of: torch.Tensor  # [tokens]
 
     @classmethod
-    def of(cls, rows: torch.Tensor, query_starts: torch.Tensor, computed: torch.Tensor, num_known: torch.Tensor,
-           num_drafts: torch.Tensor, pending: torch.Tensor, request_of: torch.Tensor) -> StepTensors:
+    def stack(cls, rows: torch.Tensor, query_starts: torch.Tensor, computed: torch.Tensor, num_known: torch.Tensor,
+                 num_drafts: torch.Tensor, pending: torch.Tensor, request_of: torch.Tensor) -> StepTensors:
         counts = torch.stack([rows, query_starts[:-1], query_starts[1:], computed, num_known, num_drafts, pending])
         return cls(counts, request_of)
 
 
 class LayerTensors(NamedTuple):
-    """What every row keeps of one layer."""
+    """What every row keeps of one layer, and where the layer's part of a checkpoint lies."""
 
     state: torch.Tensor  # [ROWS, heads, dim, n] float32
     tail: torch.Tensor  # [ROWS, conv width - 1, conv dim]
     conv_in: torch.Tensor  # [ROWS, window, conv dim]
     gates: tuple[torch.Tensor, ...]  # [ROWS, window, heads] each
+    pool: torch.Tensor  # [pages, page elements] in the model's dtype
+    checkpoint_start: int  # bytes of a checkpoint before this layer's state, which its tail follows
 
 
 class StepInputs(NamedTuple):
@@ -60,18 +63,8 @@ class StepInputs(NamedTuple):
     wide_gates: tuple[torch.Tensor, ...]  # [requests * window + tokens, heads] float32 each
 
 
-class SaveTargets(NamedTuple):
-    """Checkpoints that this step writes, by request: those of request r are starts[r] to starts[r + 1] - 1. int64."""
-
-    starts: torch.Tensor  # [requests + 1]
-    boundary: torch.Tensor  # [targets] tokens seen; -1 where nothing is to be written
-    pages: torch.Tensor  # [targets, pages of a checkpoint]
-    pool: torch.Tensor  # [pages, page elements] in the model's dtype
-    layer_start: int  # where this layer's part of a checkpoint begins, in bytes: its state, then its tail
-
-
-class Saves(NamedTuple):
-    """The same for kernels; all of it arguments, so that a launch without checkpoints has the same shape."""
+class TargetPointers(NamedTuple):
+    """Checkpoint targets as kernel arguments. Always given, so that a launch without checkpoints has the same shape."""
 
     starts: torch.Tensor
     boundary: torch.Tensor
@@ -218,7 +211,7 @@ class StepSizes(NamedTuple):
 
 
 def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTensors,
-               targets: SaveTargets | None) -> StepSizes:
+               targets: CheckpointTargets | None) -> StepSizes:
     """Shapes, dtypes and devices of what a state kernel is given."""
     device, dtype = layer.state.device, inputs.conv_in.dtype
     requests, tokens = step.counts.shape[1], inputs.conv_in.shape[0]
@@ -242,10 +235,10 @@ def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTen
         require_tensor(name, "targets.starts", targets.starts, (requests + 1,), device, int64)
         require_tensor(name, "targets.boundary", targets.boundary, (count,), device, int64)
         require_tensor(name, "targets.pages", targets.pages, (count, None), device, int64, 2)
-        require_tensor(name, "targets.pool", targets.pool, (None, None), device, (dtype,), 2)
-        page_bytes = targets.pool.shape[1] * dtype.itemsize
-        ok = page_bytes % 4 == 0 and targets.layer_start % 4 == 0
-        require(ok, name, "targets.pool", f"has pages of {page_bytes} bytes and a layer at {targets.layer_start}")
+        require_tensor(name, "layer.pool", layer.pool, (None, None), device, (dtype,), 2)
+        page_bytes = layer.pool.shape[1] * dtype.itemsize
+        ok = page_bytes % 4 == 0 and layer.checkpoint_start % 4 == 0
+        require(ok, name, "layer.pool", f"has pages of {page_bytes} bytes and a layer at {layer.checkpoint_start}")
     return StepSizes(requests, tokens, heads, dim, n, conv_dim, width, window)
 
 
@@ -259,11 +252,12 @@ def keep_sizes(sizes: StepSizes, parts: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def save_args(targets: SaveTargets | None, step: StepTensors, state: torch.Tensor) -> tuple[Saves, int, int, int]:
+def save_args(targets: CheckpointTargets | None, step: StepTensors,
+              layer: LayerTensors) -> tuple[TargetPointers, int, int, int]:
     """(what `save_state` takes, the layer's first word, pages of a checkpoint, words of a page); the last is 0 without
     checkpoints, and tensors of the right types stand in for those that are not there."""
     if targets is None:
-        return Saves(step.counts, step.counts, step.counts, state), 0, 0, 0
-    words = targets.pool.view(torch.float32)
-    saves = Saves(targets.starts, targets.boundary, targets.pages, words)
-    return saves, targets.layer_start // 4, targets.pages.shape[1], words.shape[1]
+        return TargetPointers(step.counts, step.counts, step.counts, layer.state), 0, 0, 0
+    words = layer.pool.view(torch.float32)
+    saves = TargetPointers(targets.starts, targets.boundary, targets.pages, words)
+    return saves, layer.checkpoint_start // 4, targets.pages.shape[1], words.shape[1]

@@ -21,6 +21,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 _HEADS = 8  # heads per program
 
@@ -66,7 +67,7 @@ def _rotate(
         tl.store(to + rest_column[None, :], rest.to(dtype), mask=rest_mask & store)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@kernel(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_cache_kernel(
     qkv, positions, slots, cos_sin, q_weight, k_weight, q_out, k_cache, v_cache, eps, max_len,
     qkv_stride, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,

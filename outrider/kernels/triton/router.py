@@ -5,12 +5,11 @@ Takes the product's float32 logits; knows nothing of experts' weights. The rule 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.moe import Routed, RouteRule
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
@@ -21,9 +20,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-
-if TYPE_CHECKING:
-    from outrider.kernels.moe import RouteRule
+from outrider.kernels.triton.launch import kernel
 
 MAX_EXPERTS = 1024
 _TINY = tl.constexpr(1e-20)  # as kernels.moe.TINY
@@ -55,7 +52,7 @@ def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS
     return tl.reshape(tl.where(chosen[:, None] > 0, grouped, float("-inf")), [GROUPS * SIZE])
 
 
-@triton.jit
+@kernel
 def _route_kernel(
     logits, bias, expert_scale, ids, weights, logits_stride, scale,
     E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
@@ -105,10 +102,14 @@ def can_route(rule: RouteRule) -> bool:
     return rule.num_experts <= MAX_EXPERTS and all(n == next_power_of_two(n) for n in shapes)
 
 
+def takes_rule(logits: torch.Tensor, rule: RouteRule, *_: object) -> bool:
+    return can_route(rule)
+
+
 def route(
     logits: torch.Tensor, rule: RouteRule, bias: torch.Tensor | None = None, expert_scale: torch.Tensor | None = None,
     *, pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Routed:
     """logits [tokens, experts] -> ids [tokens, k] int64 and weights [tokens, k] float32."""
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
@@ -120,7 +121,7 @@ def route(
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int64, device=device)
     weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=device)
     if num_tokens == 0:
-        return ids, weights
+        return Routed(ids, weights)
     width = next_power_of_two(experts)
     _route_kernel[(num_tokens,)](
         logits, logits if bias is None else bias, logits if expert_scale is None else expert_scale, ids, weights,
@@ -129,4 +130,4 @@ def route(
         SIGMOID=rule.scoring == "sigmoid", RENORMALISE=rule.renormalise, HAS_BIAS=bias is not None,
         HAS_EXPERT_SCALE=expert_scale is not None, PDL=pdl, num_warps=1 if width <= 256 else 2, **pdl_options(pdl),
     )
-    return ids, weights
+    return Routed(ids, weights)

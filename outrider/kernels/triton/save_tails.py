@@ -10,13 +10,15 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.recurrent import CheckpointTargets
 from outrider.kernels.triton.common import FLOATS, next_power_of_two, require_tensor
-from outrider.kernels.triton.recurrent_step import LayerTensors, SaveTargets, StepTensors, input_of, load_counts
+from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.recurrent_step import LayerTensors, StepTensors, input_of, load_counts
 
 _CHANNELS = 256
 
 
-@triton.jit(do_not_specialize=["requests", "start_element"])
+@kernel(do_not_specialize=["requests", "start_element"])
 def _save_tails_kernel(
     counts, requests, conv_in, conv_stride, tail, window, starts, boundary, pages, pool, num_pages, start_element,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHANNELS: tl.constexpr,
@@ -39,7 +41,7 @@ def _save_tails_kernel(
             tl.store(pool + page * PAGE + element % PAGE, value, mask=valid)
 
 
-def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, targets: SaveTargets) -> None:
+def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, targets: CheckpointTargets) -> None:
     """conv_in [tokens, conv dim]: this step's inputs. The tail lies behind the layer's state in a checkpoint."""
     name, device, dtype = "save_tails", conv_in.device, (conv_in.dtype,)
     requests, window = step.counts.shape[1], layer.conv_in.shape[1]
@@ -50,15 +52,15 @@ def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, ta
     require_tensor(name, "layer.conv_in", layer.conv_in, (None, window, conv_dim), device, dtype, 3)
     require_tensor(name, "targets.starts", targets.starts, (requests + 1,), device, (torch.int64,))
     require_tensor(name, "targets.pages", targets.pages, (targets.boundary.shape[0], None), device, (torch.int64,), 2)
-    require_tensor(name, "targets.pool", targets.pool, (None, None), device, dtype, 2)
+    require_tensor(name, "layer.pool", layer.pool, (None, None), device, dtype, 2)
     if not requests:
         return
     state_bytes = layer.state[0].numel() * layer.state.element_size()
     channels = min(_CHANNELS, next_power_of_two(conv_dim))
     _save_tails_kernel[(triton.cdiv(conv_dim, channels), requests)](
         step.counts, requests, conv_in, conv_in.stride(0), layer.tail, layer.conv_in, targets.starts, targets.boundary,
-        targets.pages, targets.pool, targets.pages.shape[1],
-        (targets.layer_start + state_bytes) // conv_in.element_size(),
-        CONV_DIM=conv_dim, WIDTH=taps + 1, WINDOW=window, PAGE=targets.pool.shape[1], CHANNELS=channels,
+        targets.pages, layer.pool, targets.pages.shape[1],
+        (layer.checkpoint_start + state_bytes) // conv_in.element_size(),
+        CONV_DIM=conv_dim, WIDTH=taps + 1, WINDOW=window, PAGE=layer.pool.shape[1], CHANNELS=channels,
         TAIL=next_power_of_two(taps), num_warps=4,
     )  # fmt: skip

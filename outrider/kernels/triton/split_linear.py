@@ -20,12 +20,13 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.launch import kernel
 
 MAX_ROWS = 16
 _PARTS, _COLUMNS = 4, 128  # of the inner dimension: parts, and columns of each part at a time
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _split_kernel(
     x, weight, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -53,18 +54,19 @@ def _split_kernel(
     tl.store(out + token[:, None] * out_stride + row[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def can_split(weight: torch.Tensor) -> bool:
-    """Whether a weight [n, k] is of the shapes where this wins: measured for 1024 x 2048 up to 4096 x 4096."""
+def is_fastest(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Up to 16 token rows and a weight [n, k] of the shapes where this wins: 1024 x 2048 to 4096 x 4096."""
     n, k = weight.shape
-    return n <= 4096 and k <= 4096 and k % (_PARTS * _COLUMNS) == 0
+    return bias is None and 0 < x.shape[0] <= MAX_ROWS and n <= 4096 and k <= 4096 and k % (_PARTS * _COLUMNS) == 0
 
 
 def split_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    pdl: bool | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: None = None, *, residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """x [rows, k] times weight [n, k] transposed, plus residual [rows, n], which `out` may be; 1 to 16 rows."""
     name, device = "split_linear", x.device
+    require(bias is None, name, "bias", "is not supported")
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     num_rows, (n, k) = x.shape[0], weight.shape
     require_tensor(name, "weight", weight, (None, x.shape[1]), device, (x.dtype,))

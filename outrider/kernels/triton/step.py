@@ -17,6 +17,7 @@ from outrider.kernels.accept import Accepted
 from outrider.kernels.packet import StepPacket, packet_axes
 from outrider.kernels.step import CommittedStep, PreparedStep, RowFields, VerifiedStep
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # requests, token rows or logit rows of one program
 _COLUMNS = 1024  # columns of a page table that one program copies
@@ -150,7 +151,7 @@ _VARYING = ["requests", "tokens", "logit_rows", "max_drafts", "first_token_block
 _SLICES = [*StepPacket._fields, "sampled", "bad"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _prepare_kernel(
     rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
     boundaries, state, tables, out, slots, own_tables, requests, tokens, logit_rows, max_drafts,
@@ -182,7 +183,7 @@ def _first(found, index, NONE: tl.constexpr):
     return tl.min(tl.where(found, index, NONE), axis=0)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _commit_kernel(
     sampled, bad, rows, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
     requests, max_drafts, length, stop_width, token_stride, stop_stride,

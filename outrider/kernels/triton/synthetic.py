@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.triton.common import require, require_tensor
+from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # logit rows of a program
 _SLICES = ["request", "row", "draft_index", "position"]
 
 
-@triton.jit(do_not_specialize=["num_logit_rows", "max_drafts"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["num_logit_rows", "max_drafts"], do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
     sampled, request, row, draft_index, position, drafts, seed, thresholds, out, num_logit_rows, max_drafts, vocab,
     row_step, BLOCK: tl.constexpr,

@@ -55,7 +55,7 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts
 def _refuses_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "its kernels are for CUDA and at most 32 bits"
-    return None if ops.triton_kernels() is not None else "the triton package is missing"
+    return None if ops.has_triton() else "the triton package is missing"
 
 
 def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,1 +1,7 @@
 """Layers that keep a state per row: Mamba-2 and gated delta."""
+
+from outrider.kernels.recurrent import CheckpointTargets
+from outrider.mixers.recurrent.base import RecurrentStep
+from outrider.mixers.recurrent.rows import RecurrentRows
+
+__all__ = ["CheckpointTargets", "RecurrentRows", "RecurrentStep"]

@@ -1,18 +1,23 @@
-"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token.
+"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token; and the protocol of the
+backends that run mixers over a ragged batch.
 
-What stands before it (projections) and after it (norms) works on each token row alone and belongs to the layer. A
-mixer knows nothing of rows, pages or drafts: whoever keeps the states decides what is stored.
+What stands before a mixer (projections) and after it (norms) works on each token row alone and belongs to the layer. A
+mixer knows nothing of rows, pages or drafts: the backend decides what is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.kernels.recurrent import CheckpointTargets
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, RecurrentState
 
 Gates = tuple[torch.Tensor, ...]
 RecurrentLayer = Callable[[torch.Tensor, Gates], torch.Tensor]
@@ -26,13 +31,6 @@ class Stepped(NamedTuple):
     y: torch.Tensor  # [rows, out_dim] in the model's dtype
     state: torch.Tensor  # [rows, *state_shape]
     tail: torch.Tensor  # [rows, conv_width - 1, conv_dim]
-
-
-class RecurrentState(NamedTuple):
-    """All that a request's past is to one layer."""
-
-    state: torch.Tensor  # [*state_shape], float32, or float64 in a float64 model
-    tail: torch.Tensor  # [conv_width - 1, conv_dim] the last inputs before the convolution, oldest first
 
 
 class Scanned(NamedTuple):
@@ -82,3 +80,73 @@ class RecurrentMixer(Protocol):
     def kernel_params(self) -> MixerParams | None:
         """None if no kernel serves this mixer."""
         ...
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What every row keeps of one recurrent layer."""
+
+    state: torch.Tensor  # [ROWS, *state_shape]
+    tail: torch.Tensor  # [ROWS, conv_width - 1, conv_dim]
+    conv_in: torch.Tensor  # [ROWS, DRAFTS, conv_dim] window: inputs of the drafts of the row's last step
+    gates: Gates  # [ROWS, DRAFTS, n] each
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """A batch as recurrent layers see it: a request's known tokens, then its drafts, from its query start on."""
+
+    rows: torch.Tensor  # [requests]
+    query_starts: torch.Tensor  # [requests + 1]
+    request_of: torch.Tensor  # [tokens]
+    computed: torch.Tensor  # [requests] when the step begins
+    num_known: torch.Tensor  # [requests] live ones: all that were scheduled, or none
+    num_drafts: torch.Tensor  # [requests] live ones
+    pending: torch.Tensor  # [requests] accepted drafts to fold
+    query_lens: tuple[int, ...]  # as scheduled
+    known_lens: tuple[int, ...]  # as scheduled
+    most_drafts: int
+    most_pending: int
+    targets: CheckpointTargets | None = None
+
+    def passes(self, targets: CheckpointTargets) -> torch.Tensor:
+        """[targets] whether the state to be stored has passed the boundary, and the one before had not."""
+        request, boundary = targets.request, targets.boundary
+        computed, num_known = self.computed[request], self.num_known[request]
+        has_passed = (boundary > computed - self.pending[request]) & (boundary <= computed + num_known)
+        return (num_known > 0) & has_passed
+
+
+class RecurrentStep(ABC):
+    """One step of a batch, layer by layer."""
+
+    def __init__(self, layers: RecurrentBackend, counts: StepCounts) -> None:
+        self.layers, self.counts = layers, counts
+        self.written = None if counts.targets is None else counts.passes(counts.targets)  # [targets]
+
+    def bind(self) -> dict[int, RecurrentLayer]:
+        return {layer: partial(self.run, layer) for layer in self.layers.mixers}
+
+    @abstractmethod
+    def run(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+        """conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and padded ones."""
+
+
+class RecurrentBackend(ABC):
+    """A model's recurrent layers with their rows and checkpoint pages, and how steps advance them."""
+
+    scan_from_tokens: int  # requests with at least so many known tokens are scanned, the others go token by token
+    finds_runs: bool  # whether lengths of runs, and boundaries within them, are found on the device alone
+
+    def __init__(self, mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows], pages: CheckpointPages, *,
+                 exact: bool = False) -> None:
+        self.mixers, self.rows, self.pages, self.exact = mixers, rows, pages, exact
+
+    @abstractmethod
+    def begin(self, counts: StepCounts) -> RecurrentStep: ...
+
+    @abstractmethod
+    def fold_ended(self, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
+                   targets: CheckpointTargets) -> None:
+        """Rows [targets] that take no further step: their pending drafts are applied up to the boundary. Stores
+        nothing but the checkpoints."""

@@ -7,11 +7,18 @@ same in every checkpoint. Whose pages they are is not known here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from outrider.cache.kinds import RecurrentKind
-from outrider.mixers.recurrent.base import RecurrentState
+
+
+class RecurrentState(NamedTuple):
+    """All that a request's past is to one layer."""
+
+    state: torch.Tensor  # [*state_shape], float32, or float64 in a float64 model
+    tail: torch.Tensor  # [conv_width - 1, conv_dim] the last inputs before the convolution, oldest first
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class CheckpointPages:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of running states and checkpoints, by the model's."""
+    """State dtype: float64 for a float64 model, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from outrider.models.loader import safetensors_tensors
-from outrider.models.registry import eos_token_ids, read_config
 from outrider.models.sources.base import ModelSource, SourceError
+from outrider.models.sources.folder import folder_source
 from outrider.models.sources.smollm2 import smollm2_file
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve"]
@@ -45,18 +44,6 @@ def _local_folder(path: Path) -> ModelSource:
             raise SourceError(f"{path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
         raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
     return folder_source(path)
-
-
-def folder_source(path: Path, name: str | None = None) -> ModelSource:
-    config = read_config(path)
-    return ModelSource(
-        name=name or path.resolve().name,
-        path=path,
-        config=config,
-        eos_token_ids=eos_token_ids(path),
-        tensors=lambda: safetensors_tensors(path),
-        tokenizer=lambda: path,
-    )
 
 
 def gguf_source(path: Path, name: str | None = None) -> ModelSource:

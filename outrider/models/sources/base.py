@@ -1,35 +1,49 @@
 """ModelSource: where a model's config, weights and tokenizer come from, whatever the form of its files.
 
-Knows nothing of layers or devices: it hands out a config in Hugging Face's names and tensors one at a time.
+Knows nothing of layers or devices: it hands out a config in Hugging Face's names and tensors one at a time. Torch is
+imported only when weights are read, so the engine learns a model's config and tokenizer without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from outrider.kernels.quantized import QuantizedRows
+    from outrider.kernels.quantized import QuantizedRows
 
 
 class SourceError(ValueError):
     """A model's files are missing, damaged or not supported. The message says which, and what to do."""
 
 
+class WeightError(ValueError):
+    """Weights that do not fit the model, or a file that cannot be read."""
+
+
 @dataclass(frozen=True)
-class ModelSource:
+class ModelSource(ABC):
+    """Plain data, so that it can be sent to another process."""
+
     name: str
     path: Path  # the folder or the file
     config: dict[str, Any]  # as config.json of a Hugging Face folder
     eos_token_ids: tuple[int, ...]
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]  # each call reads the files anew, one tensor at a time
-    tokenizer: Callable[[], Path | dict[str, Any]]  # a folder with tokenizer files, or a GGUF file's metadata
-    # The same tensors, quantised weights in the file's own bits where these can be kept; None: the file has none.
-    stored: Callable[[], Iterator[tuple[str, torch.Tensor | QuantizedRows]]] | None = None
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each call reads the files anew, one tensor at a time."""
 
     def read(self, *, keep_quantized: bool) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-        """For the loader: a layer that cannot keep bits gets the numbers they stand for either way."""
-        return self.stored() if keep_quantized and self.stored is not None else iter(self.tensors())
+        """For the loader: quantised weights in the file's own bits, if these are to be kept. A layer that cannot keep
+        bits gets the numbers they stand for either way."""
+        return self.tensors()
+
+    @abstractmethod
+    def tokenizer(self) -> Path | dict[str, Any]:
+        """A folder with tokenizer files, or a GGUF file's metadata."""

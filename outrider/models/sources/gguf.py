@@ -1,48 +1,32 @@
-"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under HF names, dequantised or as
-they are stored.
+"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under HF names.
 
-One tensor at a time is in memory. What the file asks for and Outrider does not have is refused by its key or
-tensor name. Knows nothing of tokenizing: the metadata is handed on as it is.
+What the file asks for and Outrider does not have is refused by its key or tensor name. Knows nothing of tokenizing: the
+metadata is handed on as it is. No torch until weights are read.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
-from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from outrider.kernels.quantized import KINDS as KEPT_KINDS
-from outrider.kernels.quantized import QuantizedRows
+from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
-from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
+from outrider.models.sources.gguf_header import Header, read_header
+from outrider.models.sources.gguf_tensors import ROPE_FACTORS, hf_name, raw_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.kernels.quantized import QuantizedRows
 
 ARCHITECTURES = ("llama",)
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
-
-TENSOR_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_TENSOR_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: what rope divides its frequencies by
 
 # Keys under "llama." that are read below or that say nothing about the arithmetic. Any other is refused.
 KNOWN_KEYS = {
@@ -54,18 +38,29 @@ KNOWN_KEYS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class GgufSource(ModelSource):
+    header: Header
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from outrider.models.sources.gguf_weights import dequantised_tensors
+
+        return dequantised_tensors(self.header)
+
+    def read(self, *, keep_quantized: bool) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+        from outrider.models.sources.gguf_weights import read_tensors
+
+        return read_tensors(self.header) if keep_quantized else self.tensors()
+
+    def tokenizer(self) -> dict[str, Any]:
+        return self.header.metadata
+
+
 def gguf_source(path: Path, name: str | None = None) -> ModelSource:
     header = read_header(path)
     _check_supported(header)
-    return ModelSource(
-        name=name or path.stem,
-        path=path,
-        config=build_config(header),
-        eos_token_ids=_eos_token_ids(header.metadata),
-        tensors=lambda: ((name, _as_tensor(stored)) for name, stored in read_tensors(header)),
-        stored=lambda: read_tensors(header),
-        tokenizer=lambda: header.metadata,
-    )
+    config = build_config(header)
+    return GgufSource(name or path.stem, path, config, _eos_token_ids(header, config["vocab_size"]), header)
 
 
 def _check_supported(header: Header) -> None:
@@ -88,15 +83,6 @@ def _check_supported(header: Header) -> None:
                               f"supported: {', '.join(KINDS)}")
         if entry.name != ROPE_FACTORS:
             hf_name(entry.name, path)
-
-
-def hf_name(name: str, path: Path) -> str:
-    if name in TENSOR_NAMES:
-        return TENSOR_NAMES[name]
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found and found[2] in LAYER_TENSOR_NAMES:
-        return f"model.layers.{found[1]}.{LAYER_TENSOR_NAMES[found[2]]}"
-    raise SourceError(f"{path}: tensor {name!r} does not belong to a Llama model as Outrider knows it")
 
 
 def build_config(header: Header) -> dict[str, Any]:
@@ -176,68 +162,24 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
 
 def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
     """Llama 3.1's scaling is stored as its result, a factor per frequency; find the parameters that give it."""
-    stored = _dequantised(header.path, header.tensors[ROPE_FACTORS]).double()
+    entry = header.tensors[ROPE_FACTORS]
+    stored = dequantize(raw_bytes(header.path, entry), entry.kind).reshape(entry.shape).astype(np.float64)
     theta = float(header.metadata.get("llama.rope.freq_base", 10000.0))
     factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 1: frequency kept, 0: divided by factor
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    share = ((original / wavelength - low) / (high - low)).clip(0, 1)  # 1: frequency kept, 0: divided by factor
     expected = 1 / ((1 - share) / factor + share)
-    if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
         raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of Llama 3.1 scaling; "
                           "no other kind is supported from GGUF")
     return {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": original}  # fmt: skip
 
 
-def _eos_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:
     """End of text, of turn and of message: a chat model may end with any of them."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(int(meta[key]) for key in keys if key in meta))
-
-
-def _as_tensor(stored: torch.Tensor | QuantizedRows) -> torch.Tensor:
-    return stored if isinstance(stored, torch.Tensor) else stored.dequantize()
-
-
-def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    heads = header.metadata["llama.attention.head_count"]
-    kv_heads = header.metadata.get("llama.attention.head_count_kv", heads)
-    # Largest first: what the model has not been given yet is not in memory, so the largest costs nothing extra.
-    for entry in sorted(header.tensors.values(), key=lambda e: -math.prod(e.shape)):
-        if entry.name == ROPE_FACTORS:
-            continue
-        keeps_bits = entry.kind.name in KEPT_KINDS and len(entry.shape) == 2
-        rows = _raw(header.path, entry).view(entry.shape[0], -1) if keeps_bits else _dequantised(header.path, entry)
-        if entry.name.endswith(".attn_q.weight"):
-            rows = _unpermute(rows, heads)
-        elif entry.name.endswith(".attn_k.weight"):
-            rows = _unpermute(rows, kv_heads)
-        yield hf_name(entry.name, header.path), QuantizedRows(entry.kind.name, rows) if keeps_bits else rows
-
-
-def _raw(path: Path, entry: TensorEntry) -> torch.Tensor:
-    raw = np.fromfile(path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
-    if raw.size != entry.num_bytes:  # the file was cut after its header was read
-        raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
-    return torch.from_numpy(raw)
-
-
-def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
-    raw = _raw(path, entry).numpy()
-    match entry.kind:
-        case GGMLQuantizationType.F32:
-            return torch.from_numpy(raw.view(np.float32)).view(entry.shape)
-        case GGMLQuantizationType.F16:
-            return torch.from_numpy(raw.view(np.float16)).view(entry.shape)
-        case GGMLQuantizationType.BF16:
-            return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16).view(entry.shape)
-        case _:
-            rows = raw.reshape(*entry.shape[:-1], -1)
-            return torch.from_numpy(dequantize(rows, entry.kind)).view(entry.shape)
-
-
-def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[heads * dim, in], or bytes of rows: GGUF interleaves the two halves of a head for its rope; put the halves back
-    in a row."""
-    out, width = weight.shape
-    return weight.view(num_heads, out // num_heads // 2, 2, width).transpose(1, 2).reshape(out, width)
+    found = {key: header.metadata[key] for key in keys if key in header.metadata}
+    for key, token in found.items():
+        check_value(f"{header.path}: {key}", Annotated[int, Range(0, vocab_size - 1)], token)
+    return tuple(dict.fromkeys(found.values()))

@@ -1,4 +1,4 @@
-"""Requests through an engine, step by step, for commands: streaming, a progress bar, and Ctrl-C between steps.
+"""Prompts through an LLM, for commands: with a progress bar, a clock, and Ctrl-C between steps.
 
 An engine must not be left in the middle of a step, so the first Ctrl-C waits for the step's end; a second does not.
 """
@@ -9,15 +9,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from outrider.commands.loading import bar
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.engine import Engine
+from outrider.engine.prompts import Prompt
 from outrider.engine.text import Tokenizer
+from outrider.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Ran:
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
 
+class Interrupted(KeyboardInterrupt):
+    """The first Ctrl-C, raised between two steps."""
+
+
 class Interrupt:
     """Set by the first Ctrl-C."""
 
@@ -56,7 +61,7 @@ class Interrupt:
 
     def check(self) -> None:
         if self.is_set:
-            raise KeyboardInterrupt
+            raise Interrupted
 
 
 @contextmanager
@@ -79,42 +84,29 @@ def interruptible() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def run(engine: Engine, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
-        label: str | None = None, may_fail: bool = False) -> Ran:
+def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
+                label: str | None = None, may_fail: bool = False, priority: int = 0) -> Ran:
     """All asks at once, to their ends. A request that cannot be served raises before any is started, and one that
     failed on the way at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
-    for ask in asks:
-        engine.checked(ask.token_ids, ask.params)
+    done: list[RequestOutput] = []
+    prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids} for ask in asks]
     start = time.perf_counter()
-    for index, ask in enumerate(asks):
-        engine.add(str(index), ask.token_ids, ask.params, prompt=ask.text)
-    done: dict[str, RequestOutput] = {}
     with interruptible() as interrupt, bar(total=len(asks), desc=label or "", unit="req") as progress:
         if label is None:
             progress.disable = True
-        try:
-            while len(done) < len(asks):
-                interrupt.check()
-                for output in engine.step():
-                    if output.finished:
-                        done[output.request_id] = output
-                        progress.update()
-                    if on_output is not None:
-                        on_output(output)
-        except BaseException:
-            abort_all(engine, len(asks))
-            raise
-    ran = Ran([done[str(index)] for index in range(len(asks))], time.perf_counter() - start)
+        outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)
+        with closing(outputs):
+            for output in outputs:
+                if output.finished:
+                    done.append(output)
+                    progress.update()
+                if on_output is not None:
+                    on_output(output)
+    done.sort(key=lambda output: int(output.request_id))  # which are given in the order of the prompts
+    ran = Ran(done, time.perf_counter() - start)
     if not may_fail:
         raise_failed(ran.outputs)
     return ran
-
-
-def abort_all(engine: Engine, count: int) -> None:
-    for index in range(count):
-        engine.abort(str(index))
-    while engine.has_work:
-        engine.step()
 
 
 def raise_failed(outputs: Sequence[RequestOutput]) -> None:

@@ -1,0 +1,153 @@
+"""Checks of values that come from outside, declared beside the field they belong to.
+
+A dataclass declares a field as `top_k: Annotated[int, Range(0, 100)] = 0`; `check_fields` holds a whole instance to
+its declarations and raises a ValueError that names the field, what is allowed and what was given. A bool is no
+integer, and NaN, infinities and numbers that no device could hold are not numbers. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from types import NoneType, UnionType
+from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1  # the largest integers that device tensors hold
+FLOAT32 = 3.4e38
+
+
+class Rule(Protocol):
+    """What a value may be beyond its type."""
+
+    def holds(self, value: Any) -> bool: ...
+
+    def words(self, kind: str) -> str:
+        """`kind` says what the type allows, as "an integer"."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+    also: tuple[float, ...] = ()  # single values outside the range that have a meaning of their own
+
+    def holds(self, value: Any) -> bool:
+        return self.low <= value <= self.high or value in self.also
+
+    def words(self, kind: str) -> str:
+        return f"{kind} from {self.low} to {self.high}" + "".join(f" or {value}" for value in self.also)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneOf:
+    names: Sequence[Any]  # may grow: what is registered later is allowed too
+    pattern: str | None = None  # other texts that are allowed, and what to say of them
+    also: str = ""
+
+    def holds(self, value: Any) -> bool:
+        return value in self.names or (self.pattern is not None and re.fullmatch(self.pattern, value) is not None)
+
+    def words(self, kind: str) -> str:
+        return f"one of {', '.join(map(str, self.names))}" + (f" or {self.also}" if self.also else "")
+
+
+class NotEmpty:
+    @staticmethod
+    def holds(value: Any) -> bool:
+        return len(value) > 0
+
+    @staticmethod
+    def words(kind: str) -> str:
+        return f"{kind} (not empty)"
+
+
+Count: TypeAlias = Annotated[int, Range(1, INT32)]
+TokenId: TypeAlias = Annotated[int, Range(0, INT32)]
+Text: TypeAlias = Annotated[str, NotEmpty]
+Check = tuple[Callable[[Any], bool], str]  # whether a value is allowed; which ones are
+
+
+def check_fields(owner: str, instance: Any) -> None:
+    """Raise ValueError for the first field of a dataclass instance that breaks its declaration."""
+    for name, holds, declared in _checks_of(instance.__class__):
+        if not holds(getattr(instance, name)):
+            check_value(owner + name, declared, getattr(instance, name))
+
+
+def check_value(name: str, declared: Any, value: Any) -> None:
+    """Raise ValueError unless the value is what a type, plain or `Annotated`, declares."""
+    if not _holds(declared)(value):
+        raise ValueError(f"{name} must be {_check_of(declared)[1]}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: never long, and never an error itself."""
+    try:
+        text = repr(value)
+    except Exception:  # a caller's own __repr__, or an integer of too many digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def declared_fields(kind: Any) -> dict[str, Any]:
+    """The declared type of every field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@cache
+def _checks_of(kind: Any) -> list[tuple[str, Callable[[Any], bool], Any]]:
+    return [(name, _holds(declared), declared) for name, declared in declared_fields(kind).items()]
+
+
+@cache
+def _holds(declared: Any) -> Callable[[Any], bool]:
+    return _check_of(declared)[0]
+
+
+def _check_of(declared: Any) -> Check:
+    parts, args = get_origin(declared), get_args(declared)
+    if parts is Annotated:
+        return reduce(_with_rule, args[1:], _check_of(args[0]))
+    if parts in (Union, UnionType):
+        return reduce(_either, map(_check_of, args))
+    if parts in (list, tuple):
+        each, words = _check_of(args[0])
+        return (lambda value: isinstance(value, (list, tuple)) and all(map(each, value))), f"a list, each {words}"
+    if parts is dict:
+        (key, key_words), (item, item_words) = map(_check_of, args)
+        return ((lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(item, value.values()))),
+                f"a dict, each key {key_words}, each value {item_words}")
+    return PLAIN[declared]
+
+
+def _with_rule(check: Check, rule: Rule) -> Check:
+    holds, in_rule = check[0], rule.holds
+    return (lambda value: holds(value) and in_rule(value)), rule.words(check[1])
+
+
+def _either(first: Check, second: Check) -> Check:
+    in_first, in_second = first[0], second[0]
+    return (lambda value: in_first(value) or in_second(value)), f"{first[1]} or {second[1]}"
+
+
+def _is_text(value: Any) -> bool:
+    """A text that can be written as UTF-8: a lone half of a pair has no bytes to encode or to hash."""
+    return isinstance(value, str) and (value.isascii() or not re.search("[\ud800-\udfff]", value))
+
+
+PLAIN: dict[Any, Check] = {
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    int: (lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
+    float: (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FLOAT32,
+            "a number"),
+    str: (_is_text, "a text"),
+    list: (lambda value: isinstance(value, list), "a list"),
+    tuple: (lambda value: isinstance(value, tuple), "a tuple"),
+    dict: (lambda value: isinstance(value, dict), "a dict"),
+    NoneType: (lambda value: value is None, "None"),
+    Any: (lambda value: True, "anything"),
+}

@@ -1,0 +1,34 @@
+"""The token ids that a request names, checked against what the device can hold. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.core.limits import Limits
+from outrider.core.params import SamplingParams
+
+
+def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
+    """The token ids that end a request, each once."""
+    ids = [*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]
+    return list(dict.fromkeys(ids))
+
+
+def check_token_ids(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
+    """Raises ValueError for what the device cannot hold. To be called before a request is admitted."""
+    stop_ids = stop_ids_of(params, eos_ids)
+    if len(stop_ids) > limits.max_stop_ids:
+        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
+    bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
+    named = {
+        "stop_token_ids": stop_ids,
+        "logit_bias": list(params.logit_bias or ()),
+        "allowed_token_ids": list(params.allowed_token_ids or ()),
+        "bad_words": bad_word_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < limits.vocab_size:
+                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+    if any(not word for word in params.bad_words_token_ids):
+        raise ValueError("bad_words: a word has no tokens")

@@ -1,0 +1,59 @@
+"""From a config to a running engine: a worker with the device, and around it the parts that need none. No torch."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.cache.manager import CacheManager
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.engine.worker_process import WorkerProcess
+from outrider.models.sources import ModelSource, resolve
+from outrider.runner.interface import FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
+from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.scheduler import Scheduler
+from outrider.spec.suffix import SuffixDrafter
+
+log = logging.getLogger("outrider")
+
+
+def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
+    """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
+    source = resolve(config.model, weights=config.load_format != "dummy")
+    tokenizer = load_tokenizer(source)
+    if in_process:
+        return engine_around(config, WorkerProcess(config, source), tokenizer)
+    from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives in this process
+
+    return engine_around(config, Worker.load(config, source), tokenizer)
+
+
+def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None) -> Engine:
+    """An engine for a worker that has started. It belongs to the engine from now on."""
+    info, speculative = worker.info, config.speculative
+    cache = CacheManager(info.layout, info.num_pages, info.limits, enable_prefix_caching=config.enable_prefix_caching,
+                         lookahead=info.lookahead)
+    has_suffixes = speculative is not None and "suffix" in speculative.methods
+    scheduler = Scheduler(cache, info.limits, drafts=_draft_counts(info),
+                          host_drafter=SuffixDrafter() if has_suffixes else None)
+    return Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
+                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
+
+
+def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
+    match info.drafting:
+        case FixedDrafting(num_drafts):
+            return FixedDrafts(num_drafts)
+        case MeasuredDrafting(max_drafts, costs, always_propose):
+            return auto_drafts(max_drafts, costs, always_propose=always_propose)
+    return None
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    try:
+        return Tokenizer.load(source.tokenizer())
+    except TokenizerError as error:
+        log.warning("no tokenizer: %s", error)
+        return None

@@ -1,0 +1,203 @@
+"""Chat templates: Jinja that comes with a model or from a caller, so it runs in a sandbox and within limits.
+
+A template may take so much time, run so many loop rounds and calls, and make texts of such a length. Whatever goes
+wrong in one is a ChatTemplateError. Rendering takes as long as the limit says: keep it out of an event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import datetime
+from functools import lru_cache, wraps
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+Message = Mapping[str, Any]
+MAX_SECONDS = 5.0
+MAX_ROUNDS = 1_000_000  # of loops, and calls
+MAX_LENGTH = 10_000_000  # characters of a text, or items of a list
+MAX_BITS = 10_000  # of an integer
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, it is not valid, it refused the messages or it exceeded a limit."""
+
+
+class ChatTemplate:
+    """A template, compiled. May be rendered in several threads at once."""
+
+    def __init__(self, text: str) -> None:
+        self._env = _Sandbox()
+        try:
+            self._template = self._env.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
+        except Exception as error:  # of Jinja's parser or Python's compiler: too deep, a number of too many digits
+            raise ChatTemplateError(f"the chat template is not valid: {_told(error)}") from error
+
+    def render(self, messages: Iterable[Message], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
+        variables = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        self._env.start()
+        try:
+            return self._env.joined(self._template.generate(variables))
+        except ChatTemplateError:
+            raise
+        except Exception as error:
+            raise ChatTemplateError(f"the chat template refused the messages: {_told(error)}; change the messages, or "
+                                    "pass another template as chat_template=") from error
+
+
+@lru_cache(maxsize=16)
+def compiled_template(text: str) -> ChatTemplate:
+    return ChatTemplate(text)  # compiling costs milliseconds, and a server renders the same one for every chat
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Counts what a template does and measures what it makes, by threads."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,  # constants are computed in `render`
+                         extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        self._used = threading.local()
+        self.filters |= {"tojson": _tojson, "counted": self._counted, "joined": self.joined}
+        self.filters = {name: self._measured(call) for name, call in self.filters.items()}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.concat = self.joined  # type: ignore[method-assign]  # of the parts of a block, a macro or a capture
+
+    def start(self) -> None:
+        self._used.rounds, self._used.deadline = 0, time.monotonic() + MAX_SECONDS
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self._tick()
+        return self._measure(super().call(*args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Results are estimated beforehand: one operation on two long operands may never end."""
+        bits = [v.bit_length() if isinstance(v, int) else 0 for v in (left, right)]
+        lengths = [len(v) if isinstance(v, Sized) else 0 for v in (left, right)]
+        match operator:
+            case "+":
+                size = sum(lengths)
+            case "*":
+                size = max(lengths[0] * (right if bits[1] else 1), lengths[1] * (left if bits[0] else 1))
+            case "%" if isinstance(left, str) and re.search(r"[\d*]{7}", left):  # '%9999999999d'
+                size = MAX_LENGTH + 1
+            case _:
+                size = 0
+        power = right if operator == "**" and isinstance(right, int) else 1
+        if size > MAX_LENGTH or max(sum(bits), bits[0] * power) > MAX_BITS:
+            raise _too_much(f"a result of {operator} that is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def joined(self, parts: Iterable[Any]) -> str:
+        texts, length = [], 0
+        for part in parts:
+            texts.append(str(part))
+            length += len(texts[-1])
+            if length > MAX_LENGTH:
+                raise _too_much(f"a text of more than {MAX_LENGTH} characters")
+        return "".join(texts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Guards().visit(super()._parse(source, name, filename))
+
+    def _counted(self, items: Any) -> _Counted:
+        return _Counted(items, self._tick)
+
+    def _tick(self) -> None:
+        self._used.rounds += 1
+        if self._used.rounds > MAX_ROUNDS:
+            raise _too_much(f"more than {MAX_ROUNDS} loop rounds and calls")
+        if time.monotonic() > self._used.deadline:
+            raise _too_much(f"more than {MAX_SECONDS:g} seconds")
+
+    def _measure(self, value: Any) -> Any:
+        if isinstance(value, (str, list, tuple, dict)) and len(value) > MAX_LENGTH:
+            raise _too_much(f"a value of more than {MAX_LENGTH} characters or items")
+        return self._counted(value) if isinstance(value, Iterator) else value
+
+    def _measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)  # with the marks that Jinja puts on filters
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            return self._measure(call(*args, **kwargs))
+
+        return measured
+
+
+class _Guards(NodeTransformer):
+    """Every loop counts its rounds, and texts that are put together are measured."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered("counted", node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered("joined", nodes.List(node.nodes, lineno=node.lineno))
+
+
+class _Counted:
+    """Something to loop over, as long as it is where that is known (`loop.length` and `loop.last` ask)."""
+
+    def __init__(self, items: Any, tick: Callable[[], None]) -> None:
+        self._items, self._tick = items, tick
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._tick()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here it only renders what it encloses."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return caller()
+
+
+def _filtered(name: str, value: Any) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    # Jinja's own filter escapes for HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _too_much(what: str) -> ChatTemplateError:
+    return ChatTemplateError(f"the chat template was stopped: it takes {what}. Shorten the messages, or pass another "
+                             "template as chat_template=")
+
+
+def _told(error: Exception) -> str:
+    """What was raised on purpose speaks for itself; anything else is named."""
+    return str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"

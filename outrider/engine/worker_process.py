@@ -1,0 +1,202 @@
+"""A worker in a process of its own: batches and results go through a pipe, pickled.
+
+The child is spawned, so it shares nothing with its parent; it ends when the parent does, because its pipe then closes.
+What goes wrong at its start is raised here as the same type with the same message. If the child dies, every step in
+flight and every later one fails with WorkerDied. This file imports no torch; the child does.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.core import ScheduledBatch, StepResult
+from outrider.models.sources.base import ModelSource
+from outrider.runner.interface import WorkerDied, WorkerInfo
+
+CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
+TORCH_FREE = ("builtins", "outrider.core", "outrider.models.sources", "outrider.models.config_reader")
+log = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that crosses the pipe: pickling it whole would call its constructor with other arguments."""
+
+    kind: type[BaseException]
+    message: str
+    trace: str
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> Failure:
+        # The nearest type that the parent can import without torch.
+        kind = next(t for t in type(error).__mro__ if t.__module__.startswith(TORCH_FREE))
+        return cls(kind, str(error), "".join(traceback.format_exception(error)))
+
+    def to_error(self) -> BaseException:
+        error = self.kind.__new__(self.kind, self.message)
+        error.args = (self.message,)
+        error.add_note(f"In the worker process:\n{self.trace}")
+        return error
+
+
+class WorkerProcess:
+    """Starts the child and waits until it is ready; then a Runner like any other."""
+
+    info: WorkerInfo
+
+    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, config, source, log.getEffectiveLevel()),
+                                        name="outrider-worker", daemon=True)
+        self._process.start()
+        theirs.close()  # or the pipe would not end with the child
+        self._waiting: deque[Future[StepResult]] = deque()
+        self._lock = threading.Lock()  # a step is counted as waiting before the end, or refused after it
+        self._died: WorkerDied | None = None
+        self._is_closing = False
+        self.info = self._receive_info()
+        self._reader = threading.Thread(target=self._read, name="outrider-worker-reader", daemon=True)
+        self._reader.start()
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        with self._lock:
+            if self._died is not None:
+                future.set_exception(self._died)
+                return future
+            self._waiting.append(future)
+        try:
+            self._pipe.send(batch)
+        except OSError:  # the child is gone; the reader finds out and ends all that wait
+            self._reader.join()
+        return future
+
+    def close(self) -> None:
+        self._is_closing = True
+        try:
+            self._pipe.send(None)
+        except OSError:
+            pass  # it has ended already
+        self._process.join(CLOSE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _receive_info(self) -> WorkerInfo:
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                raise self._death("while it started") from None
+            match message:
+                case logging.LogRecord():
+                    _log(message)
+                case Failure():
+                    self._process.join()
+                    raise message.to_error()
+                case WorkerInfo():
+                    return message
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            match message:
+                case logging.LogRecord():
+                    _log(message)
+                case Failure():
+                    self._waiting.popleft().set_exception(message.to_error())
+                case StepResult():
+                    self._waiting.popleft().set_result(message)
+        with self._lock:
+            self._died = self._death("")
+            left, self._waiting = self._waiting, deque()
+        for future in left:
+            future.set_exception(self._died)
+
+    def _death(self, when: str) -> WorkerDied:
+        self._process.join(CLOSE_SECONDS)
+        code = self._process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        if self._is_closing:
+            return WorkerDied("the worker was closed")
+        return WorkerDied(f"the worker process died {when}".rstrip() + f" ({how}): its own messages may say why; on "
+                          "Linux, SIGKILL often means that the machine had no memory left")
+
+
+def _log(record: logging.LogRecord) -> None:
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+# In the child
+
+
+class _ToParent(logging.Handler):
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args, record.exc_info = record.getMessage(), (), None  # what may not be picklable
+        self._send(record)
+
+
+def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:
+            pipe.send(message)
+
+    log.setLevel(level)
+    log.handlers, log.propagate = [_ToParent(send)], False
+    try:
+        from outrider.runner.worker import Worker
+
+        worker = Worker.load(config, source)
+    except BaseException as error:
+        send(Failure.from_error(error))
+        return
+    send(worker.info)
+    steps: queue.SimpleQueue[Future[StepResult] | None] = queue.SimpleQueue()
+    answers = threading.Thread(target=_answer, args=(steps, send), daemon=True)
+    answers.start()
+    try:
+        while (batch := pipe.recv()) is not None:
+            steps.put(worker.submit(batch))
+        steps.put(None)
+        answers.join()
+        worker.close()
+    except (EOFError, OSError):
+        return  # the parent is gone
+
+
+def _answer(steps: queue.SimpleQueue[Future[StepResult] | None], send: Callable[[Any], None]) -> None:
+    """Waits for steps in their order, while the next one is already being queued."""
+    while (step := steps.get()) is not None:
+        try:
+            message: Any = step.result()
+        except Exception as error:
+            message = Failure.from_error(error)
+        try:
+            send(message)
+        except OSError:
+            return  # the parent is gone

@@ -1,0 +1,30 @@
+"""Experts on the CPU: one product for each expert that is taken. Means what `moe.experts` says."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from outrider.kernels import moe, ops
+
+
+def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
+    """The experts that have pairs, each with its pairs in order. Reads ids on the host, which only the CPU may: there
+    it waits for nothing, no graph can hold a step, and a product per expert needs to know its number of rows.
+    """
+    flat = ids.reshape(-1)
+    counts = flat.bincount(minlength=num_experts).tolist()
+    parts = flat.argsort(stable=True).split(counts)
+    return [(expert, pairs) for expert, pairs in enumerate(parts) if counts[expert]]
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+            added: Tensor | None = None) -> Tensor:
+    moe.check_experts(x, ids, weights, gate_up, down, activation)
+    num_tokens, top_k = ids.shape
+    made = x.new_empty(num_tokens * top_k, x.shape[1])
+    for expert, pairs in plan_on_host(ids, down.shape[0]):
+        projected = ops.linear_wide(x[pairs // top_k], gate_up[expert])
+        gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
+        made[pairs] = ops.linear_wide(gated.to(x.dtype), down[expert]).to(x.dtype)
+    out = moe.combine(made.view(num_tokens, top_k, x.shape[1]), weights)
+    return out if added is None else out.add_(added)

@@ -1,0 +1,200 @@
+"""RecurrentRows: what every row keeps of the recurrent layers, from admission to the row's last fold.
+
+A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Nothing
+but the window grows with the number of drafts, and nothing is a page. A model without such layers has an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+
+from outrider.cache.kinds import RecurrentKind, RecurrentSpec
+from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
+from outrider.kernels import ops
+from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
+from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, Queries
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import LayerRows, RecurrentBackend, RecurrentMixer, RecurrentStep, StepCounts
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent
+
+
+class RecurrentRows:
+    def __init__(self, mixers: Mapping[int, RecurrentMixer], limits: Limits, pool: DevicePool) -> None:
+        kind: RecurrentKind = pool.layout.recurrent
+        if {layer: mixer.spec for layer, mixer in mixers.items()} != dict(kind.layers):
+            raise ValueError("the model's recurrent layers are not those of the cache layout")
+        device = pool.data.device
+        self.device = device
+        self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
+        self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        # Pages of the checkpoint that a row was last given: where captured steps find them.
+        num_pages = kind.capacity(limits).checkpoint_pages
+        self._row_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
+        self._row_checkpoint: dict[int, int] = {}  # by row: the checkpoint whose pages those are
+        self.pages = CheckpointPages(kind, pool.data, pool.dtype)
+        self.backend = make_backend(mixers, self.layers, self.pages)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [t for rows in self.layers.values() for t in (rows.state, rows.tail, rows.conv_in, *rows.gates)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def no_targets(self, count: int) -> CheckpointTargets | None:
+        """Checkpoints of the null row that no step reaches, one for each of its requests."""
+        none = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self.row_targets(none, none - 1) if self.layers else None
+
+    def warm_up(self) -> None:
+        """Compiles the kernels that fold rows which ended; the others are those of steps."""
+        targets = self.no_targets(1)
+        if targets is not None and self.backend.finds_runs:
+            none = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.backend.fold_ended(none, none, none, targets)
+
+    @property
+    def needs_no_counts(self) -> bool:
+        """Whether a step's runs may be of lengths that only the device knows."""
+        return not self.layers or self.backend.finds_runs
+
+    # Before a step
+
+    def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
+        """Rows that ended with accepted drafts pending reach their last boundary; before anyone else has them.
+        computed [ROWS]. Returns whether each did [folds]."""
+        if not folds:
+            return None
+        rows = to_device([fold.row for fold in folds], torch.int64, self.device)
+        targets = self._make_targets(folds, list(range(len(folds))), len(folds))
+        computed, pending = computed[rows], self.pending[rows]
+        self.backend.fold_ended(rows, computed, pending, targets)
+        return (targets.boundary > computed - pending) & (targets.boundary <= computed)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Rows begin from nothing, or from a checkpoint."""
+        if not admissions or not self.layers:
+            return
+        rows = to_device([a.row for a in admissions], torch.int64, self.device)
+        self.pending.index_fill_(0, rows, 0)
+        restored = [a for a in admissions if a.checkpoint]
+        restored_rows = to_device([a.row for a in restored], torch.int64, self.device)
+        pages = to_device([a.checkpoint for a in restored], torch.int64, self.device)
+        for layer, own in self.layers.items():
+            for tensor in (own.state, own.tail):
+                tensor.index_fill_(0, rows, 0)
+            if restored:
+                state, tail = self.pages.read(layer, pages)
+                own.state.index_copy_(0, restored_rows, state)
+                own.tail.index_copy_(0, restored_rows, tail)
+
+    def targets(self, scheduled: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
+        """Checkpoints of the batch's requests, any number for each; num_requests: with padded ones."""
+        if not scheduled.checkpoints:
+            return None
+        index_of = {row: i for i, row in enumerate(scheduled.rows)}
+        requests = [index_of[write.row] for write in scheduled.checkpoints]
+        targets = self._make_targets(scheduled.checkpoints, requests, num_requests)
+        if self.backend.finds_runs:
+            return targets
+        # The host says where boundaries lie among tokens that are scanned: right only if its bound is exact.
+        ends, known, drafts = scheduled.bounds, scheduled.num_known, scheduled.num_drafts
+        return targets._replace(scans=tuple(
+            ScanTarget(i, target, write.boundary - (ends[i] - known[i] - drafts[i]))
+            for target, (i, write) in enumerate(zip(requests, scheduled.checkpoints, strict=True))
+            if known[i] >= self.backend.scan_from_tokens
+        ))  # fmt: skip
+
+    def give_pages(self, writes: list[CheckpointWrite]) -> None:
+        """Tells rows the pages of the checkpoints they may write; a row that has several needs `targets`."""
+        fresh = {write.row: write for write in writes if self._row_checkpoint.get(write.row) != write.id}
+        if not fresh:
+            return
+        rows = to_device(list(fresh), torch.int64, self.device)
+        pages = to_device([write.pages for write in fresh.values()], torch.int64, self.device)
+        self._row_pages.index_copy_(0, rows, pages)
+        self._row_checkpoint |= {row: write.id for row, write in fresh.items()}
+
+    # In a step
+
+    def row_targets(self, rows: torch.Tensor, boundaries: torch.Tensor) -> CheckpointTargets:
+        """One for each request, from what the device holds: its boundary, or -1, and the pages that its row was given.
+        Pages that a row was given once and has no more must not be touched."""
+        starts = torch.arange(rows.shape[0] + 1, device=self.device)
+        pages = torch.where(boundaries[:, None] >= 0, self._row_pages[rows], NULL_PAGE)
+        return CheckpointTargets(starts, starts[:-1], boundaries, pages)
+
+    def begin(self, view: BatchView, computed: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, *,
+              known: Queries, max_drafts: int, max_pending: int,
+              targets: CheckpointTargets | None) -> RecurrentStep | None:
+        """The recurrent layers in this step; None if the model has none. computed, num_known and num_drafts [requests]
+        are live counts; known: what the host knows of the known tokens."""
+        if not self.layers:
+            return None
+        return self.backend.begin(StepCounts(
+            view.rows, view.query_starts, view.request_of, computed, num_known, num_drafts, self.pending[view.rows],
+            self._lens(view.queries, view.num_requests), self._lens(known, view.num_requests), max_drafts, max_pending,
+            targets,
+        ))  # fmt: skip
+
+    def _lens(self, queries: Queries, requests: int) -> tuple[int, ...]:
+        """Tokens of each request; where only the device knows them, as many as there may be: a few, or, with prompts
+        among them, enough to be scanned."""
+        match queries:
+            case ExactQueries(lens):
+                return lens
+            case DecodeQueries(most):
+                return (most,) * requests
+            case _:
+                return (self.backend.scan_from_tokens,) * requests
+
+    def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
+        """What was accepted waits; who took no part keeps what waits already. num_accepted [requests]. Returns which
+        checkpoints were written [targets]."""
+        if step is None:
+            return None
+        counts = step.counts
+        self.pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
+        return step.written
+
+    def _make_targets(self, writes: list[CheckpointWrite], requests: list[int],
+                      num_requests: int) -> CheckpointTargets:
+        if requests != sorted(requests):
+            raise ValueError("checkpoints are not in the order of their batch")
+        counts = [0] * num_requests
+        for request in requests:
+            counts[request] += 1
+        starts = [0, *accumulate(counts)]
+        ints = to_device([*starts, *requests, *(write.boundary for write in writes)], torch.int64, self.device)
+        pages = to_device([write.pages for write in writes], torch.int64, self.device)
+        first, request, boundary = ints.split((len(starts), len(writes), len(writes)))
+        return CheckpointTargets(first, request, boundary, pages)
+
+
+def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows],
+                 pages: CheckpointPages) -> RecurrentBackend:
+    """Kernels on a GPU, in types and for mixers that have any, with states at whole words of a checkpoint's pages."""
+    starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
+    on_gpu = pages.pool.device.type == "cuda" and pages.pool.dtype != torch.float64
+    if (on_gpu and ops.has_triton() and starts_whole
+            and all(mixers[layer].kernel_params() is not None for layer in rows)):
+        from outrider.mixers.recurrent.triton_backend import TritonRecurrent
+
+        return TritonRecurrent(mixers, rows, pages)
+    return TorchRecurrent(mixers, rows, pages)
+
+
+def _layer_rows(spec: RecurrentSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> LayerRows:
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(limits.extent(Axis.ROWS), *shape, dtype=dtype, device=device)
+
+    drafts = limits.extent(Axis.DRAFTS)
+    return LayerRows(
+        state=rows(*spec.state_shape, dtype=state_dtype(dtype)),
+        tail=rows(spec.conv_width - 1, spec.conv_dim),
+        conv_in=rows(drafts, spec.conv_dim),
+        gates=tuple(rows(drafts, size) for size in spec.gate_sizes),
+    )

@@ -1,0 +1,89 @@
+"""Recurrent layers over a ragged batch by Triton kernels: three launches a layer at most, and no copy of any state.
+
+The torch backend is the specification. What kernels need of a batch is made once per step; this file knows which kernel
+goes with which kind of mixer, and nothing of tiles and grids.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
+from outrider.kernels.triton.gated_delta import delta_config, delta_steps
+from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
+from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors
+from outrider.kernels.triton.save_tails import save_tails
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
+
+
+class TritonRecurrent(RecurrentBackend):
+    scan_from_tokens = SHORT_RUN + 1
+    finds_runs = True
+
+    def begin(self, counts: StepCounts) -> TritonStep:
+        return TritonStep(self, counts)
+
+    def fold_ended(self, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
+                   targets: CheckpointTargets) -> None:
+        written = (targets.boundary > computed - pending) & (targets.boundary <= computed)
+        none = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
+        step = StepTensors.stack(rows, none, computed, none[:-1], none[:-1], pending, none[:0])
+        kernels = LayerKernels(self, step, _only(targets, written), chunked=False, fold_only=True)
+        for layer, own in self.rows.items():
+            nothing = tuple(window.new_empty(0, window.shape[2]) for window in (own.conv_in, *own.gates))
+            kernels.run(layer, nothing[0], nothing[1:])
+
+
+class TritonStep(RecurrentStep):
+    def __init__(self, layers: TritonRecurrent, counts: StepCounts) -> None:
+        super().__init__(layers, counts)
+        step = StepTensors.stack(counts.rows, counts.query_starts, counts.computed, counts.num_known, counts.num_drafts,
+                                 counts.pending, counts.request_of)
+        targets = None
+        if counts.targets is not None and self.written is not None:
+            targets = _only(counts.targets, self.written)
+        chunked = not layers.exact and any(known >= layers.scan_from_tokens for known in counts.known_lens)
+        self._kernels = LayerKernels(layers, step, targets, chunked=chunked)
+
+    def run(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+        return self._kernels.run(layer, conv_in, gates)
+
+
+class LayerKernels:
+    """A batch as the kernels take it. fold_only: its rows have ended; nothing but checkpoints is written."""
+
+    def __init__(self, layers: TritonRecurrent, step: StepTensors, targets: CheckpointTargets | None, *, chunked: bool,
+                 fold_only: bool = False) -> None:
+        self._layers, self._step, self._targets = layers, step, targets
+        self._chunked, self._fold_only = chunked, fold_only
+
+    def run(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
+        rows, pages = self._layers.rows[layer], self._layers.pages
+        params = self._layers.mixers[layer].kernel_params()
+        assert params is not None, f"layer {layer} has no kernels"
+        own = LayerTensors(rows.state, rows.tail, rows.conv_in, rows.gates, pages.pool, pages.starts[layer])
+        conv = ConvParams(params.conv_weight, params.conv_bias)
+        gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits)
+        inputs = recurrent_inputs(self._step, conv_in, gates, own, conv, gate, fold_only=self._fold_only)
+        if self._targets is not None:
+            save_tails(self._step, conv_in, own, self._targets)
+        return self._advance(params, inputs, own)
+
+    def _advance(self, params: MixerParams, inputs: StepInputs, own: LayerTensors) -> torch.Tensor:
+        # The same tile for any number of requests where bits must not depend on them.
+        heads, dim = own.state.shape[1:3]
+        exact, targets = self._layers.exact, self._targets
+        if params.kind == "delta":
+            config = delta_config(1, heads, dim, own.state.device, chunked=False) if exact else None
+            return delta_steps(self._step, inputs, own, num_key_heads=params.num_groups, targets=targets,
+                               chunked=self._chunked, fold_only=self._fold_only, config=config)
+        assert params.skip is not None
+        config = mamba2_config(1, dim, chunked=False) if exact else None
+        return mamba2_steps(self._step, inputs, own, params.decay, params.skip, num_groups=params.num_groups,
+                            targets=targets, chunked=self._chunked, fold_only=self._fold_only, config=config)
+
+
+def _only(targets: CheckpointTargets, written: torch.Tensor) -> CheckpointTargets:
+    """Those targets that this step writes."""
+    return targets._replace(boundary=torch.where(written, targets.boundary, -1))

@@ -1,0 +1,76 @@
+"""A folder in Hugging Face's form as a model source: config.json, safetensors and tokenizer files.
+
+No torch until weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from outrider.core.fields import INT32, Range, check_value, shown
+from outrider.models.config_reader import ConfigError, ConfigReader
+from outrider.models.sources.base import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FolderSource(ModelSource):
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from outrider.models.sources.safetensors_files import safetensors_tensors
+
+        return safetensors_tensors(self.path)
+
+    def tokenizer(self) -> Path:
+        return self.path
+
+
+def folder_source(path: Path, name: str | None = None) -> ModelSource:
+    return FolderSource(name or path.resolve().name, path, read_config(path), eos_token_ids(path))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a model folder holds a config.json and its weights")
+    config = _read_json(path)
+    generation = path.with_name("generation_config.json")
+    # What a model must never say is part of what it computes, and newer checkpoints keep it in the other file.
+    suppressed = _read_json(generation).get("suppress_tokens") if generation.is_file() else None
+    return config if suppressed is None else config | {"suppress_tokens": suppressed}
+
+
+def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text: of a folder (generation_config.json first, then config.json) or of a config."""
+    if isinstance(source, Mapping):
+        return _eos_of(source)
+    generation, config = Path(source) / "generation_config.json", read_config(source)
+    vocab_size = ConfigReader(config).text_section().get("vocab_size", int, INT32)
+    found = _eos_of(_read_json(generation), generation.name, vocab_size) if generation.is_file() else ()
+    return found or _eos_of(config, "config.json", vocab_size)
+
+
+def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: int = INT32) -> tuple[int, ...]:
+    """Ids outside the vocabulary are refused here, where it is known who gave them."""
+    value = config.get("eos_token_id")
+    if value is None and isinstance(config.get("text_config"), Mapping):
+        value = config["text_config"].get("eos_token_id")
+    token_id = Annotated[int, Range(0, vocab_size - 1)]
+    try:
+        check_value("eos_token_id", token_id | list[token_id] | None, value)  # type: ignore[valid-type]
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}: the vocabulary has {vocab_size} tokens") from None
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {shown(value)}; download it again")
+    return value

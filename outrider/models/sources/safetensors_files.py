@@ -1,0 +1,84 @@
+"""Tensors of a folder's safetensors files, one at a time. Never holds more of the files than about one tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from outrider.models.sources.base import WeightError
+
+MAPPED_BYTES = 32 << 20  # of one file read before it is opened anew, which drops the pages read so far
+
+
+def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json.
+
+    Largest first: a tensor is in memory twice while it is copied, and what the model has not yet been given is not
+    in memory at all, so the largest costs nothing extra when it comes first."""
+    sizes = [(size, name, path) for path, names in _files(Path(folder)).items() for name, size in _sizes(path, names)]
+    sizes.sort(key=lambda item: (-item[0], item[1]))
+    handles: dict[Path, Any] = {}
+    mapped = 0
+    for size, name, path in sizes:
+        if path not in handles:
+            handles[path] = _open(path)
+        yield name, _tensor(handles[path], name, path)
+        mapped += size
+        if mapped >= MAPPED_BYTES:
+            handles.clear()
+            mapped = 0
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """Each file, with the tensors that the index expects in it (None: all there are)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(f"{index} is damaged ({error!r}); download it again") from error
+    files: dict[Path, set[str] | None] = {}
+    for name, file in weight_map.items():
+        names = files.setdefault(folder / file, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _sizes(path: Path, names: set[str] | None) -> list[tuple[str, int]]:
+    """Name and bytes (of float32, which is near enough to sort by) of the tensors in a file."""
+    handle = _open(path)
+    held = set(handle.keys())
+    if names is not None and names != held:
+        odd = ", ".join(sorted(names ^ held))
+        raise WeightError(f"{path} and model.safetensors.index.json disagree about {odd}; download both again")
+    shapes = {name: handle.get_slice(name).get_shape() for name in held}
+    return [(name, 4 * torch.Size(shape).numel()) for name, shape in shapes.items()]
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist, though the index beside it names it; download it again")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _tensor(handle: Any, name: str, path: Path) -> torch.Tensor:
+    try:
+        return handle.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> WeightError:
+    return WeightError(f"{path} is truncated or damaged ({error}); download it again")

@@ -1,0 +1,66 @@
+"""All that the engine knows of a worker: plain data about what it serves, and steps in and out. No torch here.
+
+So a worker can live in this process, in a process of its own, or be one of several ranks.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.cache.groups import CacheLayout
+from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core.costs import StepCosts
+
+
+class Runner(Protocol):
+    """Steps run in the order they are submitted. What passes in and out is plain data."""
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerDied(RuntimeError):
+    """The process that holds the device has ended: no step can run any more."""
+
+
+@dataclass(frozen=True)
+class NoDrafting:
+    """Nothing is drafted."""
+
+
+@dataclass(frozen=True)
+class FixedDrafting:
+    """Every request gets this many drafts in every step."""
+
+    num_drafts: int
+
+
+@dataclass(frozen=True)
+class MeasuredDrafting:
+    """The number of drafts is chosen every step, by what steps cost."""
+
+    max_drafts: int
+    costs: StepCosts
+    always_propose: bool  # a proposal costs nothing worth saving
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself once it has loaded, measured and captured."""
+
+    limits: Limits
+    layout: CacheLayout
+    num_pages: int
+    lookahead: int  # slots past the computed tokens that the drafter writes
+    drafting: NoDrafting | FixedDrafting | MeasuredDrafting
+    eos_ids: tuple[int, ...]
+
+
+class RunningWorker(Runner, Protocol):
+    """A worker that has started."""
+
+    @property
+    def info(self) -> WorkerInfo: ...

@@ -1,0 +1,80 @@
+"""StepParts: what steps are made of, gathered before it is known how many pages there will be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.kinds import RecurrentSpec
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.layers.fuse import prepare
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.registry import make_backend
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.models.base import Model
+from outrider.runner.rows import RowState
+from outrider.runner.step import DeviceStep
+from outrider.sample.sampler import LogprobsMode
+from outrider.spec.base import Drafter
+from outrider.spec.registry import DraftBuild, make_drafter
+from outrider.spec.scripted import SyntheticAcceptance
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A model, its drafter and all that a step of theirs needs beside the pool."""
+
+    model: Model
+    drafter: Drafter | None
+    synthetic: SyntheticAcceptance | None
+    limits: Limits
+    layout: CacheLayout
+    backend: Backend
+    logprobs_mode: LogprobsMode
+    weight_bytes: int
+    packed_bytes: int
+    enable_prefix_caching: bool
+
+    @property
+    def takes_checkpoints(self) -> bool:
+        return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
+        model, drafter, device = self.model, self.drafter, self.model.device
+        pool = DevicePool(self.layout, num_pages, model.dtype, device)
+        if drafter is not None:
+            drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
+        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
+                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
+                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode)
+
+
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's."""
+    speculative, device = config.speculative, model.device
+    max_drafts = 0 if drafter is None else drafter.max_drafts
+    if speculative is not None:
+        max_drafts = max(max_drafts, speculative.num_speculative_tokens)
+    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
+                           vocab_size=model.vocab_size, max_drafts=max_drafts)
+    if speculative is not None and drafter is None:
+        build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
+        drafter = make_drafter(speculative, build)
+    own_layers = [] if drafter is None else drafter.cache_layers()
+    if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
+        raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
+    layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
+    synthetic = None
+    if speculative is not None and speculative.synthetic_rates is not None:
+        synthetic = SyntheticAcceptance(speculative.synthetic_rates)
+        synthetic.bind(limits.max_drafts, device)
+    weight_bytes = sum(slot.nbytes for slot in model.weights().values())
+    weight_bytes += 0 if drafter is None else drafter.weight_bytes()
+    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts)
+    return StepParts(model, drafter, synthetic, limits, layout, backend,
+                     "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
+                     config.enable_prefix_caching)

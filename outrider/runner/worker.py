@@ -1,0 +1,157 @@
+"""The worker: everything with a device. It loads, measures and captures, says what it serves, and runs steps.
+
+On a CPU a thread of its own plays the device; on CUDA steps are queued on a stream. The engine knows `info`, `submit`
+and `close`, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.models.base import Model
+from outrider.models.loader import Watch, fill_model
+from outrider.models.registry import build_model
+from outrider.models.sources.base import ModelSource
+from outrider.runner.device import pick_device, pick_dtype
+from outrider.runner.graphs.costs import measure_costs
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.warm_up import measure_step_memory
+from outrider.runner.interface import FixedDrafting, MeasuredDrafting, NoDrafting, WorkerInfo
+from outrider.runner.local import LocalRunner, Padding
+from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
+from outrider.runner.parts import StepParts, gather_parts
+from outrider.runner.step import DeviceStep
+from outrider.spec.base import Drafter
+
+log = logging.getLogger("outrider")
+Prepare = Callable[[Model, Drafter | None], None]
+
+
+def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
+    """The model that the config asks for, on its device. `watch`: see load_model."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, source, device)
+    with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
+        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+    fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
+               watch=watch)
+    return model
+
+
+class Worker:
+    """A model that is loaded, ready to run steps."""
+
+    def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
+                 drafter: Drafter | None = None, prepare: Prepare | None = None) -> None:
+        """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
+        anything runs: benchmarks change what routers choose."""
+        if model.device.type == "cuda" and model.device.index is not None:
+            torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
+        clock = Laps()
+        parts = gather_parts(config, model, drafter)
+        if prepare is not None:
+            prepare(model, parts.drafter)
+        clock.lap("drafter and weights' last touches")
+        limits, num_pages, is_compiled = _plan_cache(config, parts)
+        clock.lap("kernels and the largest step")
+        with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
+            self.device_step = parts.make_step(limits, num_pages)
+        self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
+        clock.lap("captured steps")
+        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        clock.lap("step costs")
+        log.info("start-up: %s", clock.report())
+        lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids)
+
+    @classmethod
+    def load(cls, config: EngineConfig, source: ModelSource) -> Worker:
+        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids)
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        return self.runner.submit(batch)
+
+    def close(self) -> None:
+        self.runner.close()
+
+    @property
+    def num_padded_steps(self) -> int:
+        return self.runner.num_padded_steps
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Within, no step replays a graph, so that what watches the model's layers sees every step."""
+        if not isinstance(self.runner, CudaRunner):
+            yield
+            return
+        graphs, self.runner.graphs = self.runner.graphs, None
+        try:
+            yield
+        finally:
+            self.runner.graphs = graphs
+
+
+def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bool]:
+    """(the limits, perhaps with a shorter length; the number of pages; whether kernels were compiled on the way)"""
+    limits, device, step_memory = parts.limits, parts.model.device, None
+    if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
+        extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
+        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
+                                          use_graphs=not config.enforce_eager, page_extra_bytes=extra,
+                                          takes_checkpoints=parts.takes_checkpoints)
+    plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
+                       packed_bytes=parts.packed_bytes, step=step_memory)
+    log.info("%s", plan.report())
+    fitting = fit_max_len(config, parts.layout, limits, plan)
+    return fitting, plan.num_pages, step_memory is not None and fitting == limits
+
+
+def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limits: Limits,
+                 is_compiled: bool) -> LocalRunner | CudaRunner:
+    padding = Padding(config.pad_requests, config.pad_tokens)
+    if step.state.device.type != "cuda":
+        return LocalRunner(step, padding)
+    runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
+    with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
+        runner.warm_up(takes_checkpoints=parts.takes_checkpoints, is_compiled=is_compiled)
+    return runner
+
+
+def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
+                      runner: LocalRunner | CudaRunner) -> NoDrafting | FixedDrafting | MeasuredDrafting:
+    speculative = config.speculative
+    if speculative is None:
+        return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
+    if not speculative.auto:
+        return FixedDrafting(speculative.num_speculative_tokens)
+    costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
+    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
+                       for n, first, each in costs.drafting) or "nothing")
+    has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
+    return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
+
+
+class Laps:
+    """How long each part of something took."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._laps: list[tuple[str, float]] = []
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    def report(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._laps)

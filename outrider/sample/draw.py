@@ -1,0 +1,40 @@
+"""Drawing tokens: the choice from logits that need no more than a temperature, and the choice from prepared logits."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.ops import FLOAT32, Operation, triton_kernel
+from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.sample.filters import scale
+from outrider.sample.philox import gumbel
+
+
+def _choose_scaled(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
+                   any_sampled: bool) -> torch.Tensor:
+    """[L]: the greatest logit, after noise where the temperature is not 0; ties to the lowest id.
+
+    Logits [L, V] are divided by their temperatures already; keys are those of all rows."""
+    if not any_sampled:
+        return scaled.argmax(dim=1)
+    noise = gumbel(keys.seed[row], keys.sample_index[row], position, None, scaled.shape[1], scaled.dtype)
+    noise.masked_fill_((keys.temperature[row] == 0)[:, None], 0)
+    return noise.add_(scaled).argmax(dim=1)
+
+
+choose_scaled = Operation(
+    _choose_scaled, triton_kernel("outrider.kernels.triton.sampling:choose_scaled", FLOAT32), name="choose_scaled"
+)
+
+
+def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
+                 any_sampled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, which are bad) [L] of logit rows [L, V] that ask for a temperature at most."""
+    best = choose_scaled(scale(logits, row, keys) if any_sampled else logits, row, position, keys, any_sampled)
+    bad = ~logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    return best.masked_fill(bad, 0), bad
+
+
+draw_tokens = Operation(
+    _draw_tokens, triton_kernel("outrider.kernels.triton.sampling:draw_tokens", FLOAT32), name="draw_tokens"
+)

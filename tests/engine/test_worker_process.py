@@ -1,0 +1,168 @@
+"""A worker in a spawned process: the same tokens as in a thread, the same errors, and an end that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.config import EngineConfig
+from outrider.engine.async_llm import AsyncLLM, EngineError
+from outrider.engine.start import start_engine
+from outrider.engine.worker_process import Failure, WorkerProcess
+from outrider.models.sources import SourceError
+from outrider.runner.interface import WorkerDied
+from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
+from tests.engine.recurrent_rig import HYBRIDS
+
+SETTINGS: dict[str, Any] = {"dtype": "float64", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3,
+                            "max_num_batched_tokens": 48, "num_pages": 64, "overlap": True}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+PROMPTS = [prompt_of(1, 40), prompt_of(2, 6) * 4, [*prompt_of(1, 40)[:32], 7, 8], prompt_of(3, 9)]
+PARAMS = [greedy(20), SamplingParams(seed=3, max_tokens=20, logprobs=2), greedy(20, stop_token_ids=[9]),
+          SamplingParams(seed=4, temperature=0.7, top_k=40, max_tokens=20)]
+
+
+def saved(path: Path, family: str) -> str:
+    return str(save_folder(path / family, (CONFIGS | HYBRIDS)[family], seed=3))
+
+
+def started(model: str, *, in_process: bool, **settings: Any) -> LLM:
+    return LLM.around(start_engine(EngineConfig(model, **SETTINGS | settings), in_process=in_process), model)
+
+
+def pid_of(llm: LLM) -> int:
+    worker = llm.engine.runner
+    assert isinstance(worker, WorkerProcess) and worker._process.pid is not None
+    return worker._process.pid
+
+
+@pytest.mark.parametrize("family", ["llama", "gated_delta"])
+def test_the_same_tokens_in_a_thread_and_in_a_process(tmp_path: Path, family: str) -> None:
+    model, found = saved(tmp_path, family), []
+    for in_process in (False, True):
+        # Fixed counts: what is drafted must not depend on times that were measured twice.
+        with started(model, in_process=in_process, speculative_config=DRAFTS | {"auto": False}) as llm:
+            rounds = [llm.generate([list(p) for p in PROMPTS], PARAMS) for _ in range(2)]  # the second one has hits
+            stats = llm.engine.stats
+            assert stats.num_hit_tokens > 0 and stats.num_accepted_tokens > 0
+            assert llm.engine.scheduler.stats.max_steps_in_flight == 2
+            logprobs = [[list(entry) for entry in outputs[1].outputs[0].logprobs or []] for outputs in rounds]
+            found.append(([tokens_of(outputs) for outputs in rounds], logprobs, llm.engine.limits))
+    assert found[0] == found[1]
+
+
+def test_drafts_are_chosen_by_the_costs_that_the_process_measured(tmp_path: Path) -> None:
+    model = saved(tmp_path, "llama")
+    with started(model, in_process=False) as llm:
+        expected = tokens_of(llm.generate([list(p) for p in PROMPTS], PARAMS))
+    with started(model, in_process=True, speculative_config=DRAFTS) as llm:
+        assert llm.engine.runner.info.drafting.costs.seconds[0] > 0  # type: ignore[attr-defined]
+        assert tokens_of(llm.generate([list(p) for p in PROMPTS], PARAMS)) == expected
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"max_model_len": 5000}, ValueError, "exceeds the 256 positions"),
+    ({"attention_backend": "triton"}, ValueError, "attention_backend='triton' does not serve"),
+    ({"speculative_config": {"method": "eagle3", "model": "no/such folder", "num_speculative_tokens": 2}}, SourceError,
+     "neither a local path, nor a hub id"),
+])  # fmt: skip
+def test_what_goes_wrong_at_the_start_is_raised_as_it_is(
+    tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as found:
+        started(saved(tmp_path, "llama"), in_process=True, **settings)
+    assert type(found.value) is error
+
+
+def test_errors_keep_their_type_and_message_without_torch() -> None:
+    import torch
+
+    for error, kind in ((SourceError("a"), SourceError), (FileNotFoundError("b"), FileNotFoundError),
+                        (torch.OutOfMemoryError("c"), RuntimeError)):  # fmt: skip
+        came = pickle.loads(pickle.dumps(Failure.from_error(error))).to_error()
+        assert type(came) is kind and str(came) == str(error)
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_process(tmp_path: Path) -> None:
+    with started(saved(tmp_path, "llama"), in_process=True) as llm:
+        bad = SamplingParams(temperature=0, allowed_token_ids=[7], bad_words_token_ids=((7,),))
+        good, failed = llm.generate([list(PROMPTS[0]), [5, 6]], [greedy(4), bad])
+        assert len(good.outputs[0].token_ids) == 4 and "no token is allowed" in (failed.outputs[0].error or "")
+
+
+def test_a_worker_that_dies_is_the_end_of_all_requests(tmp_path: Path) -> None:
+    llm = started(saved(tmp_path, "llama"), in_process=True)
+    stream = llm.stream(list(PROMPTS[0]), greedy(50))
+    next(stream)
+    os.kill(pid_of(llm), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="the worker process died .signal SIGKILL."):
+        list(stream)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        llm.generate(list(PROMPTS[0]), greedy(4))
+    llm.close()
+
+
+def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
+    engine = start_engine(EngineConfig(saved(tmp_path, "llama"), **SETTINGS), in_process=True)
+
+    async def main() -> None:
+        async with AsyncLLM.around(engine) as llm:
+            streams = [llm.generate(list(prompt), greedy(50)) for prompt in PROMPTS]
+            await anext(streams[0])
+            os.kill(engine.runner._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            for stream in streams:
+                with pytest.raises(EngineError, match="SIGKILL"):
+                    _ = [output async for output in stream]
+            assert not llm.is_running
+
+    asyncio.run(asyncio.wait_for(main(), timeout=60))
+
+
+PARENT = """
+import os, sys, time
+from outrider.config import EngineConfig
+from outrider.engine.start import start_engine
+if __name__ == "__main__":
+    config = EngineConfig(sys.argv[1], device="cpu", max_model_len=64, num_pages=64)
+    engine = start_engine(config, in_process=True)
+    print(engine.runner._process.pid, "torch" in sys.modules, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_process_ends_with_its_parent_which_never_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), saved(tmp_path, "llama")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, has_torch = parent.stdout.readline().split()
+        parent.kill()
+    assert has_torch == "False"
+    until = time.monotonic() + 20
+    while time.monotonic() < until and _is_alive(int(pid)):
+        time.sleep(0.05)
+    assert not _is_alive(int(pid))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_the_process_logs_through_its_parent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        started(saved(tmp_path, "llama"), in_process=True).close()
+    assert "start-up: " in caplog.text and "pages of" in caplog.text
