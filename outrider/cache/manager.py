@@ -31,7 +31,7 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a request would begin from if it were admitted now."""
+    """A request's beginning, if it were admitted now: the cached prefix and the pages that are missing."""
 
     token_ids: Sequence[int]
     hashes: dict[int, PageHashes]
@@ -49,7 +49,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class Granted:
-    """What the device must be told about pages before the next step."""
+    """Changes of pages that the device must be told before the next step."""
 
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)
@@ -161,8 +161,8 @@ class CacheManager:
         return granted
 
     def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
-        """By request, in their order. The last thing before the batch is made: whoever runs has its pages, and these
-        get the rest."""
+        """Pages for the checkpoints that a step may write, in the order of its requests. Called last before the batch
+        is made: running requests have their pages by then, and checkpoints get the rest."""
         grant = self.checkpoints.grant
         return [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
 
