@@ -10,7 +10,6 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 
-from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_ROW, Bound, Finish, Settled
 from outrider.core.params import SamplingParams
 
@@ -58,7 +57,7 @@ class Request:
 
     __slots__ = (
         "id", "input", "stats", "token_ids", "prompt_len", "state", "epoch", "row", "settled", "bound", "admitted_len",
-        "in_flight_samples", "unsettled", "covered", "next_event", "hashes", "num_proposed", "folded", "num_pending",
+        "in_flight_samples", "unsettled", "covered", "next_event", "num_proposed", "folded", "num_pending",
         "finish", "error",
     )  # fmt: skip
 
@@ -80,7 +79,6 @@ class Request:
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for
         self.next_event = 0  # settled length at which the cache manager has something to do
-        self.hashes: dict[int, PageHashes] | None = None
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
         self.finish = Finish.NO
         self.error: str | None = None
