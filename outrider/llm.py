@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
 from outrider.config import config_for
+from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
@@ -64,6 +65,8 @@ class LLM:
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
              priority: int | Sequence[int] = 0, **options: Any) -> list[RequestOutput]:
         """One conversation, or several, through the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}")
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
@@ -95,6 +98,8 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be one or several of a text, token ids and a dict, got {shown(prompts)}")
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # one prompt as token ids

@@ -146,6 +146,7 @@ PLAIN: dict[Any, Check] = {
             "a number"),
     str: (_is_text, "a text"),
     list: (lambda value: isinstance(value, list), "a list"),
+    tuple: (lambda value: isinstance(value, tuple), "a tuple"),
     dict: (lambda value: isinstance(value, dict), "a dict"),
     NoneType: (lambda value: value is None, "None"),
     Any: (lambda value: True, "anything"),

@@ -23,6 +23,8 @@ class Axis(enum.Enum):
     LOGIT_ROWS = "logit rows"  # rows that reach the sampler in one step
     VOCAB = "vocabulary"
     STOP_IDS = "stop ids"  # token ids that end a request
+    MASK_WORDS = "mask words"  # 32 tokens of the vocabulary each
+    LIST_INTS = "list integers"  # of all rows' logit biases and bad words
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Limits:
     max_drafts: int
     vocab_size: int
     max_stop_ids: int = 64
+    max_list_ints: int = 1 << 20
     steps_in_flight: int = 2
 
     def extent(self, axis: Axis) -> int:
@@ -57,6 +60,10 @@ class Limits:
                 return self.vocab_size
             case Axis.STOP_IDS:
                 return self.max_stop_ids
+            case Axis.MASK_WORDS:
+                return -(-self.vocab_size // 32)
+            case Axis.LIST_INTS:
+                return self.max_list_ints
 
     @property
     def max_unsettled_tokens(self) -> int:

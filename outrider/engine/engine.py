@@ -30,10 +30,12 @@ log = logging.getLogger("outrider")
 
 
 class CheckedRequest(NamedTuple):
-    """A prompt and parameters that the engine can serve."""
+    """A request that the engine can serve."""
 
     token_ids: list[int]
     params: SamplingParams  # with their words as tokens
+    priority: int
+    cache_salt: str | None
 
 
 @dataclass(slots=True)
@@ -93,17 +95,14 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
             cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
-        self.queue(request_id, self.check(prompt_token_ids, params), priority=priority, cache_salt=cache_salt)
+        self.queue(request_id, self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt))
 
-    def queue(self, request_id: str, checked: CheckedRequest, *, priority: int = 0,
-              cache_salt: str | None = None) -> None:
+    def queue(self, request_id: str, checked: CheckedRequest) -> None:
         """Raises ValueError, with nothing changed, if the id is in use or the pool too small."""
         check_value("request_id", Text, request_id)
-        check_value("priority", Priority, priority)
-        check_value("cache_salt", str | None, cache_salt)
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
-        token_ids, params = checked
+        token_ids, params, priority, cache_salt = checked
         seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
         live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), {}, None, params.n)
         for request in [self._new_request(token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]:
@@ -122,9 +121,12 @@ class Engine:
         for scheduler_id in list(live.samples) if live else []:
             self.scheduler.end(scheduler_id, Finish.ABORT)
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> CheckedRequest:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+              cache_salt: str | None = None) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
         limits = self.limits
+        check_value("priority", Priority, priority)
+        check_value("cache_salt", str | None, cache_salt)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
         if not prompt_token_ids:
@@ -148,7 +150,7 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self._eos_ids, limits)
-        return CheckedRequest(prompt_token_ids, params)
+        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from outrider.core.fields import check_value, shown
 from outrider.engine.text import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -19,14 +20,17 @@ class EncodedPrompt(NamedTuple):
 def encode_prompt(prompt: Prompt, get_tokenizer: Callable[[], Tokenizer]) -> EncodedPrompt:
     """`get_tokenizer` is asked only for a prompt that is text, and raises where there is none."""
     if isinstance(prompt, dict):
-        salt = prompt.get("cache_salt")
-        if "prompt_token_ids" in prompt:
-            return EncodedPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt)
-        if "prompt" not in prompt:
-            raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {', '.join(prompt) or 'nothing'}")
-        return EncodedPrompt(prompt["prompt"], get_tokenizer().encode(prompt["prompt"]), salt)
+        text: Any = prompt.get("prompt")
+        token_ids: Any = prompt.get("prompt_token_ids")
+        if text is None and token_ids is None:
+            raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids', got "
+                             f"{', '.join(map(str, prompt)) or 'nothing'}")
+        check_value("prompt_token_ids", list | tuple | None, token_ids)
+        check_value("prompt", str | None, text)
+        token_ids = get_tokenizer().encode(text) if token_ids is None else list(token_ids)
+        return EncodedPrompt(text, token_ids, prompt.get("cache_salt"))
     if isinstance(prompt, str):
         return EncodedPrompt(prompt, get_tokenizer().encode(prompt), None)
     if not isinstance(prompt, (list, tuple)):
-        raise ValueError(f"a prompt is a text, token ids or a dict, got {prompt!r}")
+        raise ValueError(f"a prompt is a text, token ids or a dict, got {shown(prompt)}")
     return EncodedPrompt(None, list(prompt), None)

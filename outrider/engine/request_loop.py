@@ -33,12 +33,13 @@ class RequestLoop:
 
     def add(self, asks: Sequence[Ask]) -> list[str]:
         """Ids of the requests. One that cannot be served raises ValueError before any is started."""
-        checked = [self._engine.check(ask.prompt.token_ids, ask.params) for ask in asks]
+        checked = [self._engine.check(ask.prompt.token_ids, ask.params, priority=ask.priority,
+                                      cache_salt=ask.prompt.cache_salt) for ask in asks]
         ids: list[str] = []
         try:
             for ask, request in zip(asks, checked, strict=True):
                 request_id = str(next(self._ids))
-                self._engine.queue(request_id, request, priority=ask.priority, cache_salt=ask.prompt.cache_salt)
+                self._engine.queue(request_id, request)
                 ids.append(request_id)
                 self._outputs[request_id] = RequestOutput.empty(request_id, ask.prompt.text, request.token_ids,
                                                                 request.params)

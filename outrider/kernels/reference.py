@@ -246,3 +246,14 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: in
     follow = at[:, None] + 1 + torch.arange(most, device=history.device)
     found = history.gather(1, follow.clamp_max(history.shape[1] - 1))
     return found, torch.where(best >= 0, (length - at - 1).clamp(0, most), 0)
+
+
+# Sampling
+
+
+def count_runs(counts: Tensor, row: Tensor, run: Tensor, run_len: Tensor) -> None:
+    """Adds 1 to counts[row[i], run[i, j]] for every j < run_len[i], in place. counts [rows, vocabulary] is int32, the
+    others int64; run is [requests, most]."""
+    is_in = torch.arange(run.shape[1], device=run.device) < run_len[:, None]
+    cells = (row[:, None] * counts.shape[1] + run).flatten()
+    counts.view(-1).index_add_(0, cells, is_in.flatten().to(counts.dtype))

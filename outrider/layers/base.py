@@ -6,7 +6,8 @@ A module declares its parts once; the names of its tensors, their finalization a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -93,6 +94,16 @@ class DecoderLayer(Module):
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
 
+class PassingLayer(DecoderLayer):
+    """Stands in for a layer that is like another one, and adds nothing."""
+
+    def __init__(self, rotary: int) -> None:
+        self.rotary = rotary
+
+    def __call__(self, delta: Any, residual: torch.Tensor, *_: Any) -> tuple[Any, torch.Tensor]:
+        return delta, residual
+
+
 class LayeredModule(Module):
     """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
 
@@ -110,3 +121,19 @@ class LayeredModule(Module):
     def ignores(self, name: str) -> bool:
         """A checkpoint may hold this tensor and nobody needs it."""
         return name.endswith("rotary_emb.inv_freq")
+
+    @contextmanager
+    def one_layer_each(self) -> Iterator[None]:
+        """Inside, only the first of layers that are alike does anything: enough to compile what all of them launch."""
+        layers, kinds = self.layers, set()
+        short: list[DecoderLayer] = []
+        for layer in layers:
+            shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
+            kind = (type(layer), layer.rotary, shapes)
+            short.append(PassingLayer(layer.rotary) if kind in kinds else layer)
+            kinds.add(kind)
+        self.layers = short
+        try:
+            yield
+        finally:
+            self.layers = layers

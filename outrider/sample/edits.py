@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.sampling_flags import OUTPUTS
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import AllowedTokens, BadWords, LogitBias, StepNeeds
 from outrider.sample.rows import SamplingRows
@@ -44,37 +45,26 @@ def add_bias(logits: torch.Tensor, bias: LogitBias) -> None:
 def penalise(
     logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows, history: History, needs: StepNeeds
 ) -> None:
-    """Repetition looks at prompt and outputs, presence and frequency at outputs. Nothing is kept between steps:
-    the counts are those of the history and the drafts before each logit row, however it came about."""
-    row = logit_rows.row
+    """Repetition looks at prompt and outputs, presence and frequency at outputs. The row's counts are those of its
+    known tokens; the drafts before each logit row are added here."""
+    row, packed = logit_rows.row, rows.counts.packed
+    assert packed is not None, "a row with penalties was not admitted"
 
     def per_row(field: torch.Tensor) -> torch.Tensor:
         return field[row].to(logits.dtype)[:, None]
 
-    if needs.any_repetition:
-        seen = count_tokens(logit_rows, history, torch.zeros_like(row), logits.shape[1]) > 0
-        factor = torch.where(seen, per_row(rows.repetition), 1)
-        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
-    if needs.any_output_counts:
-        counts = count_tokens(logit_rows, history, rows.prompt_len[row], logits.shape[1])
-        logits.sub_(counts * per_row(rows.frequency))
-        logits.sub_((counts > 0) * per_row(rows.presence))
-
-
-def count_tokens(logit_rows: LogitRows, history: History, start: torch.Tensor, vocab: int) -> torch.Tensor:
-    """[L, V] int32: how often each token occurs in each logit row's history from position start [L] on."""
-    row = logit_rows.row
-    ids = history.tokens[:, : history.bound].index_select(0, row)
-    place = torch.arange(ids.shape[1], device=row.device)
-    valid = (place >= start[:, None]) & (place < history.known[row][:, None])
+    own = packed.index_select(0, row)
+    counts = own & OUTPUTS
     if history.drafts.shape[1] > 0:
         step = torch.arange(history.drafts.shape[1], device=row.device)
-        ids = torch.cat([ids, history.drafts.index_select(0, row)], dim=1)
-        valid = torch.cat([valid, step < logit_rows.draft_index[:, None]], dim=1)
-    # What does not count adds 0 somewhere: to different cells, since adds to one cell wait for each other.
-    somewhere = torch.arange(ids.shape[1], device=row.device) % vocab
-    counts = torch.zeros(row.shape[0], vocab, dtype=torch.int32, device=row.device)
-    return counts.scatter_add_(1, torch.where(valid, ids, somewhere), valid.to(torch.int32))
+        is_before = step < logit_rows.draft_index[:, None]
+        counts.scatter_add_(1, history.drafts.index_select(0, row), is_before.to(torch.int32))
+    if needs.any_repetition:
+        factor = torch.where((own != 0) | (counts > 0), per_row(rows.repetition), 1)
+        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    if needs.any_output_counts:
+        logits.sub_(counts * per_row(rows.frequency))
+        logits.sub_((counts > 0) * per_row(rows.presence))
 
 
 def _forbid(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

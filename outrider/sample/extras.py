@@ -68,10 +68,13 @@ class StepNeeds:
         return self.max_top_k > 0
 
     @property
+    def any_filters(self) -> bool:
+        return self.any_min_p or self.any_top_p or self.any_top_k
+
+    @property
     def is_draw(self) -> bool:
         """Nothing but a draw at a temperature: logits are neither edited, filtered nor reported."""
-        filters = self.any_min_p or self.any_top_p or self.any_top_k
-        return not (self.any_edits or filters or self.max_logprobs is not None)
+        return not (self.any_edits or self.any_filters or self.max_logprobs is not None)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from outrider.sample.extras import StepNeeds
 from outrider.sample.rows import SamplingRows
 
 _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
+_MANTISSA_BITS = 23
+_LOG2_E = 1.4426950216293335  # in float32, as are the coefficients of 2^x in [0, 1), highest power first
+_POWER = (0.0002161380834877491, 0.0012467376654967666, 0.009675532579421997, 0.05548521876335144, 0.24022932350635529,
+          0.6931470632553101, 1.0)  # fmt: skip
 
 
 def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:
@@ -27,8 +31,7 @@ def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | Sampling
 def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds) -> None:
     """min-p, then top-k, then top-p over what they left, in place."""
     if needs.any_min_p:
-        floor = rows.min_p[row].to(scaled.dtype).log()[:, None]  # log 0 = -inf: keeps all
-        scaled.masked_fill_(scaled < floor, -torch.inf)
+        scaled.masked_fill_(scaled < rows.min_p_floor[row].to(scaled.dtype)[:, None], -torch.inf)
     if needs.any_top_k or needs.any_top_p:
         greatest = _greatest(scaled, needs)
         if needs.any_top_k:
@@ -61,14 +64,25 @@ def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.
 
     `greatest` may hold tokens that top-k has taken from `scaled`; they come after all that it left, where the
     mass before them is the whole mass, so they never get in."""
-    total = _mass(scaled).sum(dim=1, keepdim=True)
-    mass = _mass(greatest)
+    total = probability_mass(scaled).sum(dim=1, keepdim=True)
+    mass = probability_mass(greatest)
     before = mass.cumsum(dim=1) - mass
     kept = before < total * top_p.to(torch.float64)[:, None]  # a prefix; with ties its last value is what matters
     last = kept.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
     return torch.where((top_p >= 1)[:, None], -torch.inf, greatest.gather(1, last))
 
 
-def _mass(scaled: torch.Tensor) -> torch.Tensor:
-    """exp(scaled) in units of 2^-40, as integers: their sums are exact in any order."""
-    return (scaled.exp() * 2.0**_MASS_BITS).to(torch.int64)
+def probability_mass(scaled: torch.Tensor) -> torch.Tensor:
+    """exp(scaled) in units of 2^-40, as integers: their sums are exact in any order.
+
+    In float32 the exponential is written out, in steps that every device rounds alike: kernels take the same ones."""
+    if scaled.dtype != torch.float32:
+        return (scaled.exp() * 2.0**_MASS_BITS).to(torch.int64)
+    power = (scaled * _LOG2_E).clamp_(min=-64.0)
+    whole = power.floor()
+    rest = power.sub_(whole)
+    value = torch.full_like(rest, _POWER[0])
+    for coefficient in _POWER[1:]:
+        value.mul_(rest).add_(coefficient)
+    mantissa = value.mul_(2.0**_MANTISSA_BITS).to(torch.int64)
+    return (mantissa << (_MASS_BITS - _MANTISSA_BITS)) >> whole.neg_().clamp_(max=63.0).to(torch.int64)

@@ -1,70 +1,81 @@
 """SamplingRows: what the device keeps of every running request's sampling parameters.
 
-Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. It does
-not know batches: a stage picks its rows itself.
+Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. Lists of any
+length are `lists`, what penalties count is `counts`. It does not know batches: a stage picks its rows itself.
 """
 
 from __future__ import annotations
+
+import math
+import struct
 
 import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import stop_ids_of
+from outrider.kernels import sampling_flags as flags
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.sample.counts import TokenCounts
+from outrider.sample.lists import ListPlaces, RowLists
 
-FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids")
+FLOAT_FIELDS = ("temperature", "top_p", "min_p_floor", "presence", "frequency", "repetition")
+INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids", "flags",
+              "num_logprobs", "bias_start", "bias_len", "words_start", "num_words")
+NO_LOGPROBS = -2  # a value of num_logprobs
+_ALIGNED = 16  # fields begin at multiples of so many elements: kernels are compiled once for all of them
 
 
 class SamplingRows:
-    """One element per row of every field. The null row is greedy and has no stop ids."""
+    """One element per row of every field. The null row is greedy and asks for nothing."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.limits = limits
         self.device = device
-
-        def floats(fill: float) -> torch.Tensor:
-            return buffer(limits, Axis.ROWS, dtype=torch.float32, device=device, fill=fill)
-
-        def ints() -> torch.Tensor:
-            return buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
-
-        self.temperature = floats(0)  # 0: greedy
-        self.top_p = floats(1)
-        self.min_p = floats(0)
-        self.presence = floats(0)
-        self.frequency = floats(0)
-        self.repetition = floats(1)
-        self.top_k = ints()  # 0: all
-        self.seed = ints()
-        self.sample_index = ints()
-        self.min_tokens = ints()
-        self.prompt_len = ints()
-        self.end_len = ints()  # known tokens at which the device ends the request
-        self.num_stop_ids = ints()
+        num_rows = limits.extent(Axis.ROWS)
+        padded = -(-num_rows // _ALIGNED) * _ALIGNED
+        self._floats = torch.zeros(len(FLOAT_FIELDS), padded, dtype=torch.float32, device=device)
+        self._ints = torch.zeros(len(INT_FIELDS), padded, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p_floor, self.presence, self.frequency, self.repetition = (
+            self._floats[:, :num_rows]
+        )
+        self.top_p.fill_(1)
+        self.min_p_floor.fill_(-torch.inf)  # log of min_p
+        self.repetition.fill_(1)
+        (
+            self.top_k,  # 0: all
+            self.seed, self.sample_index, self.min_tokens, self.prompt_len,
+            self.end_len,  # known tokens at which the device ends the request
+            self.num_stop_ids,
+            self.flags,  # see kernels/sampling_flags
+            self.num_logprobs,  # NO_LOGPROBS: none are asked for; -1: those of the whole vocabulary
+            self.bias_start, self.bias_len, self.words_start, self.num_words,  # in `lists`
+        ) = self._ints[:, :num_rows]  # fmt: skip
+        self.num_logprobs.fill_(NO_LOGPROBS)
         self.stop_ids = buffer(limits, Axis.ROWS, Axis.STOP_IDS, dtype=torch.int64, device=device)
+        self.lists = RowLists(limits, device)
+        self.counts = TokenCounts(limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Writes the rows of `admissions`: two copies to the device, then one indexed copy per field."""
+        """Writes the rows of `admissions`: two copies to the device, then one indexed copy for each kind of field."""
         if not admissions:
             return
         stops = [stop_ids_of(a.params, a.eos_ids) for a in admissions]
         width = self.stop_ids.shape[1]
         assert all(len(ids) <= width for ids in stops), f"more than {width} stop ids passed the request check"
         ints = [
-            [a.row, *_int_fields(a, len(ids)), *ids, *[0] * (width - len(ids))]
+            [a.row, *_int_fields(a, len(ids), self.lists.admit(a.row, a.params), self.limits.vocab_size), *ids,
+             *[0] * (width - len(ids))]
             for a, ids in zip(admissions, stops, strict=True)
-        ]
+        ]  # fmt: skip
         packed_ints = to_device(ints, torch.int64, self.device)  # [n, 1 + fields + stop ids]
         packed_floats = to_device([_float_fields(a.params) for a in admissions], torch.float32, self.device)
-        row = packed_ints[:, 0]
-        for column, name in enumerate(FLOAT_FIELDS):
-            getattr(self, name).index_copy_(0, row, packed_floats[:, column])
-        for column, name in enumerate(INT_FIELDS, start=1):
-            getattr(self, name).index_copy_(0, row, packed_ints[:, column])
-        self.stop_ids.index_copy_(0, row, packed_ints[:, 1 + len(INT_FIELDS) :])
+        row, fields = packed_ints[:, 0], packed_ints[:, 1:]
+        self._floats.index_copy_(1, row, packed_floats.t())
+        self._ints.index_copy_(1, row, fields[:, : len(INT_FIELDS)].t())
+        self.stop_ids.index_copy_(0, row, fields[:, len(INT_FIELDS) :])
+        self.counts.admit(admissions)
 
     @property
     def keys(self) -> SamplingKeys:
@@ -79,13 +90,32 @@ def _float_fields(params: SamplingParams) -> list[float]:
     """In the order of FLOAT_FIELDS. A greedy row has no filters: they cannot change its token, and a batch of
     greedy requests must not pay for them."""
     top_p, min_p = (1.0, 0.0) if params.is_greedy else (params.top_p, params.min_p)
+    (min_p,) = struct.unpack("f", struct.pack("f", min_p))
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    return [params.temperature, top_p, min_p, *penalties]
+    return [params.temperature, top_p, math.log(min_p) if min_p > 0 else -math.inf, *penalties]
 
 
-def _int_fields(admission: Admission, num_stop_ids: int) -> list[int]:
+def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, vocab: int) -> list[int]:
     """In the order of INT_FIELDS."""
     params = admission.params
     top_k = 0 if params.is_greedy else max(params.top_k, 0)
     counts = (params.min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
-    return [top_k, admission.seed, admission.sample_index, *counts]
+    num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+    return [top_k, admission.seed, admission.sample_index, *counts, flags_of(params, vocab), num_logprobs,
+            places.bias_start, places.bias_len, places.words_start, places.num_words]
+
+
+def flags_of(params: SamplingParams, vocab: int) -> int:
+    """Which stages of the sampler a request asks for, as bits of `sampling_flags`."""
+    is_sampled = not params.is_greedy
+    asked = {
+        flags.ALLOWED: params.allowed_token_ids is not None,
+        flags.BIAS: bool(params.logit_bias),
+        flags.BAD_WORDS: bool(params.bad_words_token_ids),
+        flags.MIN_TOKENS: params.min_tokens > 0,
+        flags.PENALTIES: params.has_penalties,
+        flags.TOP_K: is_sampled and 0 < params.top_k < vocab,
+        flags.TOP_P: is_sampled and params.top_p < 1,
+        flags.MIN_P: is_sampled and params.min_p > 0,
+    }
+    return sum(flag for flag, is_asked in asked.items() if is_asked)

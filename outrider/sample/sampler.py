@@ -6,11 +6,12 @@ logit rows, their order or number. No device tensor is read by the host. It does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 
+from outrider.kernels.ops import FLOAT32, Operation, triton_kernel
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
@@ -21,14 +22,33 @@ from outrider.sample.rows import SamplingRows
 
 LogprobsMode = Literal["raw", "processed"]
 
-CHUNK_ELEMENTS = 2**24  # logits worked on at a time: bounds the scratch
+# Logits worked on at a time: bounds the scratch, which kernels need less of.
+CHUNK_ELEMENTS = 2**24
+KERNEL_CHUNK_ELEMENTS = 2**26
+KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
+
+
+class Sampled(NamedTuple):
+    tokens: torch.Tensor  # [L] int64; 0 where bad
+    bad: torch.Tensor  # [L] bool: the logits held a NaN or +inf, or nothing that may be chosen
+    logprobs: LogprobRows | None  # kernels leave logit rows unwritten that do not ask
 
 
 @dataclass(frozen=True)
-class Sampled:
-    tokens: torch.Tensor  # [L] int64; 0 where bad
-    bad: torch.Tensor  # [L] bool: the logits held a NaN or +inf, or nothing that may be chosen
-    logprobs: LogprobRows | None
+class Asked:
+    """The requests behind some logit rows, and everything that they ask of the sampler."""
+
+    logit_rows: LogitRows
+    rows: SamplingRows
+    history: History
+    needs: StepNeeds
+    extras: StepExtras
+    logprobs: LogprobsMode
+
+    def between(self, start: int, stop: int) -> Asked:
+        at, own = slice(start, stop), self.logit_rows
+        some = LogitRows(own.request[at], own.row[at], own.draft_index[at], own.position[at])
+        return replace(self, logit_rows=some, extras=self.extras.between(start, stop))
 
 
 def sample(
@@ -40,24 +60,24 @@ def sample(
     extras: StepExtras,
     *,
     logprobs: LogprobsMode = "raw",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Sampled:
-    """Chooses from logits [L, V], float32 or float64, which are left as they are."""
+    """Chooses from logits [L, V], float32 or float64, which are left as they are. Kernels read all parameters from the
+    rows; the torch code takes lists from `extras`, which must be those of the batch where it runs."""
     num, vocab = logits.shape
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
-    extras.check(needs)
     drawn = logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled
     if needs.is_draw and draw_tokens.has_kernel(*drawn):  # in one go: there is no scratch
         return Sampled(*draw_tokens(*drawn), None)
+    asked = Asked(logit_rows, rows, history, needs, extras, logprobs)
+    if chunk_elements is None:
+        chunk_elements = KERNEL_CHUNK_ELEMENTS if sample_chunk.has_kernel(logits, asked) else CHUNK_ELEMENTS
     height = max(1, chunk_elements // vocab)
     if num <= height:
-        return _Chunk(logit_rows, rows, history, needs, extras).sample(logits, logprobs)
-    parts = []
-    for start in range(0, num, height):
-        stop = min(start + height, num)
-        chunk = _Chunk(_between(logit_rows, start, stop), rows, history, needs, extras.between(start, stop))
-        parts.append(chunk.sample(logits[start:stop], logprobs))
+        return sample_chunk(logits, asked)
+    cuts = [(start, min(start + height, num)) for start in range(0, num, height)]
+    parts = [sample_chunk(logits[slice(*cut)], asked.between(*cut)) for cut in cuts]
     found = [part.logprobs for part in parts if part.logprobs is not None]
     return Sampled(
         torch.cat([part.tokens for part in parts]),
@@ -66,51 +86,49 @@ def sample(
     )
 
 
-def _between(logit_rows: LogitRows, start: int, stop: int) -> LogitRows:
-    at = slice(start, stop)
-    request, row = logit_rows.request[at], logit_rows.row[at]
-    return LogitRows(request, row, logit_rows.draft_index[at], logit_rows.position[at])
-
-
-@dataclass(frozen=True)
-class _Chunk:
+def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     """The steps of sampling, in order, over logit rows that are worked on together."""
+    at, rows, needs = asked.logit_rows, asked.rows, asked.needs
+    asked.extras.check(needs)
+    num_logprobs, is_raw = needs.max_logprobs, asked.logprobs == "raw"
+    edited = _edit(logits, asked) if needs.any_edits else logits
+    shaped = edited
+    if needs.any_sampled or (num_logprobs is not None and not is_raw):
+        shaped = scale(edited, at.row, rows)
+        keep_likely(shaped, at.row, rows, needs)
+    best = choose_scaled(shaped, at.row, at.position, rows.keys, needs.any_sampled)
+    # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
+    bad = ~edited.gather(1, best[:, None]).squeeze(1).isfinite()
+    if edited is not logits:
+        bad |= ~logits.amax(dim=1).isfinite()
+    tokens = best.masked_fill(bad, 0)  # the same in every batch
+    if num_logprobs is None:
+        return Sampled(tokens, bad, None)
+    return Sampled(tokens, bad, logprob_rows(logits if is_raw else shaped, tokens, num_logprobs))
 
-    logit_rows: LogitRows
-    rows: SamplingRows
-    history: History
-    needs: StepNeeds
-    extras: StepExtras
 
-    def sample(self, logits: torch.Tensor, mode: LogprobsMode) -> Sampled:
-        num_logprobs = self.needs.max_logprobs
-        edited = self.edit(logits) if self.needs.any_edits else logits
-        shaped = edited
-        if self.needs.any_sampled or (num_logprobs is not None and mode == "processed"):
-            shaped = scale(edited, self.logit_rows.row, self.rows)
-            keep_likely(shaped, self.logit_rows.row, self.rows, self.needs)
-        at = self.logit_rows
-        best = choose_scaled(shaped, at.row, at.position, self.rows.keys, self.needs.any_sampled)
-        # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
-        bad = ~edited.gather(1, best[:, None]).squeeze(1).isfinite()
-        if edited is not logits:
-            bad |= ~logits.amax(dim=1).isfinite()
-        tokens = best.masked_fill(bad, 0)  # the same in every batch
-        if num_logprobs is None:
-            return Sampled(tokens, bad, None)
-        return Sampled(tokens, bad, logprob_rows(logits if mode == "raw" else shaped, tokens, num_logprobs))
+def _edit(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """A copy with single logits changed. The order is part of what the parameters mean."""
+    own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
+    if extras.allowed is not None:
+        allow_only(own, extras.allowed)
+    if extras.bad_words is not None:
+        forbid_bad_words(own, extras.bad_words, at, asked.history)
+    if asked.needs.any_min_tokens:
+        forbid_early_stops(own, at, asked.rows)
+    if extras.bias is not None:
+        add_bias(own, extras.bias)
+    if asked.needs.any_penalties:
+        penalise(own, at, asked.rows, asked.history, asked.needs)
+    return own
 
-    def edit(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy with single logits changed. The order is part of what the parameters mean."""
-        own = logits.clone(memory_format=torch.contiguous_format)
-        if self.extras.allowed is not None:
-            allow_only(own, self.extras.allowed)
-        if self.extras.bad_words is not None:
-            forbid_bad_words(own, self.extras.bad_words, self.logit_rows, self.history)
-        if self.needs.any_min_tokens:
-            forbid_early_stops(own, self.logit_rows, self.rows)
-        if self.extras.bias is not None:
-            add_bias(own, self.extras.bias)
-        if self.needs.any_penalties:
-            penalise(own, self.logit_rows, self.rows, self.history, self.needs)
-        return own
+
+def _kernels_serve(logits: torch.Tensor, asked: Asked) -> bool:
+    """Not the log-probabilities of a whole vocabulary, and not while some row's lists found no place."""
+    num = asked.needs.max_logprobs
+    return not asked.rows.lists.unplaced and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
+
+
+sample_chunk = Operation(
+    _sample_chunk, triton_kernel("outrider.sample.fused:sample_fused", FLOAT32, _kernels_serve), name="sample_chunk"
+)

@@ -30,8 +30,8 @@ from outrider.mixers.cached import Attend, CachedLayers
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.models.base import Hidden
 from outrider.spec.base import Drafter, Drafts, Step
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.spec.draw import draw_drafts
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
 
 
 class DraftNetwork(Protocol):

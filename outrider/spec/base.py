@@ -54,12 +54,12 @@ class Step:
     known: torch.Tensor  # [ROWS]
     sampling: SamplingRows
     any_sampled: bool  # some request of the batch has a temperature
-    most: int  # drafts wanted, at most
+    most: int  # drafts wanted for each request, at most
 
 
 @dataclass(frozen=True)
 class Drafts:
-    tokens: torch.Tensor  # [requests, most] int64
+    tokens: torch.Tensor  # [requests, step.most] int64
     counts: torch.Tensor  # [requests] how many of them are meant
 
 

@@ -26,7 +26,7 @@ from outrider.models.head import load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 
 class AssistantDrafter(AutoregressiveDrafter):

@@ -66,8 +66,8 @@ class SyntheticAcceptance:
         self.rates = tuple(rates)
         self._thresholds: torch.Tensor | None = None  # rates of 2^32 by position, made outside of any capture
 
-    def bind(self, most: int, device: torch.device) -> None:
-        rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(most)]
+    def bind(self, max_drafts: int, device: torch.device) -> None:
+        rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(max_drafts)]
         self._thresholds = torch.tensor([round(rate * 2**32) for rate in rates], dtype=torch.int64, device=device)
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,

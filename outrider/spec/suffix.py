@@ -39,10 +39,10 @@ class SuffixDrafter:
         self._kept: OrderedDict[int, _Indexed] = OrderedDict()
         self._num_kept = num_kept
 
-    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int) -> list[int]:
         own = self._own.setdefault(request_id, _Indexed())
         own.extend(token_ids)
-        if len(token_ids) < ANCHOR or most < 1:
+        if len(token_ids) < ANCHOR or num_wanted < 1:
             return []
         anchor = tuple(token_ids[-ANCHOR:])
         best_length, best = 0, None
@@ -53,7 +53,7 @@ class SuffixDrafter:
                 length = _common_suffix(token_ids, source.tokens, end)
                 if length > best_length and end < len(source.tokens):
                     best_length, best = length, (source.tokens, end)
-        return [] if best is None else list(best[0][best[1] : best[1] + most])
+        return [] if best is None else list(best[0][best[1] : best[1] + num_wanted])
 
     def finish(self, request_id: int, token_ids: Sequence[int]) -> None:
         indexed = self._own.pop(request_id, None) or _Indexed()

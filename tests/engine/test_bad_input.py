@@ -51,6 +51,12 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "text id": ([["a"]], "must be integers, got 'a'"),
     "text without a tokenizer": ("hello", "no tokenizer files: give prompts as token ids"),
     "dict without a prompt": ({"text": "x"}, "needs 'prompt' or 'prompt_token_ids', got text"),
+    "dict with odd keys": ({5: 5}, "needs 'prompt' or 'prompt_token_ids', got 5"),
+    "ids that are a number": ({"prompt_token_ids": 5}, "prompt_token_ids must be a list or a tuple or None, got 5"),
+    "text that is a number": ({"prompt": 5}, "prompt must be a text or None, got 5"),
+    "salt that is a number": ({"prompt_token_ids": [5], "cache_salt": 5}, "cache_salt must be a text or None, got 5"),
+    "half a pair of a character": ([{"prompt_token_ids": [5], "cache_salt": "\ud800"}], "cache_salt must be a text or"),
+    "nothing": (None, "prompts must be one or several of a text, token ids and a dict, got None"),
     "number": ([1.5], "a text, token ids or a dict, got 1.5"),
 }
 
@@ -108,6 +114,19 @@ def test_contradictions_are_named(name: str) -> None:
     fields, message = CONTRADICTIONS[name]
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("priority", ["high", [0, "high"]])
+def test_a_refused_priority_leaves_nothing_behind(llm: LLM, priority: Any) -> None:
+    with pytest.raises(ValueError, match="priority must be an integer from .*, got 'high'"):
+        llm.generate([[5, 6], [5, 6]], greedy(3), priority=priority)
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_integrity()
+
+
+def test_messages_that_are_none_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages must be a list of dicts, or a list of such lists, got 5"):
+        llm.chat(5)  # type: ignore[arg-type]
 
 
 def test_a_list_of_parameters_must_fit_the_prompts(llm: LLM) -> None:

@@ -19,7 +19,7 @@ import pytest
 from outrider import LLM, SamplingParams, cli
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS
 from outrider.config import EngineConfig, SpeculativeConfig
-from tests.engine.harness import CONFIGS, Rig, greedy, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, Rig, byte_tokenizer, greedy, save_folder, tiny_model
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 
@@ -238,6 +238,7 @@ def test_configs_of_the_campaign(folder: Path, tmp_path: Path, config: Any, says
 
 
 def test_a_long_length_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
     status = cli.main(["generate", str(folder), "--prompt", "x", "--max-model-len", "100000000"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and "max_model_len (100000000) exceeds the 256 positions the model was made for" in line

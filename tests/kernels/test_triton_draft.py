@@ -38,8 +38,8 @@ from outrider.kernels.triton import draft as kernels  # noqa: E402
 from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.spec.base import Step  # noqa: E402
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
 from outrider.spec.draw import draw_drafts  # noqa: E402
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
 from tests.spec.rig import DraftRig  # noqa: E402

@@ -71,7 +71,7 @@ def test_wrapper_names_what_is_wrong(device: torch.device) -> None:
         ("rows", lambda: ngram.find_ngram(tokens, known, rows[:, None], 8, 2, 1, 2)),
         ("width", lambda: ngram.find_ngram(tokens, known, rows, 9, 2, 1, 2)),
         ("min_n", lambda: ngram.find_ngram(tokens, known, rows, 8, 2, 3, 2)),
-        ("most", lambda: ngram.find_ngram(tokens, known, rows, 8, 0, 1, 2)),
+        ("num_wanted", lambda: ngram.find_ngram(tokens, known, rows, 8, 0, 1, 2)),
     ):
         with pytest.raises(ValueError, match=f"find_ngram: {argument} "):
             call()

@@ -27,6 +27,7 @@ from outrider.sample import (  # noqa: E402
     StepNeeds,
     draw,  # noqa: E402
     sample,
+    sampler,
 )
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
@@ -143,7 +144,7 @@ HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
     rows = SamplingRows(LIMITS, device)
-    rows.admit([Admission(row=i + 1, token_ids=[5, 6], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
+    rows.admit([Admission(row=i + 1, token_ids=[5, 5], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
                           seed=(1 << 40) * i - 3, sample_index=i) for i, one in enumerate(params)])  # fmt: skip
     return rows
 
@@ -163,7 +164,7 @@ def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[Samp
     extras = StepExtras.of(params[::-1], counts, logits.shape[1], logits.device)
     ints = {"dtype": torch.int64, "device": logits.device}
     history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
-    with ops.using(kind, draw.draw_tokens, draw.choose_scaled):
+    with ops.using(kind, sampler.sample_chunk, draw.draw_tokens, draw.choose_scaled):
         return sample(logits, of, rows, history, needs, extras)
 
 

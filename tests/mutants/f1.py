@@ -8,7 +8,7 @@ from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.batch import BatchView
 from outrider.spec.base import Step
-from outrider.spec.views import DraftingBatches, committed_requests, drafting_rows
+from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 NAME = "page table of the padded batch"
 TESTS = ["tests/spec/test_f1.py"]

@@ -137,6 +137,17 @@ def test_neighbours_use_each_other_in_one_direction_only() -> None:
     assert ("sched", "engine") not in edges
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not inside functions. Whoever imports none of the rest, or is imported by none, is in no circle."""
+    left = {module: {name for name in imports(module, at_import_time=False) if name in modules() and name != module}
+            for module in modules()}
+    before = 0
+    while len(left) != before:
+        before, named = len(left), {name for names in left.values() for name in names}
+        left = {module: rest for module, names in left.items() if (rest := names & left.keys()) and module in named}
+    assert not left, "\n".join(f"{module} imports {', '.join(sorted(names))}" for module, names in left.items())
+
+
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_torch_free_parts_do_not_import_torch(part: str) -> None:
     for module in modules():

@@ -59,17 +59,20 @@ def loud_batch(device: str = "cpu") -> Batch:
     ], device=device)
 
 
-def step(batch: Batch, row: torch.Tensor, samples: torch.Tensor, **options: Any) -> tuple[Sampled, Accepted]:
+def step(
+    batch: Batch, row: torch.Tensor, samples: torch.Tensor, first_logit: torch.Tensor, **options: Any
+) -> tuple[Sampled, Accepted]:
     found = batch.sample(**options)
     drafts, known = batch.history.drafts[row][:, :2], batch.history.known[row]
     num_drafts = samples.to(torch.int64)
     return found, accept(
-        found.tokens, batch.logit_rows, drafts, num_drafts, samples, known, batch.rows, row, bad=found.bad
+        found.tokens, found.bad, first_logit, drafts, num_drafts, samples, known, batch.rows, row
     )
 
 
-def inputs(batch: Batch, device: str = "cpu") -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    return batch, torch.tensor(batch.row, device=device), torch.ones(len(batch.row), dtype=torch.bool, device=device)
+def inputs(batch: Batch, device: str = "cpu") -> tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]:
+    row, samples = torch.tensor(batch.row, device=device), torch.ones(len(batch.row), dtype=torch.bool, device=device)
+    return batch, row, samples, (batch.logit_rows.draft_index == 0).nonzero().flatten()
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])

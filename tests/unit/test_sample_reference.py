@@ -148,7 +148,8 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
     params = [case.params for case in cases]
     places = [(i, r, j, len(case.known) + j) for i, (case, r) in enumerate(zip(cases, row, strict=True))
               for j in range(len(case.logits))]
-    request, logit_row, draft_index, position = torch.tensor(places, dtype=torch.int64).view(-1, 4).to(device).T
+    columns = torch.tensor(places, dtype=torch.int64).view(-1, 4).T.contiguous()
+    request, logit_row, draft_index, position = columns.to(device)
     return Batch(
         logits=torch.from_numpy(np.concatenate([case.logits for case in cases])).to(device),
         logit_rows=LogitRows(request, logit_row, draft_index, position),

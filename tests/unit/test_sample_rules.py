@@ -258,7 +258,7 @@ class TestRows:
         assert rows.seed[[2, 3, 4]].tolist() == [-5, 0, -5] and rows.end_len[4] == 9 and rows.sample_index[4] == 2
         assert rows.stop_ids[4].tolist() == [1, 2, 0, 0, 0] and rows.num_stop_ids[[2, 4]].tolist() == [0, 2]
         assert rows.top_k[4] == 0, "-1 and 0 mean all"
-        assert (rows.top_k[2], rows.top_p[2], rows.min_p[2]) == (0, 1, 0), "a greedy row has no filters"
+        assert (rows.top_k[2], rows.top_p[2], rows.min_p_floor[2]) == (0, 1, -torch.inf), "a greedy row has no filters"
         rows.admit([admission(4, second)])
         assert rows.num_stop_ids[4] == 0 and rows.temperature[4] == 0, "nothing of the last owner stays"
         rows.admit([])

@@ -216,6 +216,10 @@ find_ngram = Operation(
     triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
 )
 
+# Sampling
+
+count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"))
+
 # Steps and proposals
 
 prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),

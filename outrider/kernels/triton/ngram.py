@@ -37,18 +37,18 @@ def _best_in(text, last, begin, end, MIN_N: tl.constexpr, MAX_N: tl.constexpr, B
 
 
 @triton.jit
-def _store_what_follows(best, text, length, request, drafts, counts, most, DRAFTS: tl.constexpr):
+def _store_what_follows(best, text, length, request, drafts, counts, num_wanted, DRAFTS: tl.constexpr):
     at = best % _LONGER
-    count = tl.where(best >= 0, tl.minimum(length - at - 1, most), 0)
+    count = tl.where(best >= 0, tl.minimum(length - at - 1, num_wanted), 0)
     index = tl.arange(0, DRAFTS)
     token = tl.load(text + at + 1 + index, mask=index < count, other=0)
-    tl.store(drafts + request * most + index, token, mask=index < most)
+    tl.store(drafts + request * num_wanted + index, token, mask=index < num_wanted)
     tl.store(counts + request, count)
 
 
-@kernel(do_not_specialize=["width", "part_size", "most"], do_not_specialize_on_alignment=["rows"])
+@kernel(do_not_specialize=["width", "part_size", "num_wanted"], do_not_specialize_on_alignment=["rows"])
 def _find_kernel(
-    tokens, known, rows, parts, drafts, counts, stride, width, part_size, most,
+    tokens, known, rows, parts, drafts, counts, stride, width, part_size, num_wanted,
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -59,14 +59,14 @@ def _find_kernel(
     begin = part * part_size
     best = _best_in(text, last, begin, tl.minimum(begin + part_size, last), MIN_N, MAX_N, BLOCK)
     if PARTS == 1:
-        _store_what_follows(best, text, length, request, drafts, counts, most, DRAFTS)
+        _store_what_follows(best, text, length, request, drafts, counts, num_wanted, DRAFTS)
     else:
         tl.store(parts + request * PARTS + part, best)
 
 
-@kernel(do_not_specialize=["width", "most"], do_not_specialize_on_alignment=["rows"])
+@kernel(do_not_specialize=["width", "num_wanted"], do_not_specialize_on_alignment=["rows"])
 def _best_kernel(
-    tokens, known, rows, parts, drafts, counts, stride, width, most, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    tokens, known, rows, parts, drafts, counts, stride, width, num_wanted, PARTS: tl.constexpr, PADDED: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -74,11 +74,11 @@ def _best_kernel(
     part = tl.arange(0, PADDED)
     best = tl.max(tl.load(parts + request * PARTS + part, mask=part < PARTS, other=-1), axis=0)
     length = tl.minimum(tl.load(known + row), width)
-    _store_what_follows(best, tokens + row * stride, length, request, drafts, counts, most, DRAFTS)
+    _store_what_follows(best, tokens + row * stride, length, request, drafts, counts, num_wanted, DRAFTS)
 
 
 def find_ngram(
-    tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, most: int, min_n: int, max_n: int
+    tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, num_wanted: int, min_n: int, max_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.find_ngram; tokens that are not meant are 0."""
     name, device, int64, requests = "find_ngram", tokens.device, (torch.int64,), rows.shape[0]
@@ -87,20 +87,20 @@ def find_ngram(
     require_tensor(name, "rows", rows, (requests,), device, int64)
     require(0 < width <= tokens.shape[1], name, "width", f"is {width}, and rows hold {tokens.shape[1]} tokens")
     require(1 <= min_n <= max_n, name, "min_n", f"is {min_n}, expected 1 to {max_n}")
-    require(most > 0, name, "most", f"is {most}")
+    require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
     num_parts = min(triton.cdiv(width, _PART), _MOST_PARTS)
-    drafts = torch.empty(requests, most, dtype=torch.int64, device=device)
+    drafts = torch.empty(requests, num_wanted, dtype=torch.int64, device=device)
     counts = torch.empty(requests, dtype=torch.int64, device=device)
     parts = torch.empty(requests, num_parts, dtype=torch.int64, device=device) if num_parts > 1 else counts
     if requests:
-        padded_drafts = next_power_of_two(most)
+        padded_drafts = next_power_of_two(num_wanted)
         _find_kernel[(requests, num_parts)](
-            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, triton.cdiv(width, num_parts), most,
-            MIN_N=min_n, MAX_N=max_n, BLOCK=_BLOCK, PARTS=num_parts, DRAFTS=padded_drafts, num_warps=4,
+            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, triton.cdiv(width, num_parts),
+            num_wanted, MIN_N=min_n, MAX_N=max_n, BLOCK=_BLOCK, PARTS=num_parts, DRAFTS=padded_drafts, num_warps=4,
         )  # fmt: skip
     if requests and num_parts > 1:
         _best_kernel[(requests,)](
-            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, most, PARTS=num_parts,
+            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, num_wanted, PARTS=num_parts,
             PADDED=next_power_of_two(num_parts), DRAFTS=padded_drafts, num_warps=1,
         )  # fmt: skip
     return drafts, counts

@@ -2,15 +2,19 @@
 
 A logit row's token depends on its logits and its key alone. Ties go to the lowest id; a NaN is
 chosen before all else, so that the caller sees it.
-Knows nothing of penalties or truncation: those change the logits before they come here.
+Knows nothing of penalties: those change the logits before they come here. Of truncation it knows a threshold for each
+logit row.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels import sampling_flags as flags
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.triton.common import (
     next_power_of_two,
@@ -25,10 +29,26 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 _QUADS = 256  # Philox calls per program; each serves four token ids
+TILE = 4 * _QUADS  # token ids that are read at a time
 _LONGEST_SPAN = 8  # tiles
+_EDITED, _FILTERED = tl.constexpr(flags.EDITED), tl.constexpr(flags.FILTERED)
 _NO_ID = tl.constexpr(2147483647)
 # What is done to a logit before its noise is added, if any is.
 _GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Spans(NamedTuple):
+    """How each logit row is cut into spans of tiles, one for each program, and the greatest logit of every span."""
+
+    grid: tuple[int, int]  # (spans, logit rows)
+    num_tiles: int  # of a logit row
+    length: int  # tiles of a span
+    greatest: torch.Tensor  # [logit rows, spans] float32
+
+    @property
+    def most(self) -> int:
+        """An extent that no number of spans exceeds: one kernel serves all lengths of a span."""
+        return next_power_of_two(self.num_tiles)
 
 
 @triton.jit
@@ -54,7 +74,7 @@ def _best(score, token):
 
 
 @triton.jit
-def _load_logits(logits, token, valid):
+def load_logits(logits, token, valid):
     """A NaN counts as the greatest, so that it is chosen and the caller sees it."""
     logit = tl.load(logits + token, mask=valid, other=float("-inf")).to(tl.float32)
     return tl.where(logit == logit, logit, float("inf"))
@@ -72,8 +92,8 @@ def _word_of(ids, token, valid, key, word1, word2, zero):
 
 @triton.jit
 def _scan(
-    logits, ids, first, last, vocab, heat, shift, key, word1, word2,
-    SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+    logits, ids, first, last, vocab, heat, shift, threshold, key, word1, word2,
+    SCALE: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr,
 ):
     """The best (score, token) of tiles [first, last), each of them four token ids of each quad, with their noise."""
     zero = tl.zeros([QUADS], dtype=tl.uint32)
@@ -86,15 +106,18 @@ def _scan(
         for lane in tl.static_range(4):
             token = quad * 4 + lane
             valid = token < vocab
-            score = _load_logits(logits, token, valid)
+            score = load_logits(logits, token, valid)
             if SCALE == _SHIFT:
                 score = tl.div_rn(score - shift, heat)
             elif SCALE == _DIVIDE:
                 score = tl.div_rn(score, heat)
+            is_kept = score >= threshold
             if MAPPED:
                 score += _gumbel(_word_of(ids, token, valid, key, word1, word2, zero))
             else:
                 score += _gumbel(bits[lane])
+            if FULL:
+                score = tl.where(is_kept, score, float("-inf"))
             best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
     return _best(best_score, best_token)
 
@@ -107,16 +130,16 @@ def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
         valid = token < vocab
-        score = _load_logits(logits, token, valid)
+        score = load_logits(logits, token, valid)
         best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
     return _best(best_score, best_token)
 
 
 # Tensors that may begin anywhere in a buffer: no reason to compile anew.
-_SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
+SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 
 
-@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _greatest_kernel(
     logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -129,26 +152,34 @@ def _greatest_kernel(
         greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
         for tile in range(first, tl.minimum(first + span, num_tiles)):
             token = tile * SIZE + tl.arange(0, SIZE)
-            greatest = tl.maximum(greatest, _load_logits(logits + at * logit_stride, token, token < vocab))
+            greatest = tl.maximum(greatest, load_logits(logits + at * logit_stride, token, token < vocab))
         tl.store(span_greatest + at * tl.num_programs(0) + tl.program_id(0), tl.max(greatest, axis=0))
 
 
 @triton.jit
-def _shift_of(span_greatest, num_spans, SCALE: tl.constexpr, SPANS: tl.constexpr):
-    """What is taken from every logit of a row: the greatest, if it is finite."""
-    if SCALE == _SHIFT:
-        of = tl.arange(0, SPANS)
-        greatest = tl.max(tl.load(span_greatest + of, mask=of < num_spans, other=float("-inf")), axis=0)
-        return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
-    else:
-        return 0.0
+def greatest_of_spans(span_greatest, num_spans, SPANS: tl.constexpr):
+    of = tl.arange(0, SPANS)
+    return tl.max(tl.load(span_greatest + of, mask=of < num_spans, other=float("-inf")), axis=0)
 
 
-@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=_SLICES)
+@triton.jit
+def shift_of(span_greatest, num_spans, SPANS: tl.constexpr):
+    """The number taken from every logit of a row: the greatest, if it is finite."""
+    greatest = greatest_of_spans(span_greatest, num_spans, SPANS)
+    return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
+
+
+@triton.jit
+def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
+    """Where a logit row is read: the edited copy, if its row asks for edits."""
+    return tl.where((flag & _EDITED) != 0, edited + at * edited_stride, logits + at * logit_stride)
+
+
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_kernel(
-    logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
-    vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
-    SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, temperature, seed, sample_index, flags, thresholds, position, ids, span_greatest, span_scores,
+    span_tokens, logit_stride, edited_stride, vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr,
+    MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -163,23 +194,32 @@ def _score_kernel(
         of = at
         if HAS_ROWS:
             of = tl.load(row + at)
+        threshold = float("-inf")
+        if FULL:
+            flag = tl.load(flags + of)
+            own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
+            threshold = tl.load(thresholds + at, mask=(flag & _FILTERED) != 0, other=float("-inf"))
         heat = tl.load(temperature + of)
         if heat > 0:
             key = tl.load(seed + of)
             word1 = tl.load(position + at).to(tl.uint32)
             word2 = tl.load(sample_index + of).to(tl.uint32)
-            shift = _shift_of(span_greatest + at * num_spans, num_spans, SCALE, SPANS)
-            top, chosen = _scan(own, ids, first, last, vocab, heat, shift, key, word1, word2, SCALE, MAPPED, QUADS)
+            shift = 0.0
+            if SCALE == _SHIFT:
+                shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+            top, chosen = _scan(
+                own, ids, first, last, vocab, heat, shift, threshold, key, word1, word2, SCALE, MAPPED, FULL, QUADS
+            )
         else:
             top, chosen = _scan_greedy(own, first, last, vocab, 4 * QUADS)
     tl.store(span_scores + at * num_spans + tl.program_id(0), top)
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
-@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["ids", "tokens"])
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["row", "ids", "tokens"])
 def _pick_kernel(
-    span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans,
-    CHECKED: tl.constexpr, MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    span_scores, span_tokens, logits, edited, row, flags, span_greatest, ids, tokens, bad, logit_stride, edited_stride,
+    num_spans, CHECKED: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -190,8 +230,15 @@ def _pick_kernel(
     token = tl.load(span_tokens + at * num_spans + span, mask=valid, other=_NO_ID)
     _, chosen = _best(score, token)
     if CHECKED:
-        logit = tl.load(logits + at * logit_stride + chosen).to(tl.float32)
-        is_bad = (tl.abs(logit) < float("inf")) == 0  # also where it is a NaN
+        own = logits + at * logit_stride
+        is_bad = False
+        if FULL:
+            flag = tl.load(flags + tl.load(row + at))
+            own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
+            greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
+            is_bad = ((flag & _EDITED) != 0) & (tl.abs(greatest) == float("inf"))
+        logit = tl.load(own + chosen).to(tl.float32)
+        is_bad = is_bad | ((tl.abs(logit) < float("inf")) == 0)  # also where it is a NaN
         tl.store(bad + at, is_bad)
         chosen = tl.where(is_bad, 0, chosen)
     if MAPPED:
@@ -217,37 +264,55 @@ def _check(
     require_tensor(name, "position", position, (num_logit_rows,), device, integers)
 
 
+class _Stages(NamedTuple):
+    """Tensors of the stages before the draw; the logits stand in for those of stages that are not there."""
+
+    edited: torch.Tensor
+    flags: torch.Tensor
+    thresholds: torch.Tensor
+
+
+def plan_spans(logits: torch.Tensor) -> Spans:
+    num_logit_rows, vocab = logits.shape
+    num_tiles = triton.cdiv(vocab, TILE)
+    length = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
+    grid = (triton.cdiv(num_tiles, length), num_logit_rows)
+    return Spans(grid, num_tiles, length, torch.empty(grid[::-1], dtype=torch.float32, device=logits.device))
+
+
 def _launch(
     logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None,
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
+    spans: Spans | None = None, stages: _Stages | None = None,
 ) -> None:
-    """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
+    """Spans of each logit row are scored by programs of their own; then the best span's token is taken. With `stages`
+    the spans' greatest logits are there already."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
     pdl = uses_pdl(logits.device) if pdl is None else pdl
-    num_tiles, stride = triton.cdiv(vocab, 4 * _QUADS), logits.stride(0)
-    span = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
-    grid = (triton.cdiv(num_tiles, span), num_logit_rows)
-    scores = torch.empty(grid[::-1], dtype=torch.float32, device=logits.device)
-    best = torch.empty(grid[::-1], dtype=torch.int32, device=logits.device)
-    greatest, most_spans = scores, next_power_of_two(num_tiles)  # one kernel for all lengths of a span
+    spans, is_full, stride = plan_spans(logits) if spans is None else spans, stages is not None, logits.stride(0)
+    stages = _Stages(logits, position, logits) if stages is None else stages
+    scores = torch.empty_like(spans.greatest)
+    best = torch.empty(scores.shape, dtype=torch.int32, device=logits.device)
     options = {"PDL": pdl, **pdl_options(pdl)}
-    if scale.value == _SHIFT.value:
+    if scale.value == _SHIFT.value and not is_full:
         assert row is not None
-        greatest = torch.empty_like(scores)
-        _greatest_kernel[grid](
-            logits, row, keys.temperature, greatest, stride, vocab, num_tiles, span, SIZE=4 * _QUADS, num_warps=4,
-            **options,
+        _greatest_kernel[spans.grid](
+            logits, row, keys.temperature, spans.greatest, stride, vocab, spans.num_tiles, spans.length,
+            SIZE=TILE, num_warps=4, **options,
         )
-    _score_kernel[grid](
-        logits, position if row is None else row, *keys, position, position if ids is None else ids, greatest, scores,
-        best, stride, vocab, num_tiles, span, HAS_ROWS=row is not None, SCALE=scale.value, MAPPED=ids is not None,
-        QUADS=_QUADS, SPANS=most_spans, num_warps=4, **options,
+    row = position if row is None else row
+    _score_kernel[spans.grid](
+        logits, stages.edited, row, *keys, stages.flags, stages.thresholds, position, position if ids is None else ids,
+        spans.greatest, scores, best, stride, stages.edited.stride(0), vocab, spans.num_tiles, spans.length,
+        HAS_ROWS=row is not position, SCALE=scale.value, MAPPED=ids is not None, FULL=is_full, QUADS=_QUADS,
+        SPANS=spans.most, num_warps=4, **options,
     )
     _pick_kernel[(num_logit_rows,)](
-        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride, grid[0],
-        CHECKED=bad is not None, MAPPED=ids is not None, SPANS=most_spans, num_warps=1, **options,
+        scores, best, logits, stages.edited, row, stages.flags, spans.greatest, tokens if ids is None else ids, tokens,
+        tokens if bad is None else bad, stride, stages.edited.stride(0), spans.grid[0], CHECKED=bad is not None,
+        MAPPED=ids is not None, FULL=is_full, SPANS=spans.most, num_warps=1, **options,
     )
 
 
@@ -291,6 +356,26 @@ def draw_tokens(
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
     _launch(logits, keys, position, row, None, _SHIFT if any_sampled else _GREEDY, tokens, bad, pdl)
+    return tokens, bad
+
+
+def draw_edited(
+    logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
+    flags: torch.Tensor, thresholds: torch.Tensor, spans: Spans, *, pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_tokens` after `edit_logits` and `find_thresholds`: (tokens, which are bad) [logit rows].
+
+    A logit row whose row asks for edits is read from `edited`, and one that asks for a filter draws from the scaled
+    logits that reach its threshold. All others are drawn as `draw_tokens` draws them, bit for bit.
+    """
+    name, device, num = "draw_edited", logits.device, logits.shape[0]
+    _check(name, logits, keys, position, row)
+    require_tensor(name, "edited", edited, tuple(logits.shape), device, (torch.float32,))
+    require_tensor(name, "flags", flags, (keys.seed.shape[0],), device, (torch.int64,))
+    require_tensor(name, "thresholds", thresholds, (num,), device, (torch.float32,))
+    tokens = torch.empty(num, dtype=torch.int64, device=device)
+    bad = torch.empty(num, dtype=torch.bool, device=device)
+    _launch(logits, keys, position, row, None, _SHIFT, tokens, bad, pdl, spans, _Stages(edited, flags, thresholds))
     return tokens, bad
 
 

@@ -7,7 +7,6 @@ metadata is handed on as it is. No torch until weights are read.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from gguf.quants import dequantize
 
 from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
-from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
+from outrider.models.sources.gguf_header import Header, read_header
+from outrider.models.sources.gguf_tensors import ROPE_FACTORS, hf_name, raw_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -27,24 +27,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama",)
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
-
-TENSOR_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_TENSOR_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: what rope divides its frequencies by
 
 # Keys under "llama." that are read below or that say nothing about the arithmetic. Any other is refused.
 KNOWN_KEYS = {
@@ -101,15 +83,6 @@ def _check_supported(header: Header) -> None:
                               f"supported: {', '.join(KINDS)}")
         if entry.name != ROPE_FACTORS:
             hf_name(entry.name, path)
-
-
-def hf_name(name: str, path: Path) -> str:
-    if name in TENSOR_NAMES:
-        return TENSOR_NAMES[name]
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found and found[2] in LAYER_TENSOR_NAMES:
-        return f"model.layers.{found[1]}.{LAYER_TENSOR_NAMES[found[2]]}"
-    raise SourceError(f"{path}: tensor {name!r} does not belong to a Llama model as Outrider knows it")
 
 
 def build_config(header: Header) -> dict[str, Any]:
@@ -201,13 +174,6 @@ def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
                           "no other kind is supported from GGUF")
     return {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": original}  # fmt: skip
-
-
-def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
-    raw = np.fromfile(path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
-    if raw.size != entry.num_bytes:  # the file was cut after its header was read
-        raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
-    return raw
 
 
 def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:

@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from outrider.core import Limits, StepForm, Uncaptured
 from outrider.kernels.packet import empty_packet
-from outrider.layers.base import DecoderLayer
-from outrider.models.base import Model
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
 from outrider.runner.graphs.sizes import MOST_LATER, PATIENCE
@@ -98,7 +96,7 @@ class StepGraphs:
     def run_empty(self, key: GraphKey) -> None:
         """Compiles and loads what a capture must find loaded."""
         shape = self.keys.shape(key)
-        with one_layer_each(self._step.model):
+        with self._step.model.one_layer_each():
             self._step.whole(shape, empty_packet(shape, self._step.state.device), key.plan)
 
     def get(self, key: GraphKey) -> WholeCapture | SplitCapture:
@@ -176,34 +174,3 @@ class StepGraphs:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         return result
-
-
-class _Passing(DecoderLayer):
-    """Stands in for a layer that is like another one."""
-
-    def __init__(self, rotary: int) -> None:
-        self.rotary = rotary
-
-    def __call__(self, delta: Any, residual: torch.Tensor, *_: Any) -> tuple[Any, torch.Tensor]:
-        return delta, residual
-
-
-@contextmanager
-def one_layer_each(model: Model) -> Iterator[None]:
-    """Of layers that are alike only the first does anything: enough to compile and load what all of them launch."""
-    layers = model.layers
-    if any(isinstance(layer, _Passing) for layer in layers):
-        yield
-        return
-    kinds: set[object] = set()
-    short: list[DecoderLayer] = []
-    for layer in layers:
-        shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
-        kind = (type(layer), layer.rotary, shapes)
-        short.append(_Passing(layer.rotary) if kind in kinds else layer)
-        kinds.add(kind)
-    model.layers = short
-    try:
-        yield
-    finally:
-        model.layers = layers

@@ -14,7 +14,7 @@ from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, GraphSizes, next_size
 from outrider.runner.rows import RowParams
-from outrider.runner.step import StepPlan
+from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.spec.base import Drafter
 
@@ -32,7 +32,8 @@ class GraphKey:
     @property
     def plan(self) -> StepPlan:
         """What a captured step does beside its shape: it draws, and reports nothing but tokens."""
-        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose)
+        checkpoints = RowCheckpoints() if self.takes_checkpoints else NoCheckpoints()
+        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose, checkpoints)
 
 
 class GraphKeys:
@@ -91,31 +92,32 @@ class GraphKeys:
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What a server meets, largest first so that their memory is shared."""
-        most = self.limits.max_drafts
+        max_drafts = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if takes_checkpoints else (False,):
                 yield GraphKey(requests, requests, 0, False, own)
-                if most and not self._is_costly:
-                    yield GraphKey(requests, requests, most, False, own)
-                for drafts in range(1 if requests <= FEW else most, most + 1) if most else ():
-                    propose = drafts if self._is_costly else most
+                if max_drafts and not self._is_costly:
+                    yield GraphKey(requests, requests, max_drafts, False, own)
+                for drafts in range(1 if requests <= FEW else max_drafts, max_drafts + 1) if max_drafts else ():
+                    propose = drafts if self._is_costly else max_drafts
                     yield GraphKey(requests, requests * (1 + drafts), propose, True, own)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
         if not self._takes_prompts:
             return
-        most, sizes = self.limits.max_drafts, self.sizes
+        max_drafts, sizes = self.limits.max_drafts, self.sizes
         for requests in {sizes.prompt_requests[0], sizes.prompt_requests[-1]}:
-            for propose in {0, most}:
-                for has_drafts in {False, most > 0}:
+            for propose in {0, max_drafts}:
+                for has_drafts in {False, max_drafts > 0}:
                     yield GraphKey(requests, sizes.prompt_tokens[0], propose, has_drafts, has_prompts=True)
 
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What is captured at start-up, in order. The largest step with prompts is the first: its memory serves all."""
-        most, sizes = self.limits.max_drafts, self.sizes
+        max_drafts, sizes = self.limits.max_drafts, self.sizes
         if self._takes_prompts:
-            yield GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], most, most > 0, has_prompts=True)
+            largest = (sizes.prompt_requests[-1], sizes.prompt_tokens[-1])
+            yield GraphKey(*largest, max_drafts, max_drafts > 0, has_prompts=True)
         yield from self.decoding(takes_checkpoints=takes_checkpoints)
 
     def shape(self, key: GraphKey) -> CapturedShape:

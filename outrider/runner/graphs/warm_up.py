@@ -17,10 +17,10 @@ from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
 from outrider.layers.router import Router
 from outrider.runner.batch import PaddedSize, pack_eager
-from outrider.runner.graphs.captures import StepGraphs, one_layer_each
+from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
-from outrider.runner.step import DeviceStep, StepPlan
+from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
@@ -48,8 +48,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int
     """saves: as if it could write checkpoints."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
-    targets = step.recurrent.no_targets(len(lens)) if saves else None
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, targets)
+    checkpoints = RowCheckpoints() if saves else NoCheckpoints()
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, checkpoints)
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -65,7 +65,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
                       takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        with one_layer_each(step.model):  # layers take memory one after the other
+        with step.model.one_layer_each():  # layers take memory one after the other
             run_largest(step, limits)
         torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_reserved(device) - before - state
@@ -119,7 +119,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
 @contextmanager
 def compiling(step: DeviceStep) -> Iterator[None]:
     """Steps inside compile what they would launch, all of it at once, and compute nothing."""
-    with one_layer_each(step.model), ops.precompiling(step.state.device):
+    with step.model.one_layer_each(), ops.precompiling(step.state.device):
         yield
 
 

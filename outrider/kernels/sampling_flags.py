@@ -1,0 +1,22 @@
+"""Bits of a row's sampling flags: which stages of the sampler its request asks for. Kernels read them.
+
+A row whose flags are 0 asks for a draw at its temperature and nothing else; every other stage leaves it alone.
+"""
+
+ALLOWED = 1  # allowed_token_ids
+BIAS = 2  # logit_bias
+BAD_WORDS = 4
+MIN_TOKENS = 8
+PENALTIES = 16
+TOP_K = 32
+TOP_P = 64
+MIN_P = 128
+
+LISTED = BIAS | BAD_WORDS | MIN_TOKENS  # single logits change, by a list of token ids
+EDITED = ALLOWED | LISTED | PENALTIES  # logits change before the temperature divides them
+SEARCHED = TOP_K | TOP_P  # a threshold has to be searched for
+FILTERED = SEARCHED | MIN_P
+
+# A row's token counts: one int32 for each token of the vocabulary.
+IN_PROMPT = 1 << 30  # the prompt holds the token
+OUTPUTS = IN_PROMPT - 1  # how often the outputs hold the token

@@ -1,0 +1,349 @@
+"""Thresholds of top-k, top-p and min-p, without a sort. `sample/filters.py` is the specification, to the bit.
+
+    scaled logits of a row, likeliest first      0 ........................................ -inf
+    1. a histogram over bins of scaled logits    counts for top-k, probability masses for top-p
+    2. the bin that each threshold lies in       from running sums over the bins
+    3. the logits of those bins are collected    a few hundred, or a few thousand, of them
+    4. a search by bisection among those
+
+Masses are integers (`probability_mass`), so that sums do not depend on their order. Two passes over the logits; rows
+that ask for neither top-k nor top-p take part in none. Where more logits are collected than there is room for (many
+equal ones), the search reads the whole row instead: slow, and right.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels import sampling_flags as flags
+from outrider.kernels.triton.common import (
+    pdl_options,
+    release_dependents,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.sampling import SLICES, TILE, Spans, own_logits, shift_of
+
+_TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
+_SEARCHED, _FILTERED = tl.constexpr(flags.SEARCHED), tl.constexpr(flags.FILTERED)
+
+# Bins of a scaled logit -a: 64 to a unit up to a = 16, then 128 to an octave.
+_BINS = tl.constexpr(2048)
+_LINEAR_BINS, _PER_UNIT, _LINEAR_END = tl.constexpr(1024), tl.constexpr(64.0), tl.constexpr(16.0)
+_LINEAR_END_BITS = tl.constexpr(0x41800000 >> 16)
+
+_CANDIDATES = 8192  # logits that are collected for one logit row
+_SEARCH_TILE = 1024
+
+
+class FilterRows(NamedTuple):
+    """What filters need of every row, [rows]."""
+
+    flags: torch.Tensor  # int64
+    temperature: torch.Tensor  # float32
+    top_k: torch.Tensor  # int64
+    top_p: torch.Tensor  # float32
+    min_p_floor: torch.Tensor  # float32: log of min_p, -inf where there is none
+
+
+class _Scratch(NamedTuple):
+    counts: torch.Tensor  # [logit rows, bins] int32
+    masses: torch.Tensor  # [logit rows, bins] int64
+    num_candidates: torch.Tensor  # [logit rows] int32
+    candidates: torch.Tensor  # [logit rows, room] float32: scaled logits
+    bins: torch.Tensor  # [logit rows, 3] int32: of top-k (-1: none), first and last that top-p may lie in
+    above: torch.Tensor  # [logit rows, 3] int64: count above top-k's bin, mass above it, mass above top-p's first
+
+
+@triton.jit
+def probability_mass(scaled):
+    """exp(scaled), scaled <= 0, in units of 2^-40, as int64. Needs a kernel without fusion: the product and the sums
+    are those of `sample.filters.probability_mass`, each rounded by itself."""
+    power = tl.maximum(scaled * 1.4426950216293335, -64.0)
+    whole = tl.floor(power)
+    rest = power - whole
+    value = rest * 0.0002161380834877491 + 0.0012467376654967666
+    value = value * rest + 0.009675532579421997
+    value = value * rest + 0.05548521876335144
+    value = value * rest + 0.24022932350635529
+    value = value * rest + 0.6931470632553101
+    value = value * rest + 1.0
+    mantissa = (value * 8388608.0).to(tl.int64)  # 23 bits, exactly
+    return (mantissa << 17) >> tl.minimum(-whole, 63.0).to(tl.int64)
+
+
+@triton.jit
+def _bin_of(distance):
+    """The bin of a scaled logit at this distance (>= 0) from the greatest. Never decreases with the distance."""
+    near = (tl.minimum(distance, _LINEAR_END) * _PER_UNIT).to(tl.int32)
+    far = (distance.to(tl.int32, bitcast=True) >> 16) - _LINEAR_END_BITS + _LINEAR_BINS
+    return tl.where(distance < _LINEAR_END, near, tl.minimum(far, _BINS - 1))
+
+
+@triton.jit
+def _scaled_tile(own, token, valid, shift, heat, floor):
+    """Scaled logits, -inf where min-p leaves none."""
+    logit = tl.load(own + token, mask=valid, other=float("-inf"))
+    scaled = tl.div_rn(logit - shift, heat)
+    return tl.where(scaled >= floor, scaled, float("-inf"))
+
+
+@kernel(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=SLICES)
+def _clear_kernel(row, rows, thresholds, scratch, num_logit_rows, BINS: tl.constexpr, PDL: tl.constexpr):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    of = tl.load(row + at)
+    flag = tl.load(rows.flags + of)
+    if (flag & _FILTERED) != 0:
+        tl.store(thresholds + at, tl.load(rows.min_p_floor + of))
+    if (flag & _SEARCHED) != 0:
+        bins = at * BINS + tl.arange(0, BINS)
+        tl.store(scratch.counts + bins, tl.zeros([BINS], dtype=tl.int32))
+        tl.store(scratch.masses + bins, tl.zeros([BINS], dtype=tl.int64))
+        tl.store(scratch.num_candidates + at, 0)
+
+
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+def _histogram_kernel(
+    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
+    BINS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(1).to(tl.int64)
+    of = tl.load(row + at)
+    flag = tl.load(rows.flags + of)
+    if (flag & _SEARCHED) != 0:
+        num_spans = tl.num_programs(0)
+        own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
+        shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+        heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
+        first = tl.program_id(0) * span
+        for tile in range(first, tl.minimum(first + span, num_tiles)):
+            token = tile * SIZE + tl.arange(0, SIZE)
+            scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
+            counts = scaled > float("-inf")
+            at_bin = at * BINS + _bin_of(tl.abs(scaled))
+            if (flag & _TOP_K) != 0:
+                tl.atomic_add(scratch.counts + at_bin, 1, mask=counts, sem="relaxed")
+            if (flag & _TOP_P) != 0:
+                mass = probability_mass(scaled)
+                tl.atomic_add(scratch.masses + at_bin, mass, mask=counts & (mass > 0), sem="relaxed")
+
+
+@kernel(do_not_specialize_on_alignment=SLICES)
+def _bins_kernel(row, rows, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
+    """The bins that the thresholds of one logit row lie in.
+
+    The mass that top-k leaves is known up to the bin of its threshold, so top-p's threshold lies in one of the bins
+    that the least and the most of it lead to."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    of = tl.load(row + at)
+    flag = tl.load(rows.flags + of)
+    if (flag & _SEARCHED) != 0:
+        bin = tl.arange(0, BINS)
+        top_k = tl.load(rows.top_k + of)
+        count = tl.load(scratch.counts + at * BINS + bin)
+        is_cut = top_k < tl.sum(count, axis=0)  # counts are 0 where there is no top-k
+        is_cut = is_cut & ((flag & _TOP_K) != 0)
+        k_bin = tl.where(is_cut, tl.sum((tl.cumsum(count, axis=0) < top_k).to(tl.int32), axis=0), BINS)
+        mass = tl.load(scratch.masses + at * BINS + bin)
+        before = tl.cumsum(mass, axis=0) - mass
+        least = tl.sum(tl.where(bin < k_bin, mass, 0), axis=0)
+        most = tl.sum(tl.where(bin <= k_bin, mass, 0), axis=0)
+        top_p = tl.load(rows.top_p + of).to(tl.float64)
+        reached = before.to(tl.float64)
+        first = tl.max(tl.where((mass > 0) & (reached < least.to(tl.float64) * top_p), bin, 0), axis=0)
+        last = tl.max(tl.where((mass > 0) & (reached < most.to(tl.float64) * top_p), bin, 0), axis=0)
+        last = tl.where((flag & _TOP_P) != 0, last, -1)
+        tl.store(scratch.bins + 3 * at, tl.where(is_cut, k_bin, -1))
+        tl.store(scratch.bins + 3 * at + 1, first)
+        tl.store(scratch.bins + 3 * at + 2, last)
+        tl.store(scratch.above + 3 * at, tl.sum(tl.where(bin < k_bin, count, 0), axis=0).to(tl.int64))
+        tl.store(scratch.above + 3 * at + 1, least)
+        tl.store(scratch.above + 3 * at + 2, tl.sum(tl.where(bin < first, mass, 0), axis=0))
+
+
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+def _collect_kernel(
+    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
+    ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+):
+    """In any order: what is searched for does not depend on it."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(1).to(tl.int64)
+    of = tl.load(row + at)
+    flag = tl.load(rows.flags + of)
+    if (flag & _SEARCHED) != 0:
+        num_spans = tl.num_programs(0)
+        own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
+        shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+        heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
+        k_bin = tl.load(scratch.bins + 3 * at)
+        p_first, p_last = tl.load(scratch.bins + 3 * at + 1), tl.load(scratch.bins + 3 * at + 2)
+        first = tl.program_id(0) * span
+        for tile in range(first, tl.minimum(first + span, num_tiles)):
+            token = tile * SIZE + tl.arange(0, SIZE)
+            scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
+            bin = _bin_of(tl.abs(scaled))
+            is_in = (bin == k_bin) | ((bin >= p_first) & (bin <= p_last))
+            is_in = is_in & (scaled > float("-inf"))
+            found = tl.sum(is_in.to(tl.int32), axis=0)
+            if found > 0:
+                place = tl.atomic_add(scratch.num_candidates + at, found, sem="relaxed")
+                place += tl.cumsum(is_in.to(tl.int32), axis=0) - 1
+                tl.store(scratch.candidates + at * ROOM + place, scaled, mask=is_in & (place < ROOM))
+
+
+@triton.jit
+def _keys_tile(candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, SIZE: tl.constexpr):
+    """(scaled logits, their distances from the greatest as ordered integers, which lie in the bins)"""
+    index = first + tl.arange(0, SIZE)
+    if is_short:
+        scaled = tl.load(candidates + index, mask=index < size, other=float("-inf"))
+    else:
+        scaled = _scaled_tile(own, index, index < size, shift, heat, floor)
+    distance = tl.abs(scaled)
+    bin = _bin_of(distance)
+    is_in = (scaled > float("-inf")) & (bin >= low_bin) & (bin <= high_bin)
+    return scaled, distance.to(tl.int32, bitcast=True), is_in
+
+
+@triton.jit
+def _sum_up_to(
+    key, candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin, SIZE: tl.constexpr
+):
+    """(how many, their mass) of the logits in the bins whose distance is at most `key`."""
+    count = tl.zeros([SIZE], dtype=tl.int32)
+    mass = tl.zeros([SIZE], dtype=tl.int64)
+    for first in range(0, size, SIZE):
+        scaled, keys, is_in = _keys_tile(
+            candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, SIZE
+        )
+        is_in = is_in & (keys <= key)
+        count += is_in.to(tl.int32)
+        mass += tl.where(is_in, probability_mass(scaled), 0)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _key_range(candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin, SIZE: tl.constexpr):
+    least = tl.full([SIZE], 0x7F800000, dtype=tl.int32)
+    most = tl.zeros([SIZE], dtype=tl.int32)
+    for first in range(0, size, SIZE):
+        _, keys, is_in = _keys_tile(candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, SIZE)
+        least = tl.minimum(least, tl.where(is_in, keys, 0x7F800000))
+        most = tl.maximum(most, tl.where(is_in, keys, 0))
+    return tl.min(least, axis=0), tl.max(most, axis=0)
+
+
+@kernel(do_not_specialize_on_alignment=SLICES)
+def _search_kernel(
+    logits, edited, row, rows, span_greatest, scratch, thresholds, logit_stride, edited_stride, vocab, num_spans,
+    ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+):
+    """One program finds the thresholds of one logit row, and keeps the higher of them."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    of = tl.load(row + at)
+    flag = tl.load(rows.flags + of)
+    if (flag & _SEARCHED) != 0:
+        own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
+        shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+        heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
+        candidates = scratch.candidates + at * ROOM
+        found = tl.load(scratch.num_candidates + at)
+        is_short = found <= ROOM
+        size = tl.where(is_short, found, vocab)
+        threshold = floor
+        k_bin = tl.load(scratch.bins + 3 * at)
+        total = tl.load(scratch.above + 3 * at + 1)
+        if k_bin >= 0:
+            # The least key that enough logits do not exceed. Fewer than enough are at or below `low`.
+            enough = tl.load(rows.top_k + of) - tl.load(scratch.above + 3 * at)
+            low, high = _key_range(candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, SIZE)
+            low -= 1
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                count, _ = _sum_up_to(
+                    middle, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, SIZE
+                )
+                high = tl.where(count >= enough, middle, high)
+                low = tl.where(count >= enough, low, middle)
+            _, mass = _sum_up_to(high, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, SIZE)
+            total += mass
+            threshold = tl.maximum(threshold, -high.to(tl.float32, bitcast=True))
+        p_first, p_last = tl.load(scratch.bins + 3 * at + 1), tl.load(scratch.bins + 3 * at + 2)
+        if p_last >= p_first:
+            # The greatest key before which the mass stays below p. `low` is such a key, `high` is not.
+            limit = total.to(tl.float64) * tl.load(rows.top_p + of).to(tl.float64)
+            above = tl.load(scratch.above + 3 * at + 2)
+            low, high = _key_range(candidates, own, size, is_short, shift, heat, floor, p_first, p_last, SIZE)
+            high += 1
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                _, mass = _sum_up_to(
+                    middle - 1, candidates, own, size, is_short, shift, heat, floor, p_first, p_last, SIZE
+                )
+                is_below = (above + mass).to(tl.float64) < limit
+                low = tl.where(is_below, middle, low)
+                high = tl.where(is_below, high, middle)
+            threshold = tl.maximum(threshold, -low.to(tl.float32, bitcast=True))
+        tl.store(thresholds + at, threshold)
+
+
+def find_thresholds(
+    logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, rows: FilterRows, spans: Spans, *,
+    any_searched: bool = True, pdl: bool | None = None,
+) -> torch.Tensor:
+    """[logit rows] float32: what scaled logits must reach to be drawn, in logit rows that ask for a filter. Other cells
+    are not written. `edited` and `spans` are those of `edit_logits`. Without `any_searched` nobody asks for more than
+    min-p."""
+    name, device, (num, vocab) = "find_thresholds", logits.device, logits.shape
+    require_tensor(name, "logits", logits, (None, None), device, (torch.float32,))
+    require_tensor(name, "edited", edited, (num, vocab), device, (torch.float32,))
+    require_tensor(name, "row", row, (num,), device, (torch.int64,))
+    for field, tensor in zip(rows._fields, rows, strict=True):
+        dtype = torch.int64 if field in ("flags", "top_k") else torch.float32
+        require_tensor(name, f"rows.{field}", tensor, (rows.flags.shape[0],), device, (dtype,))
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    thresholds, bins, height = empty(num, dtype=torch.float32), _BINS.value, num if any_searched else 0
+    scratch = _Scratch(
+        empty(height, bins, dtype=torch.int32), empty(height, bins, dtype=torch.int64), empty(num, dtype=torch.int32),
+        empty(height, _CANDIDATES, dtype=torch.float32), empty(height, 3, dtype=torch.int32),
+        empty(height, 3, dtype=torch.int64),
+    )  # fmt: skip
+    if num == 0:
+        return thresholds
+    pdl = uses_pdl(device) if pdl is None else pdl
+    options = {"PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
+    _clear_kernel[(num,)](row, rows, thresholds, scratch, num, BINS=bins, num_warps=4, **options)
+    if not any_searched:
+        return thresholds
+    common = (logits, edited, row, rows, spans.greatest, scratch)
+    sizes = (logits.stride(0), edited.stride(0), vocab)
+    tiles = (*sizes, spans.num_tiles, spans.length)
+    _histogram_kernel[spans.grid](*common, *tiles, BINS=bins, SIZE=TILE, SPANS=spans.most, num_warps=4, **options)
+    _bins_kernel[(num,)](row, rows, scratch, BINS=bins, num_warps=4, **options)
+    _collect_kernel[spans.grid](
+        *common, *tiles, ROOM=_CANDIDATES, SIZE=TILE, SPANS=spans.most, num_warps=4, **options
+    )
+    _search_kernel[(num,)](
+        *common, thresholds, *sizes, spans.grid[0], ROOM=_CANDIDATES, SIZE=_SEARCH_TILE, SPANS=spans.most, num_warps=4,
+        **options,
+    )
+    return thresholds

@@ -1,0 +1,55 @@
+"""TokenCounts: how often each row's outputs hold each token of the vocabulary, and which tokens its prompt holds.
+
+Built when a request with penalties takes a row (its prompt and settled outputs, after a resumption too), then moved by
+accepted tokens only. Its memory, rows x vocabulary, is taken when the first such request comes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.core import Admission, Axis, Limits
+from outrider.kernels import ops
+from outrider.kernels.buffers import buffer
+from outrider.kernels.sampling_flags import IN_PROMPT
+
+
+class TokenCounts:
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self._limits, self._device = limits, device
+        self.packed: torch.Tensor | None = None  # [rows, vocabulary] int32: IN_PROMPT | outputs; None: nobody asked yet
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that penalties take once a request asks for one."""
+        return 4 * self._limits.extent(Axis.ROWS) * self._limits.extent(Axis.VOCAB)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        asking = [a for a in admissions if a.params.has_penalties]
+        if not asking:
+            return
+        if self.packed is None:
+            with torch.inference_mode(False):  # like all row state, which is made before any step
+                self.packed = buffer(self._limits, Axis.ROWS, Axis.VOCAB, dtype=torch.int32, device=self._device)
+        prompts, outputs = [], []
+        for a in asking:
+            cells = torch.tensor(a.token_ids) + a.row * self._limits.vocab_size
+            prompts.append(cells[: a.prompt_len])
+            outputs.append(cells[a.prompt_len :])
+        prompt, output, row = (self._to_device(cells) for cells in (
+            torch.cat(prompts), torch.cat(outputs), torch.tensor([a.row for a in asking])))  # fmt: skip
+        self.packed.index_fill_(0, row, 0)
+        flat = self.packed.view(-1)
+        flat.index_fill_(0, prompt, IN_PROMPT)
+        flat.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def add_runs(self, row: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
+        """Adds run[i, :run_len[i]] to row[i]. Rows without penalties count as well, once the memory is there: their
+        counts are not read, and are built anew when a request takes the row."""
+        if self.packed is not None:
+            ops.count_runs(self.packed, row, run, run_len)
+
+    def _to_device(self, cells: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cuda":
+            return cells.pin_memory().to(self._device, non_blocking=True)
+        return cells

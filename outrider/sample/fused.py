@@ -1,0 +1,45 @@
+"""The sampler as kernels: everything that a request may ask for, read from row state, in a fixed sequence of launches.
+
+The torch code of this folder is its specification, to the token. Logit rows whose rows ask for nothing are drawn as
+`draw_tokens` draws them: their token does not depend on whether a mate asks for more. Importing this needs triton.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.triton.edits import EditRows, Text, edit_logits
+from outrider.kernels.triton.filters import FilterRows, find_thresholds
+from outrider.kernels.triton.logprobs import LogprobLogits, token_logprobs
+from outrider.kernels.triton.sampling import draw_edited, plan_spans
+from outrider.sample.logprobs import LogprobRows
+from outrider.sample.rows import SamplingRows
+from outrider.sample.sampler import Asked, Sampled
+
+
+def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
+    at, rows, needs, history = asked.logit_rows, asked.rows, asked.needs, asked.history
+    spans = plan_spans(logits)
+    edited = edit_logits(logits, at.row, at.draft_index, at.position, _edit_rows(rows),
+                         Text(history.tokens, history.known, history.drafts), spans, any_edits=needs.any_edits)
+    if needs.any_filters:
+        filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor)
+        thresholds = find_thresholds(logits, edited, at.row, filter_rows, spans,
+                                     any_searched=needs.any_top_k or needs.any_top_p)
+    else:
+        thresholds = torch.empty(len(at), dtype=torch.float32, device=logits.device)
+    tokens, bad = draw_edited(logits, edited, at.row, at.position, rows.keys, rows.flags, thresholds, spans)
+    if needs.max_logprobs is None:
+        return Sampled(tokens, bad, None)
+    inputs = LogprobLogits(logits, edited, at.row, rows.num_logprobs, rows.flags, rows.temperature, thresholds,
+                           spans.greatest)
+    found = token_logprobs(inputs, tokens, spans, needs.max_logprobs, processed=asked.logprobs == "processed")
+    return Sampled(tokens, bad, LogprobRows(tokens, *found))
+
+
+def _edit_rows(rows: SamplingRows) -> EditRows:
+    return EditRows(
+        rows.flags, rows.temperature, rows.presence, rows.frequency, rows.repetition, rows.min_tokens, rows.prompt_len,
+        rows.num_stop_ids, rows.stop_ids, rows.bias_start, rows.bias_len, rows.words_start, rows.num_words,
+        rows.lists.ints, rows.lists.allowed, rows.counts.packed,
+    )  # fmt: skip

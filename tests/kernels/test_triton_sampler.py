@@ -1,0 +1,280 @@
+"""The sampler as kernels equals its torch code to the token: every parameter, thresholds, log-probabilities, mates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+import triton as compiler  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from outrider.core import Limits  # noqa: E402
+from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.kernels import ops, reference  # noqa: E402
+from outrider.kernels.triton import filters, logprobs, sampling, token_counts  # noqa: E402
+from outrider.sample import Sampled, SamplingRows, fused, sampler  # noqa: E402
+from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
+from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa: E402
+from tests.unit.test_sample_reference import Batch, Case, cases, make_batch  # noqa: E402
+
+VOCAB = 1500  # two tiles, the second one not full
+LIMITS = Limits(max_requests=9, max_batched_tokens=64, max_len=24, max_drafts=4, vocab_size=VOCAB, max_stop_ids=5)
+MODES = ["raw", "processed"]
+LOUD = SamplingParams(
+    temperature=0.8, top_k=400, top_p=0.9, min_p=1e-4, presence_penalty=0.5, frequency_penalty=0.3, min_tokens=9,
+    repetition_penalty=1.3, logit_bias={t: 0.01 * (t % 300) for t in range(3, VOCAB, 7)}, max_tokens=None,
+    allowed_token_ids=list(range(0, VOCAB, 2)), stop_token_ids=[2, 1400], logprobs=4,
+    bad_words_token_ids=((4,), (1, 6), (3, 1, 8), (1, 3, 10), *((t, t + 2) for t in range(0, 400, 2))),
+)  # fmt: skip
+ALONE: list[dict[str, Any]] = [
+    {"top_k": 40}, {"top_k": 1}, {"top_p": 0.9}, {"top_p": 0.01}, {"top_k": 300, "top_p": 0.7}, {"min_p": 0.02},
+    {"min_p": 0.1, "top_k": 1200, "top_p": 0.95}, {"frequency_penalty": 0.7}, {"presence_penalty": -1.0},
+    {"repetition_penalty": 1.7}, {"logit_bias": {5: 8.0, 1499: 7.5}}, {"allowed_token_ids": [3, 1030, 1499]},
+    {"bad_words_token_ids": ((7,), (1, 2, 1400))}, {"min_tokens": 3, "stop_token_ids": [0, 1024]}, {"logprobs": 3},
+]  # fmt: skip
+
+
+def sampled_by(kind: str, batch: Batch, **options: Any) -> Sampled:
+    """With kernels, or with the torch code alone."""
+    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled):
+        return batch.sample(**options)
+
+
+def assert_equal(made: Sampled, wanted: Sampled, asked: list[int | None]) -> None:
+    """asked: for each logit row how many log-probabilities."""
+    assert made.tokens.tolist() == wanted.tokens.tolist() and made.bad.tolist() == wanted.bad.tolist()
+    assert (made.logprobs is None) == (wanted.logprobs is None)
+    if made.logprobs is None or wanted.logprobs is None:
+        return
+    for at, num in enumerate(asked):
+        if num is not None and not wanted.bad[at]:
+            assert made.logprobs.rank[at] == wanted.logprobs.rank[at]
+            assert made.logprobs.top_ids[at, :num].tolist() == wanted.logprobs.top_ids[at, :num].tolist()
+            for name in ("chosen", "top"):
+                pair = [getattr(rows, name)[at].flatten()[:num] for rows in (made.logprobs, wanted.logprobs)]
+                torch.testing.assert_close(*pair, atol=2e-5, rtol=1e-5)
+
+
+def asked_of(drawn: list[Case]) -> list[int | None]:
+    return [case.params.logprobs for case in drawn for _ in case.logits]
+
+
+def some_cases(every: list[dict[str, Any]], heat: float = 1.0, spread: float = 3.0, seed: int = 0) -> list[Case]:
+    random = np.random.default_rng(seed)
+    return [
+        Case(
+            SamplingParams(**({"temperature": heat, "max_tokens": None} | fields)),
+            tuple(random.integers(0, 12, 8).tolist()), 4, drafts := tuple(random.integers(0, 12, i % 3).tolist()),
+            random.normal(0, spread, (len(drafts) + 1, VOCAB)).astype(np.float32), seed=i - 3, sample_index=i % 2,
+            eos_ids=(7,),
+        )
+        for i, fields in enumerate(every)
+    ]  # fmt: skip
+
+
+@given(cases(np.float32, max_size=4), st.sampled_from(MODES))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_batch_gives_what_the_torch_code_gives(device: torch.device, drawn: list[Case], mode: str) -> None:
+    batch = make_batch(drawn, device=str(device))
+    made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
+    asked = [None if n == -1 else n for n in asked_of(drawn)]  # the whole vocabulary: both are the torch code
+    assert_equal(made, wanted, asked)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_everything_at_once_over_several_tiles(device: torch.device, mode: str, heat: float) -> None:
+    loud = {name: value for name, value in LOUD.__dict__.items() if name not in ("temperature", "max_tokens")}
+    drawn = some_cases([loud, loud | {"top_k": 0, "logprobs": 0}, {}], heat)
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
+    assert_equal(made, wanted, asked_of(drawn))
+    assert not wanted.bad.any()
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.3])
+def test_every_parameter_alone(device: torch.device, heat: float) -> None:
+    for first in range(0, len(ALONE), 8):
+        drawn = some_cases(ALONE[first : first + 8], heat, seed=first)
+        batch = make_batch(drawn, device=str(device), limits=LIMITS)
+        made, wanted = (sampled_by(kind, batch) for kind in ("triton", "reference"))
+        assert_equal(made, wanted, asked_of(drawn))
+
+
+# Thresholds
+
+SHAPES = {
+    "flat": lambda r: r.normal(0, 0.6, (1, VOCAB)),
+    "peaked": lambda r: np.concatenate([r.normal(14, 2, (1, 20)), r.normal(0, 2, (1, VOCAB - 20))], axis=1),
+    "ties": lambda r: np.round(r.normal(0, 2, (1, VOCAB))),
+    "equal": lambda r: np.full((1, VOCAB), 3.25),
+    "far": lambda r: -np.exp(r.normal(3, 2, (1, VOCAB))),  # many beyond the linear bins
+    "few": lambda r: np.where(r.random((1, VOCAB)) < 0.01, r.normal(0, 1, (1, VOCAB)), -np.inf),
+}
+FILTERS = [{"top_k": 1}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97}, {"top_k": VOCAB}, {"top_p": 0.5},
+           {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-6}, {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "room"), [*((shape, 8192) for shape in SHAPES), ("flat", 16), ("ties", 16)])
+def test_thresholds_keep_what_a_sort_keeps(
+    device: torch.device, shape: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more is collected than there is room for."""
+    monkeypatch.setattr(filters, "_CANDIDATES", room)
+    random = np.random.default_rng(len(shape))
+    drawn = [
+        Case(SamplingParams(temperature=[1.0, 0.31, 4.0][i % 3], **fields), (1,), 1, (),
+             SHAPES[shape](random).astype(np.float32))
+        for i, fields in enumerate(FILTERS)
+    ]  # fmt: skip
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    rows, row, spans = batch.rows, batch.logit_rows.row, sampling.plan_spans(batch.logits)
+    scaled = scale(batch.logits, row, rows)
+    spans.greatest.copy_(batch.logits.amax(dim=1, keepdim=True).expand_as(spans.greatest))
+    thresholds = filters.find_thresholds(
+        batch.logits, batch.logits, row,
+        filters.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor), spans,
+    )  # fmt: skip
+    # top_k of the whole vocabulary is no filter, and its threshold is not written
+    thresholds = torch.where(rows.flags[row] == 0, -torch.inf, thresholds)
+    kept = scaled.clone()
+    keep_likely(kept, row, rows, batch.needs)
+    assert torch.equal((scaled >= thresholds[:, None]) & scaled.isfinite(), kept.isfinite())
+
+
+@compiler.jit
+def _mass_kernel(scaled, out, SIZE: tl.constexpr):
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + index, filters.probability_mass(tl.load(scaled + index)))
+
+
+def test_masses_are_those_of_the_torch_code(device: torch.device) -> None:
+    random = np.random.default_rng(0)
+    values = np.concatenate([-random.exponential(6, 8000), -random.exponential(1e-3, 180), [0.0, -0.0, -np.inf, -1e-40,
+                             -27.7, -27.8, -44.0, -1e30, -0.5, -1.0, -2.0, -64.0]]).astype(np.float32)  # fmt: skip
+    scaled = torch.from_numpy(values).to(device)
+    out = torch.empty(8192, dtype=torch.int64, device=device)
+    _mass_kernel[(8,)](scaled, out, SIZE=1024, enable_fp_fusion=False)
+    assert torch.equal(out, probability_mass(scaled))
+    exact = np.exp(values.astype(np.float64)) * 2.0**40
+    assert np.all(np.abs(out.cpu().numpy() - exact) <= 4e-6 * exact + 1)
+    assert out[8180] == 2**40 and out[8182] == 0
+
+
+# Mates
+
+
+def test_a_plain_row_is_drawn_alike_whatever_its_mates_ask_for(device: torch.device) -> None:
+    plain = [{}, {"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 2.5}]
+    alone = some_cases(plain)
+    # Scores that differ by rounding only: how a score is worked out decides.
+    for case in alone:
+        case.logits[:] = np.round(case.logits[:, :1]) + 1e-3 * np.round(case.logits * 3)
+    mates = some_cases([{"top_p": 0.5}, LOUD.__dict__ | {"max_tokens": None}, {"logprobs": 2}], seed=1)
+    with mock.patch.object(sampling, "draw_tokens", wraps=sampling.draw_tokens) as drawn_at_once:
+        first = sampled_by("triton", make_batch(alone, device=str(device), limits=LIMITS))
+        assert drawn_at_once.call_count == 1
+        beside = sampled_by("triton", make_batch([*mates, *alone], 1, str(device), LIMITS))
+        assert drawn_at_once.call_count == 1
+    assert beside.tokens[-len(first.tokens) :].tolist() == first.tokens.tolist()
+    assert beside.bad[-len(first.tokens) :].tolist() == first.bad.tolist()
+
+
+def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
+    every = [ALONE[4], {}, LOUD.__dict__ | {"max_tokens": None}, ALONE[9], {"logprobs": 2, "temperature": 0.0}]
+    drawn = some_cases(every)
+    together = sampled_by("triton", make_batch(drawn, device=str(device), limits=LIMITS), logprobs="processed")
+    back = sampled_by("triton", make_batch(drawn[::-1], 1, str(device), LIMITS), logprobs="processed",
+                      chunk_elements=3 * VOCAB)  # fmt: skip
+    sizes = [len(case.logits) for case in drawn]
+    parts, reverse = together.tokens.split(sizes), back.tokens.split(sizes[::-1])[::-1]
+    assert [p.tolist() for p in parts] == [p.tolist() for p in reverse]
+    assert together.logprobs is not None and back.logprobs is not None
+    for name in ("chosen", "rank", "top_ids", "top"):  # bit for bit
+        ours, theirs = getattr(together.logprobs, name)[-2:], getattr(back.logprobs, name)[:2]
+        assert torch.equal(ours[..., :2], theirs[..., :2]), name
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_spans_do_not_matter(device: torch.device, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = some_cases([LOUD.__dict__ | {"max_tokens": None}, ALONE[6], {}])
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    wanted = sampled_by("triton", batch)
+    monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: length)
+    assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("room", [1024, 2])
+def test_logprobs_of_ties_and_masked_logits(
+    device: torch.device, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_ROOM", room)
+    drawn = some_cases([{"logprobs": 5, "top_k": 3}, {"logprobs": 5}, {"logprobs": 1}, {"logprobs": 7}])
+    drawn[1].logits[:] = 1.5
+    drawn[2].logits[:] = np.round(drawn[2].logits)
+    drawn[3].logits[:, ::3] = -np.inf
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    for mode in MODES:
+        made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
+        assert_equal(made, wanted, asked_of(drawn))
+
+
+# What cannot be served
+
+
+def test_without_a_place_for_lists_the_torch_code_samples(device: torch.device) -> None:
+    small = replace(LIMITS, max_list_ints=16)
+    drawn = some_cases([{"logit_bias": {t: 9.0 for t in range(9)}}, {"logprobs": 2}])
+    batch = make_batch(drawn, device=str(device), limits=small)
+    assert batch.rows.lists.unplaced == {batch.row[0]}
+    with mock.patch.object(fused, "sample_fused", side_effect=AssertionError):
+        made = sampled_by("triton", batch)
+    assert_equal(made, sampled_by("reference", batch), asked_of(drawn))
+    assert bool((made.tokens[: len(drawn[0].logits)] < 9).all())
+
+
+# Counts
+
+
+def test_runs_are_counted(device: torch.device) -> None:
+    counts = torch.randint(0, 9, (5, 40), dtype=torch.int32).to(device)
+    row = torch.tensor([3, 1, 0, 4], device=device)
+    run = torch.tensor([[7, 7, 39], [5, 6, 7], [1, 1, 1], [0, 2, 4]], device=device)
+    run_len = torch.tensor([3, 1, 0, 2], device=device)
+    wanted, made = counts.clone(), counts.clone()
+    reference.count_runs(wanted, row, run, run_len)
+    token_counts.count_runs(made, row, run, run_len)
+    assert torch.equal(made, wanted) and made[3, 7] == counts[3, 7] + 2
+    assert not torch.equal(made, counts)
+
+
+def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
+    batch = make_batch(some_cases([ALONE[0]]), device=str(device), limits=LIMITS)
+    rows: SamplingRows = batch.rows
+    spans, row = sampling.plan_spans(batch.logits), batch.logit_rows.row
+    good = filters.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor)
+    with pytest.raises(ValueError, match="find_thresholds: rows.top_p "):
+        filters.find_thresholds(batch.logits, batch.logits, row, good._replace(top_p=rows.top_k), spans)
+    with pytest.raises(ValueError, match="find_thresholds: edited "):
+        filters.find_thresholds(batch.logits, batch.logits[:, 1:], row, good, spans)
+    with pytest.raises(ValueError, match="draw_edited: thresholds "):
+        sampling.draw_edited(batch.logits, batch.logits, row, batch.logit_rows.position, rows.keys,
+                             rows.flags, rows.top_p, spans)  # fmt: skip
+    with pytest.raises(ValueError, match="count_runs: run "):
+        token_counts.count_runs(torch.zeros(2, 3, dtype=torch.int32, device=device), row, row[:, None].int(), row)
+    inputs = logprobs.LogprobLogits(batch.logits, batch.logits, row, rows.num_logprobs, rows.flags, rows.temperature,
+                                    batch.logits[:, 0].contiguous(), spans.greatest)  # fmt: skip
+    with pytest.raises(ValueError, match="token_logprobs: most is 200"):
+        logprobs.token_logprobs(inputs, row, spans, 200, processed=False)
