@@ -98,7 +98,7 @@ class Scheduler:
         return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 
     def add(self, request: Request) -> None:
-        self.cache.check_fits(request.input.end_len)
+        self.cache.check_fits(request.end_len)
         self._requests[request.id] = request
         self._arrival_of[request.id] = next(self._arrivals)
         self._wait(request)
@@ -133,7 +133,7 @@ class Scheduler:
             if request.admitted_len > bound:
                 prefills.append(request)
                 continue
-            end_len = request.input.end_len
+            end_len = request.end_len
             left = end_len - len(request.token_ids) - request.in_flight_samples
             if left <= 0:
                 continue  # the steps in flight end it
@@ -257,7 +257,7 @@ class Scheduler:
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
         self._admissions.append(
-            Admission(request.row, list(request.token_ids), request.prompt_len, hit, asked.end_len, asked.eos_ids,
+            Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
                       asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
         )
 
@@ -311,8 +311,7 @@ class Scheduler:
         request.in_flight_samples -= sampled
         request.folded = settled.at_least - part.num_accepted
         bound = settled.at_least + request.unsettled
-        end_len = request.input.end_len
-        request.bound.at_most = bound if bound < end_len else end_len
+        request.bound.at_most = bound if bound < request.end_len else request.end_len
         if part.run:
             request.token_ids += part.run
             stats = request.stats
