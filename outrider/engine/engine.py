@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -172,8 +173,9 @@ class Engine:
         return increments
 
     def close(self) -> None:
-        while self._in_flight:
-            self._take_result()
+        with suppress(WorkerDied):  # its requests have heard of it, or nobody waits for them
+            while self._in_flight:
+                self._take_result()
         if self._stats_log is not None:
             self._stats_log.close()
         self.runner.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_ROW, Bound, Finish, Settled
 from outrider.core.params import SamplingParams
 
@@ -52,7 +51,7 @@ class Request:
 
     __slots__ = (
         "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "state", "epoch", "row", "settled",
-        "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event", "hashes", "num_proposed",
+        "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event", "num_proposed",
         "folded", "num_pending", "finish", "error",
     )  # fmt: skip
 
@@ -76,7 +75,6 @@ class Request:
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for
         self.next_event = 0  # settled length at which the cache manager has something to do
-        self.hashes: dict[int, PageHashes] | None = None
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
         self.finish = Finish.NO
         self.error: str | None = None

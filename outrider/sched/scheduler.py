@@ -99,7 +99,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.cache.check_fits(request.end_len)
-        request.hashes = self.cache.new_hashes(request.input.cache_keys)
         self._requests[request.id] = request
         self._arrival_of[request.id] = next(self._arrivals)
         self._wait(request)
@@ -234,8 +233,7 @@ class Scheduler:
     def _admit(self, budget: int, batch: BatchBuilder) -> None:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
-            assert request.hashes is not None
-            start = self.cache.find_start(request.token_ids, request.hashes,
+            start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
                                           use_prefix=request.input.reads_prefix_cache)
             if not self.cache.can_start(start):
                 return
@@ -340,6 +338,7 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
         request.state = State.FINISHED
+        self.cache.forget(request.id)
         if self._host_drafter is not None:
             self._host_drafter.finish(request.id, request.token_ids)
         del self._requests[request.id], self._arrival_of[request.id]
