@@ -10,13 +10,14 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
 from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
-from outrider.core.outputs import OutputIncrement, RequestMetrics
+from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, request_seed
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
@@ -44,7 +45,7 @@ class _Live:
 
     request_id: str
     metrics: RequestMetrics
-    samples: dict[int, SampleOutput]  # by the scheduler's request id
+    scheduler_ids: list[int]  # of its samples
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
 
@@ -69,7 +70,7 @@ class Engine:
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
-        self._owner: dict[int, _Live] = {}  # by the scheduler's request id
+        self._samples: dict[int, tuple[_Live, SampleOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
 
     @property
@@ -104,12 +105,12 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use")
         token_ids, params, priority, cache_salt = checked
         seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
-        live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), {}, None, params.n)
+        live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), [], None, params.n)
         for request in [self._new_request(token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]:
             self.scheduler.add(request)
-            live.samples[request.id] = SampleOutput(request_id, request.input.sample_index, params, self.tokenizer,
-                                                    live.metrics, seed)
-            self._owner[request.id] = live
+            key = SampleKey(request_id, request.input.sample_index, seed, live.metrics)
+            self._samples[request.id] = live, SampleOutput(key, params, self.tokenizer)
+            live.scheduler_ids.append(request.id)
         if params.prompt_logprobs is not None:
             live.prompt_logprobs = PromptLogprobsOutput(len(token_ids), self._decode)
         self._live[request_id] = live
@@ -118,7 +119,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        for scheduler_id in list(live.samples) if live else []:
+        for scheduler_id in live.scheduler_ids if live else []:
             self.scheduler.end(scheduler_id, Finish.ABORT)
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
@@ -172,8 +173,9 @@ class Engine:
         return increments
 
     def close(self) -> None:
-        while self._in_flight:
-            self._take_result()
+        with suppress(WorkerDied):  # its requests have heard of it, or nobody waits for them
+            while self._in_flight:
+                self._take_result()
         if self._stats_log is not None:
             self._stats_log.close()
         self.runner.close()
@@ -216,13 +218,15 @@ class Engine:
 
     def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
         request, result = update
-        live = self._owner[request.id]
-        sample, metrics = live.samples[request.id], live.metrics
-        self.stats.observe(result)
-        if result.num_accepted:
-            metrics.observe_drafts(result.num_accepted)
-        if result.run and metrics.first_token_time is None:
-            metrics.first_token_time = time.perf_counter()
+        live, sample = self._samples[request.id]
+        if result.run:
+            self.stats.observe(result)
+            if result.num_accepted:
+                live.metrics.observe_drafts(result.num_accepted)
+            if live.metrics.first_token_time is None:
+                live.metrics.first_token_time = time.perf_counter()
+        elif not result.finish and live.prompt_logprobs is None:
+            return  # a part of its prompt was computed
         try:
             if live.prompt_logprobs is not None and result.prompt_logprobs and not request.input.sample_index:
                 entries = live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
@@ -238,8 +242,8 @@ class Engine:
             self.scheduler.end(request.id, Finish.STOP)
 
     def _end(self, request: Request, increments: list[OutputIncrement]) -> None:
-        live = self._owner.pop(request.id)
-        sample, metrics, counted = live.samples[request.id], live.metrics, request.stats
+        live, sample = self._samples.pop(request.id)
+        metrics, counted = live.metrics, request.stats
         if not sample.is_finished:
             increments.append(sample.end(request.finish, request.error))
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)

@@ -71,10 +71,11 @@ class RequestLoop:
 
     def _step(self) -> None:
         for increment in self._engine.step():
-            output = self._outputs.get(increment.request_id)
+            request_id = increment.sample.request_id
+            output = self._outputs.get(request_id)
             if output is not None:
                 output.grow(increment)
-                self._changed[increment.request_id] = None
+                self._changed[request_id] = None
 
     def _abort(self, ids: Sequence[str] | set[str]) -> None:
         if not ids:

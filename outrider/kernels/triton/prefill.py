@@ -232,8 +232,8 @@ def prefill_attention(
     key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
-    left alone; with fill_padding the rows past the last request get zeros."""
+    """Does what `decode_attention` does, for any number of query tokens per request. Token rows of requests without
+    a tile are left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,

@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """As kernels take them: none where every key may be seen."""
+        """First visible key of each request, as kernels take it: none where every key may be seen."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
