@@ -12,12 +12,11 @@ import torch
 from tqdm import tqdm
 
 from outrider.config import EngineConfig
-from outrider.engine.start import engine_around, load_tokenizer
+from outrider.engine.start import engine_around, find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.models.loader import Tensors
-from outrider.models.sources import resolve
 from outrider.runner.worker import Prepare, Worker, load_target
 
 NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
@@ -49,8 +48,8 @@ class Loaded:
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """`needs_text`: refuse a model without tokenizer before its weights are read."""
-    source = resolve(config.model, weights=config.load_format != "dummy")
-    tokenizer = load_tokenizer(source)
+    source = find_model(config)
+    tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:
         raise ValueError(NO_TOKENIZER.format(source.name))
 
