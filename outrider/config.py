@@ -92,6 +92,14 @@ def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig
     return EngineConfig(model=str(model), **translate(front, settings, EngineConfig.__dataclass_fields__))
 
 
+@dataclass(frozen=True, init=False)
+class EngineArgs(EngineConfig):
+    """A config by the name that it has in vLLM, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(str(model), **translate("EngineArgs", settings, EngineConfig.__dataclass_fields__))
+
+
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
 NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "gemma4_assistant")
 ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemma 4 assistant drafts from: the last ...

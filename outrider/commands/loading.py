@@ -5,13 +5,12 @@ A command that compares several engines loads the weights only once. Knows nothi
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from outrider.config import EngineConfig
+from outrider.engine.progress import bar
 from outrider.engine.start import engine_around, find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
@@ -58,7 +57,3 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
 
     return Loaded(source.name, load_target(config, source, watch), tokenizer, source.eos_token_ids)
 
-
-def bar(items=None, **options):  # type: ignore[no-untyped-def]
-    """A tqdm bar on a terminal, nothing elsewhere."""
-    return tqdm(items, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True, file=sys.stderr, **options)

@@ -136,7 +136,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                 if value is not None:
                     log.warning("%s=%s makes no difference: %s", name, shown(value), words)
             case Refused(instead, neutral):
-                if not any(value is same or (value == same and type(value) is type(same)) for same in neutral):
+                if not any(type(value) is type(same) and value == same for same in neutral):
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
             case None if name not in known:
                 raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}"

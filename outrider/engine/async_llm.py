@@ -18,6 +18,7 @@ from outrider.config import config_for
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.front import Front, refuse_adapter
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -33,7 +34,7 @@ class RequestError(RuntimeError):
     """One request failed while it ran, as its output's `error` says."""
 
 
-class AsyncLLM:
+class AsyncLLM(Front):
     """`async for output in llm.generate(prompt, params)`: the growing output of one prompt, after every few runs.
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
@@ -55,9 +56,11 @@ class AsyncLLM:
         self._ids = count()
         self._owner = _Owner(engine)
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-                       request_id: str | None = None, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str | None = None, *, lora_request: None = None,
+                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
+        refuse_adapter(lora_request)
         encoded = await self._encode(prompt)
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling_params or SamplingParams()

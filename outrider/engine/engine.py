@@ -63,7 +63,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
@@ -130,6 +130,7 @@ class Engine:
         check_value("cache_salt", str | None, cache_salt)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
+        params = params.snapshot()
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -150,7 +151,7 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_token_ids(params, self._eos_ids, limits)
+        check_token_ids(params, self.eos_ids, limits)
         return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
@@ -212,7 +213,7 @@ class Engine:
     def _new_request(self, prompt: list[int], params: SamplingParams, seed: int, index: int, priority: int,
                      salt: str | None) -> Request:
         limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
+        asked = RequestInput(params, min(limit, self.limits.max_len), seed, self.eos_ids, index, priority,
                              () if salt is None else (f"salt={salt}",))
         return Request(next(self._ids), prompt, asked)
 
