@@ -54,7 +54,8 @@ BY_NAME = {
     "stop_token_ids": {"empty list"}, "logit_bias": {"empty dict"}, "pad_requests": {"empty list"},
     "pad_tokens": {"empty list"}, "bad_words_token_ids": {"empty list", "list"}, "model": {"text", "number as text"},
     "tokenizer": {"text", "number as text"}, "revision": {"text", "number as text"},
-    "download_dir": {"text", "number as text"}, "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
+    "download_dir": {"text", "number as text"},
+    "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
 
