@@ -162,6 +162,9 @@ class Case:
 LLAMA, LLAMA64, GEMMA_LOCAL, GEMMA_GLOBAL = (
     Shape(32, 8, 128), Shape(32, 8, 128, page=64), Shape(16, 4, 256, window=512), Shape(16, 2, 512))
 CASES = [
+    Case("d128 1x128", LLAMA, ((128, 128, 128),)),
+    Case("d128 1x512", LLAMA, ((512, 512, 512),)),
+    Case("d128 8x32 behind 1000", LLAMA, ((1032, 32, 32),) * 8),
     Case("d128 1x2048", LLAMA, ((2048, 2048, 2048),)),
     Case("d128 1x8192", LLAMA, ((8192, 8192, 8192),)),
     Case("d128 1x8192 behind 22000", LLAMA, ((30192, 8192, 8192),)),
