@@ -15,6 +15,7 @@ from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, Engi
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
+from outrider.server.settings import LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
     "tokenizer": "a folder, a .gguf file or a hub id with the tokenizer, instead of the model's own",
@@ -68,11 +69,28 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the prompt",
     "speculative": "false: no drafts; a number: at most so many",
 }
+SERVER_HELP = {
+    "host": "address to listen at; 0.0.0.0 for all",
+    "port": "port to listen at; 0 for a free one",
+    "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
+    "served_model_name": "name of the model in requests and answers (repeat for several)",
+    "chat_template": "a file with a chat template, or the name of one of the model's",
+    "allowed_origins": "web page origin that may call the server (repeat for several)",
+    "max_num_queued_reqs": "samples that may wait before requests are refused with 429",
+    "max_body_bytes": "largest body of a request",
+    "max_prompts": "most prompts in one request",
+    "request_timeout": "seconds a request may take",
+    "shutdown_timeout": "seconds that running requests get after SIGTERM",
+    "stall_timeout": "seconds without a step until /health fails",
+    "max_restarts": "how often a failed engine is started again within ten minutes",
+    "uvicorn_log_level": "what the HTTP server logs",
+}
 CHOICES: dict[str, Sequence[str]] = {
     "dtype": [*DTYPES, *VALUES["dtype"]],
     "load_format": [*LOAD_FORMATS, *VALUES["load_format"]],
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
+    "uvicorn_log_level": LOG_LEVELS,
 }
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
@@ -80,7 +98,8 @@ BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so i
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
-PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams)  # of the fields, without their bounds
+# Types of the fields, without their bounds.
+PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams) | get_type_hints(ServerConfig)
 
 
 class UsageError(ValueError):
@@ -151,6 +170,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
     parser.set_defaults(sampling_defaults=defaults)
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    for field in dataclasses.fields(ServerConfig):
+        _add_flag(group, field, SERVER_HELP.get(field.name, ""))
+
+
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *VLLM_SETTINGS) if hasattr(args, name)}
     if getattr(args, "synthetic_rates", None) is not None:
@@ -184,7 +209,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     kind = PLAIN_TYPES[field.name]
     if kind in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in (str | list[str] | None, list[str] | None):
+    elif kind in (str | list[str] | None, list[str] | None, tuple[str, ...]):
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif field.name in CHOICES:
         group.add_argument(flag, choices=CHOICES[field.name], **common)

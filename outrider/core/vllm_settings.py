@@ -103,7 +103,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "rope_scaling": Refused(OWN_CONFIG, (None, {})),
     "rope_theta": Refused(OWN_CONFIG),
     "runner": Refused(NO_POOLING, (None, "auto", "generate")),
-    "served_model_name": Refused("a model is known by the name it is loaded by"),
     "skip_tokenizer_init": Refused("prompts of token ids never use the tokenizer", (None, False), is_switch=True),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
     "structured_outputs_config": Refused(NO_GRAMMARS),
