@@ -78,6 +78,7 @@ class Uncaptured(enum.Enum):
     """Why a step ran without replaying a captured one."""
 
     NO_GRAPHS = "no graphs on this device, or eager by setting"
+    NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"
     FOLDS = "folds rows that ended"
     SEVERAL_CHECKPOINTS = "several checkpoints of one request"
     SAMPLING_PARAMETERS = "sampling parameters beyond a draw"
