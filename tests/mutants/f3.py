@@ -1,4 +1,4 @@
-"""F3: the indexer packs requests of few token rows into a rectangle, and takes the front of the shared buffer for it."""
+"""F3: the indexer packs requests of few token rows into a rectangle, which takes the front of the shared buffer."""
 
 from __future__ import annotations
 
