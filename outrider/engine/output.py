@@ -55,6 +55,12 @@ class SampleOutput:
         return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, result.finish.reason,
                                run[-1] if by_id else None, result.error)
 
+    def replay(self, token_ids: list[int]) -> str:
+        """Takes tokens again that have gone out before. Returns their text, as far as it has gone out too."""
+        if self._detokenizer is None:
+            return ""
+        return self._stops.feed(self._detokenizer.feed(token_ids)).text
+
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         """The host ends the request."""
         self.is_finished = True

@@ -44,6 +44,12 @@ class RowLists:
     def num_bytes(self) -> int:
         return 4 * (self.ints.numel() + self.allowed.numel())
 
+    def reset(self) -> None:
+        """No row has a list."""
+        self._arena = Arena(self._arena.size)
+        self._starts.clear()
+        self.unplaced.clear()
+
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
         """Writes the lists of the request that takes a row; those of its last owner are given back."""
         self.unplaced.discard(row)

@@ -14,9 +14,11 @@ import torch
 from outrider.core import Limits, ScheduledBatch, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
+from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.warm_up import compile_steps
+from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
 from outrider.runner.results import read_result
@@ -38,7 +40,10 @@ class PendingStep(Future[StepResult]):
         self._done.record()
 
     def result(self, timeout: float | None = None) -> StepResult:
-        self._done.synchronize()
+        try:
+            self._done.synchronize()
+        except Exception as error:
+            raise _explained(error) from error
         late = self._device_result
         host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, self._written,
                             late.by_request, late.params)
@@ -48,6 +53,15 @@ class PendingStep(Future[StepResult]):
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _explained(error: Exception) -> Exception:
+    """The error itself, unless the device answers nothing any more: some errors leave it unusable."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return WorkerDied(f"the device is lost: {error}")
+    return error
 
 
 def _failed(error: Exception) -> Future[StepResult]:
@@ -62,6 +76,7 @@ class CudaRunner:
         self.device_step = step
         self._limits = limits
         self._padding = padding or Padding()
+        self._generations = Generations(step)
         self.graphs = StepGraphs(step, limits) if use_graphs else None
         self.num_replays = 0
         self.num_eager = 0
@@ -78,12 +93,15 @@ class CudaRunner:
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
         try:
-            return self._queue(batch)
+            with self._generations.running(batch):
+                return self._queue(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # what the step had taken may lie in pieces that serve nobody
             return _failed(StepOutOfMemory(error))
-        except Exception as error:
+        except StepCancelled as error:
             return _failed(error)
+        except Exception as error:
+            return _failed(_explained(error))
 
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
