@@ -1,8 +1,8 @@
-"""Faults stay where they happen: a step fails at a random place, and every request but the one to blame gives the tokens
-of an engine in which nothing fails, in that round and in later ones.
+"""Faults stay where they happen: a step fails at a random place, and every request but the one to blame gives the
+tokens of an engine in which nothing fails, in that round and in later ones.
 
-The rigs live for many rounds with few pages and a prefix cache, so that whatever a failed step leaves behind is found by
-somebody. Every blank page is poisoned before every step.
+The rigs live for many rounds with few pages and a prefix cache, so that whatever a failed step leaves behind is found
+by somebody. Every blank page is poisoned before every step.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.runner.worker import Worker
 from outrider.spec.ngram import NgramDrafter
-from tests.engine.harness import SETTINGS, byte_tokenizer, greedy, prompt_of, random_model
 from tests.engine.harness import CONFIGS as PLAIN
+from tests.engine.harness import SETTINGS, byte_tokenizer, greedy, prompt_of, random_model
 from tests.engine.recurrent_rig import HYBRIDS
 
 LIMIT_SECONDS = 10
