@@ -155,7 +155,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     spec.add_argument("--batch-sizes", type=counts_flag, default="1,4,16", metavar="N,N",
                       help="requests at once (default: %(default)s)")
     spec.add_argument("--prompts", action="append", metavar="FILE",
-                      help="prompt sets, repeat for several (default: bench/prompts/*.json)")
+                      help="prompt sets, repeat for several (default: those of this package)")
     spec.add_argument("--max-tokens", type=count_flag, default=96, metavar="N",
                       help="answer tokens (default: %(default)s)")
     spec.add_argument("--rounds", type=count_flag, default=3, metavar="N", help="interleaved runs; the median counts "

@@ -1,6 +1,7 @@
-"""EngineConfig: every setting of an engine, frozen. The only place where defaults and "auto" are decided.
+"""EngineConfig: every setting of an engine with its default, frozen.
 
-What a caller leaves as None is decided here from what is known of the model and the device. Nothing changes later.
+Sizes that a caller leaves as None are decided here, from what is known of the model and the device; device, dtype and
+backend that are "auto" where the worker starts (`runner/device.py`, `mixers/paged/registry.py`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ class RequestPages:
     """One running request's pages. Columns before `first` have been dropped and hold the null page."""
 
     row: int
-    hashes: dict[int, PageHashes]
     columns: list[list[int]]  # per group, page per column
     first: list[int]  # per group, first column held
     published: list[int]  # per group, columns published
@@ -31,10 +30,9 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a request would begin from if it were admitted now."""
+    """A request's beginning, if it were admitted now: the cached prefix and the pages that are missing."""
 
     token_ids: Sequence[int]
-    hashes: dict[int, PageHashes]
     num_queried: int  # tokens that were looked up
     hit: int  # of these, tokens that cached pages provide
     num_pages: int  # free pages it needs for all known tokens and one more, at most
@@ -49,7 +47,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class Granted:
-    """What the device must be told about pages before the next step."""
+    """Changes of pages that the device must be told before the next step."""
 
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)
@@ -71,6 +69,7 @@ class CacheManager:
         self.checkpoints = Checkpoints(self.states, len(self.groups), self.pool, limits)
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
+        self._hashes: dict[int, dict[int, PageHashes]] = {}  # by request, waiting or running, and page size
         self._granted = Granted()
         self._target_groups = [g for g in self.groups if g.is_target]
         # Freed first is evicted first: a drafter's pages are the ones to miss.
@@ -80,25 +79,27 @@ class CacheManager:
 
     # Admission
 
-    def new_hashes(self, keys: tuple[str, ...]) -> dict[int, PageHashes]:
-        return {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
-
-    def find_start(self, token_ids: Sequence[int], hashes: dict[int, PageHashes], *, use_prefix: bool = True) -> Start:
-        """Looks for the longest prefix that is cached. Does not modify the cache."""
+    def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
+                   use_prefix: bool = True) -> Start:
+        """Looks for the longest cached prefix of a request. `keys`: salt and whatever else must be equal for pages to
+        be shared. The hashes of its tokens are kept until `forget`."""
+        if request_id not in self._hashes:
+            self._hashes[request_id] = {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
+        hashes = self._hashes[request_id]
         fresh = self.pages_to_start(len(token_ids) + 1)
         if not (self.enable_prefix_caching and use_prefix):
-            return Start(token_ids, hashes, 0, 0, fresh, must_wait=False)
-        digest_at = self._digest_at(token_ids, hashes)
+            return Start(token_ids, 0, 0, fresh, must_wait=False)
+        digest_at = self._digest_at(request_id, token_ids)
         must_wait = self.takes_checkpoints and self.checkpoints.is_promised(digest_at, len(token_ids))
         # At least one token is always computed, so that there are logits to sample from.
         hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
                           lambda candidate: self.states.serves(digest_at, candidate))
         restoring, needed = self.states.pages_to_restore(digest_at, hit), fresh
         if restoring or fresh > self._num_available:  # else there is room without counting what is shared
-            needed = self._pages_beside(hit, token_ids, hashes) + restoring
+            needed = self._pages_beside(request_id, token_ids, hit) + restoring
         if restoring and needed > self._num_available:
             hit, needed = 0, fresh  # the state's own pages are needed to go on from it
-        return Start(token_ids, hashes, len(token_ids), hit, needed, must_wait)
+        return Start(token_ids, len(token_ids), hit, needed, must_wait)
 
     def can_start(self, start: Start) -> bool:
         """Whether the pool has room for all known tokens and one more, counting what a hit would share."""
@@ -109,10 +110,10 @@ class CacheManager:
         assert request_id not in self._requests, f"request {request_id} is admitted twice"
         self.stats.queried_tokens += start.num_queried
         self.stats.hit_tokens += start.hit
-        pages = RequestPages(row, start.hashes, [], [], [])
+        pages = RequestPages(row, [], [], [])
         for group in self.groups:
-            self._hold_hit(pages, group, start.hit, start.token_ids)
-        self.states.restore(request_id, self._digest_at(start.token_ids, start.hashes), start.hit)
+            self._hold_hit(request_id, pages, group, start)
+        self.states.restore(request_id, self._digest_at(request_id, start.token_ids), start.hit)
         self.checkpoints.admit(request_id, row, len(start.token_ids))
         self._requests[request_id] = pages
         return start.hit
@@ -161,8 +162,8 @@ class CacheManager:
         return granted
 
     def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
-        """By request, in their order. The last thing before the batch is made: whoever runs has its pages, and these
-        get the rest."""
+        """Pages for the checkpoints that a step may write, in the order of its requests. Called last before the batch
+        is made: running requests have their pages by then, and checkpoints get the rest."""
         grant = self.checkpoints.grant
         return [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
 
@@ -182,7 +183,7 @@ class CacheManager:
         pages = self._requests[request_id]
         if self.enable_prefix_caching:
             for group in self.groups:
-                self._publish(pages, group, settled.at_least, token_ids)
+                self._publish(request_id, pages, group, settled.at_least, token_ids)
         for group in self._dropping:
             self._drop(pages, group, settled.at_least)
         return self.next_event(settled)
@@ -197,7 +198,7 @@ class CacheManager:
         """A step's report. `tokens_of` a request: its known tokens, as they were when the step ran or later."""
         if self.takes_checkpoints:
             self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
-                tokens_of(request_id), self._requests[request_id].hashes)(boundary))
+                request_id, tokens_of(request_id))(boundary))
 
     def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
         """A step failed, and no request has a row any more. Nothing is known of what it and those after it wrote: only
@@ -210,7 +211,7 @@ class CacheManager:
                is_exact: bool) -> None:
         """Before `free`: leave behind what others can begin from."""
         if self.takes_checkpoints:
-            digest_at = self._digest_at(token_ids, self._requests[request_id].hashes)
+            digest_at = self._digest_at(request_id, token_ids)
             self.checkpoints.retire(request_id, digest_at, len(token_ids), settled.at_least, folded, is_exact=is_exact)
 
     def free(self, request_id: int) -> None:
@@ -221,6 +222,11 @@ class CacheManager:
             columns, first = pages.columns[group.index], pages.first[group.index]
             for page in reversed(columns[first:]):  # tails are evicted first
                 self.pool.free(page)
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended: it holds no pages, and its tokens are not looked up again."""
+        assert request_id not in self._requests, f"request {request_id} is forgotten while it holds pages"
+        self._hashes.pop(request_id, None)
 
     # Looking
 
@@ -258,27 +264,28 @@ class CacheManager:
         """Free pages, and those that only hold checkpoints in the making."""
         return self.pool.num_free + self.checkpoints.num_droppable
 
-    def _digest_at(self, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> DigestAt:
+    def _digest_at(self, request_id: int, token_ids: Sequence[int]) -> DigestAt:
         size = self.layout.recurrent.page_tokens
+        hashes = self._hashes[request_id]
 
         def digest_at(boundary: int) -> bytes:
             return hashes[size].upto(token_ids, boundary // size)[boundary // size - 1]
 
         return digest_at
 
-    def _pages_beside(self, hit: int, token_ids: Sequence[int], hashes: dict[int, PageHashes]) -> int:
+    def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int) -> int:
         """Pages for all known tokens and one more, less those of the hit that others hold.
 
         A hit page that nobody holds is taken from the pool as a fresh one is."""
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
-            digests = hashes[group.page_tokens].upto(token_ids, hit // group.page_tokens)
+            digests = self._hashes[request_id][group.page_tokens].upto(token_ids, hit // group.page_tokens)
             needed -= sum(self.pool.is_held(page) for page in self._cached_last(group, digests, hit))
         return needed
 
-    def _hold_hit(self, pages: RequestPages, group: Group, hit: int, token_ids: Sequence[int]) -> None:
-        count = hit // group.page_tokens
-        held = self._cached_last(group, pages.hashes[group.page_tokens].upto(token_ids, count), hit)
+    def _hold_hit(self, request_id: int, pages: RequestPages, group: Group, start: Start) -> None:
+        hit, count = start.hit, start.hit // group.page_tokens
+        held = self._cached_last(group, self._hashes[request_id][group.page_tokens].upto(start.token_ids, count), hit)
         first = count - len(held)
         assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
         for page in held:
@@ -312,12 +319,13 @@ class CacheManager:
         self._granted.page_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
         columns.extend(fresh)
 
-    def _publish(self, pages: RequestPages, group: Group, settled: int, token_ids: Sequence[int]) -> None:
+    def _publish(self, request_id: int, pages: RequestPages, group: Group, settled: int,
+                 token_ids: Sequence[int]) -> None:
         full = settled // group.page_tokens
         done = pages.published[group.index]
         if full <= done:
             return
-        digests = pages.hashes[group.page_tokens].upto(token_ids, full)
+        digests = self._hashes[request_id][group.page_tokens].upto(token_ids, full)
         columns = pages.columns[group.index]
         for column in range(max(done, pages.first[group.index]), full):
             self.pool.publish(columns[column], (group.index, digests[column]))

@@ -7,8 +7,13 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from outrider import __version__
+
+if TYPE_CHECKING:
+    from outrider.models.base import Model
+    from outrider.models.sources.base import ModelSource
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
             "transformers", "matplotlib")
@@ -76,6 +81,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """As an engine would plan it, from a model without memory for its weights."""
     from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
+    from outrider.formats.gguf import GgufLinear
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
     from outrider.runner.device import pick_device, pick_dtype
@@ -90,8 +96,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval)
-    weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.weights().values())
-    plan = plan_memory(config, layout, limits, device, weight_bytes=weight_bytes)
+    keeps_bits = config.keep_quantized and GgufLinear.can_keep(dtype, device)
+    plan = plan_memory(config, layout, limits, device, weight_bytes=_weight_bytes(model, source, keeps_bits))
     limits = fit_max_len(config, layout, limits, plan)
     uncounted = [name for name, is_there in (
         ("the drafter", drafts), ("packed copies of the weights", device.type == "cpu" and config.packed_weights),
@@ -105,3 +111,15 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("limits", f"{limits.max_requests} requests, {limits.max_batched_tokens} tokens a step, "
                    f"{limits.max_len} tokens a request, {limits.max_drafts} drafts"),
     ]
+
+
+def _weight_bytes(model: Model, source: ModelSource, keeps_bits: bool) -> int:
+    """`keeps_bits`: where a layer's weight is quantised in the file, the file's bits are kept instead of numbers. A
+    product that shares the embedding's weight has the bits beside the numbers."""
+    kept = source.kept_bytes() if keeps_bits else {}
+    total = 0
+    for name, slot in model.weights().items():
+        numbers = slot.target.numel() * slot.target.element_size()
+        bits = kept.get(name, 0) if slot.keeper is not None else 0
+        total += numbers if not bits else bits + numbers * ("embed" in name)
+    return total

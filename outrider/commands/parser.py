@@ -67,9 +67,9 @@ SAMPLING_HELP = {
 }
 CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
            "logprobs_mode": LOGPROBS_MODES}
-# The engine's seed serves requests without one; the last is filled in by the engine.
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
+# The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}

@@ -6,11 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import outrider
 from outrider.commands.parser import UsageError
 from outrider.engine.text import Tokenizer
 
-FOLDER = Path(outrider.__file__).parent.parent / "bench" / "prompts"
+FOLDER = Path(__file__).parent / "prompts"
 
 
 @dataclass(frozen=True)

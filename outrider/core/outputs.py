@@ -53,19 +53,29 @@ class RequestMetrics:
             self.accepted_per_position[position] += 1
 
 
-class OutputIncrement(NamedTuple):
-    """What one step added to one sample of a request. A tuple: hundreds are made every step."""
+class SampleKey(NamedTuple):
+    """Which sample of which request, and what all samples of that request share."""
 
     request_id: str
     sample_index: int
-    token_ids: list[int]
-    text: str
-    metrics: RequestMetrics  # of the whole request so far; the engine goes on counting in it
-    seed: int  # of the request
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
+    seed: int
+    metrics: RequestMetrics  # so far; the engine goes on counting in it
+
+
+class SampleEnd(NamedTuple):
+    finish_reason: str | None
     stop_reason: int | str | None = None
     error: str | None = None
+
+
+class OutputIncrement(NamedTuple):
+    """What one step added to one sample of a request. A tuple, and a short one: hundreds are made every step."""
+
+    sample: SampleKey
+    token_ids: list[int]
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    end: SampleEnd | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -88,17 +98,17 @@ class RequestOutput:
         return cls(request_id, prompt, token_ids, samples, None if params.prompt_logprobs is None else [None])
 
     def grow(self, increment: OutputIncrement) -> None:
-        sample = self.outputs[increment.sample_index]
-        sample.token_ids += increment.token_ids
-        sample.text += increment.text
-        if increment.logprobs is not None and sample.logprobs is not None:
-            sample.logprobs += increment.logprobs
-        if increment.prompt_logprobs is not None and self.prompt_logprobs is not None:
-            self.prompt_logprobs += increment.prompt_logprobs
-        if increment.finish_reason is not None:
-            sample.finish_reason, sample.stop_reason = increment.finish_reason, increment.stop_reason
-            sample.error = increment.error
-        self.metrics, self.seed = increment.metrics, increment.seed
+        (_, index, self.seed, self.metrics), token_ids, text, logprobs, end, prompt_logprobs = increment
+        sample = self.outputs[index]
+        sample.token_ids += token_ids
+        if text:
+            sample.text += text
+        if logprobs is not None and sample.logprobs is not None:
+            sample.logprobs += logprobs
+        if prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs += prompt_logprobs
+        if end is not None:
+            sample.finish_reason, sample.stop_reason, sample.error = end
 
     def cut_back(self) -> dict[int, list[int]]:
         """Leaves each sample that has not finished the tokens that surely did not end it: all that are whole but the

@@ -243,7 +243,7 @@ class _Owner:
         """To every event loop its increments in one call."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, OutputIncrement]]] = {}
         for increment in increments:
-            stream = self._streams.get(increment.request_id)
+            stream = self._streams.get(increment.sample.request_id)
             if stream is not None:  # else its reader has left
                 by_loop.setdefault(stream.loop, []).append((stream, increment))
         for loop, parts in by_loop.items():

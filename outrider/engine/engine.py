@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
-from outrider.core.outputs import OutputIncrement, RequestMetrics
+from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
@@ -50,7 +50,7 @@ class _Live:
 
     request_id: str
     metrics: RequestMetrics
-    samples: dict[int, tuple[Request, SampleOutput]]  # by the scheduler's request id
+    samples: list[tuple[Request, SampleOutput]]
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
 
@@ -77,7 +77,7 @@ class Engine:
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
-        self._owner: dict[int, _Live] = {}  # by the scheduler's request id
+        self._samples: dict[int, tuple[_Live, SampleOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
@@ -126,10 +126,10 @@ class Engine:
         """Go on with a request after `reset`. `known`: the first tokens of those of its samples that have not ended.
         Returns their texts so far."""
         live = self._new_live(queued)
-        live.samples = {key: own for key, own in live.samples.items() if own[0].input.sample_index in known}
+        live.samples = [own for own in live.samples if own[0].input.sample_index in known]
         live.num_left = len(known)
         texts = {}
-        for request, sample in live.samples.values():
+        for request, sample in live.samples:
             index = request.input.sample_index
             request.token_ids += known[index]
             texts[index] = sample.replay(known[index])
@@ -138,8 +138,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        for scheduler_id in list(live.samples) if live else []:
-            self.scheduler.end(scheduler_id, Finish.ABORT)
+        for request, _ in live.samples if live else []:
+            self.scheduler.end(request.id, Finish.ABORT)
 
     def reset(self) -> None:
         """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
@@ -147,7 +147,7 @@ class Engine:
         of the new generation and is forgotten with it."""
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
         scheduler.cache.pool.mark_unclean(range(1, scheduler.cache.pool.num_pages))
-        self._in_flight, self._live, self._owner = deque(), {}, {}
+        self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
     def check(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
@@ -276,31 +276,33 @@ class Engine:
         limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         keys = () if cache_salt is None else (f"salt={cache_salt}",)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
-        samples = {}
+        samples = []
         for index in range(params.n):
             own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self._eos_ids, index, priority,
                                keys)
             request = Request(next(self._ids), token_ids, own)
-            samples[request.id] = request, SampleOutput(request_id, index, params, self.tokenizer, metrics,
-                                                        params.seed)
+            key = SampleKey(request_id, index, params.seed, metrics)
+            samples.append((request, SampleOutput(key, params, self.tokenizer)))
         prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self._decode)
         return _Live(request_id, metrics, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
         """All of them, or none."""
-        self.scheduler.add(*(request for live in lives for request, _ in live.samples.values()))
+        self.scheduler.add(*(request for live in lives for request, _ in live.samples))
         self._live |= {live.request_id: live for live in lives}
-        self._owner |= {scheduler_id: live for live in lives for scheduler_id in live.samples}
+        self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
 
     def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
         request, result = update
-        live = self._owner[request.id]
-        (_, sample), metrics = live.samples[request.id], live.metrics
-        self.stats.observe(result)
-        if result.num_accepted:
-            metrics.observe_drafts(result.num_accepted)
-        if result.run and metrics.first_token_time is None:
-            metrics.first_token_time = time.perf_counter()
+        live, sample = self._samples[request.id]
+        if result.run:
+            self.stats.observe(result)
+            if result.num_accepted:
+                live.metrics.observe_drafts(result.num_accepted)
+            if live.metrics.first_token_time is None:
+                live.metrics.first_token_time = time.perf_counter()
+        elif not result.finish and live.prompt_logprobs is None:
+            return  # a part of its prompt was computed
         try:
             if live.prompt_logprobs is not None and result.prompt_logprobs and not request.input.sample_index:
                 entries = live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
@@ -316,8 +318,8 @@ class Engine:
             self.scheduler.end(request.id, Finish.STOP)
 
     def _end(self, request: Request, increments: list[OutputIncrement]) -> None:
-        live = self._owner.pop(request.id)
-        (_, sample), metrics, counted = live.samples[request.id], live.metrics, request.stats
+        live, sample = self._samples.pop(request.id)
+        metrics, counted = live.metrics, request.stats
         if not sample.is_finished:
             increments.append(sample.end(request.finish, request.error))
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)

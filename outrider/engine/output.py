@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
-from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics
+from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer
@@ -19,11 +19,9 @@ Decode = Callable[[int], str | None]
 class SampleOutput:
     """Turns the runs of one request into increments of its output."""
 
-    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer | None,
-                 metrics: RequestMetrics, seed: int) -> None:
+    def __init__(self, key: SampleKey, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.is_finished = False
-        self._request_id, self._index, self._params = request_id, index, params
-        self._of_all = (metrics, seed)  # which all samples of the request share
+        self._key, self._params = key, params
         own = tokenizer if params.detokenize else None
         self._tokenizer = own
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
@@ -31,7 +29,9 @@ class SampleOutput:
 
     def take(self, result: RequestResult) -> OutputIncrement:
         """A run's increment. It may end the request by a stop string, of which the device does not know."""
-        run, text, is_last = result.run, "", result.finish is not Finish.NO
+        run, text, is_last = result.run, "", bool(result.finish)
+        if self._detokenizer is None and self._params.logprobs is None and not is_last:
+            return OutputIncrement(self._key, run)
         stop: str | None = None
         if self._detokenizer is not None:
             # A stop token is part of the tokens, and of the text only if asked for.
@@ -45,15 +45,14 @@ class SampleOutput:
         logprobs = None
         if self._params.logprobs is not None and result.logprobs is not None:
             logprobs = [name_logprobs(entry, self._decode) for entry in result.logprobs[: len(run)]]
-        if stop is not None:
-            self.is_finished = True
-            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, "stop", stop)
-        if not is_last:
-            return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs)
+        if stop is None and not is_last:
+            return OutputIncrement(self._key, run, text, logprobs)
         self.is_finished = True
+        if stop is not None:
+            return OutputIncrement(self._key, run, text, logprobs, SampleEnd("stop", stop))
         by_id = result.finish is Finish.STOP and bool(run) and run[-1] in (self._params.stop_token_ids or ())
-        return OutputIncrement(self._request_id, self._index, run, text, *self._of_all, logprobs, result.finish.reason,
-                               run[-1] if by_id else None, result.error)
+        end = SampleEnd(result.finish.reason, run[-1] if by_id else None, result.error)
+        return OutputIncrement(self._key, run, text, logprobs, end)
 
     def replay(self, token_ids: list[int]) -> str:
         """Takes tokens again that have gone out before. Returns their text, as far as it has gone out too."""
@@ -64,11 +63,10 @@ class SampleOutput:
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         """The host ends the request."""
         self.is_finished = True
-        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, finish_reason=finish.reason,
-                               error=error)
+        return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob] | None]) -> OutputIncrement:
-        return OutputIncrement(self._request_id, self._index, [], "", *self._of_all, prompt_logprobs=entries)
+        return OutputIncrement(self._key, [], prompt_logprobs=entries)
 
     def _decode(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)

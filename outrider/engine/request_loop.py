@@ -109,10 +109,11 @@ class RequestLoop:
 
     def _step_engine(self) -> None:
         for increment in self._engine.step():
-            followed = self._followed.get(increment.request_id)
+            request_id = increment.sample.request_id
+            followed = self._followed.get(request_id)
             if followed is not None:
                 followed.output.grow(increment)
-                self._changed[increment.request_id] = None
+                self._changed[request_id] = None
 
     # After interrupts, and after callers that have left
 

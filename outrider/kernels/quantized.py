@@ -51,13 +51,13 @@ class QuantizedRows:
         return self.data.view(self.data.shape[0], -1, BLOCK_BYTES[self.kind])
 
     def _scales(self) -> list[Tensor]:
-        """Of each block [outputs, blocks, 1]: what multiplies and, for Q4_1, what is added."""
+        """Numbers of each block [outputs, blocks, 1]: its scale and, for Q4_1, what is added."""
         blocks = self._blocks()
         offsets = (0, 2) if self.kind == "Q4_1" else (0,)
         return [blocks[..., at : at + 2].contiguous().view(torch.float16).float() for at in offsets]
 
     def dequantize(self) -> Tensor:
-        """[outputs, inputs] float32, by plain torch operations: what the weights are."""
+        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
         blocks, scales = self._blocks(), self._scales()
         if self.kind == "Q8_0":
             weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]

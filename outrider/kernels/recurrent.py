@@ -71,7 +71,8 @@ def mamba2_step(
 def mamba2_scan(
     state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for tokens of one request: state [heads, dim, n], the rest [tokens, ..] instead of [rows, ..]."""
+    """Mamba-2 over tokens of one request, in chunks: state [heads, dim, n], the rest as in `mamba2_step`,
+    with [tokens, ..] instead of [rows, ..]."""
     num_tokens, num_heads = dt.shape
     # Beyond the last token dt is 0: nothing decays and nothing is added.
     xdt = _chunked(x * dt[..., None]).transpose(1, 2)  # [chunks, heads, chunk, dim]
@@ -109,7 +110,8 @@ def delta_step(
 def delta_scan(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for tokens of one request: state [heads, v dim, k dim], the rest [tokens, ..] instead of [rows, ..].
+    """The delta rule over tokens of one request, in chunks: state [heads, v dim, k dim], the rest as in
+    `delta_step`, with [tokens, ..] instead of [rows, ..].
 
     Within a chunk every token corrects what the state and the tokens before it predict: a triangular system, whose
     right side is linear in the state that the chunk begins with.

@@ -48,8 +48,12 @@ class PreNormLayer(DecoderLayer):
         x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
         return self.mlp(x), residual
 
-    def attention_and_mlp(self) -> tuple[SelfAttention, GatedMLP] | None:
-        """The mixer and the feed-forward if they are plain attention and a gated MLP, which fused layers know."""
-        mixer, mlp = self.mixer, self.mlp
-        # A mixer that only inherits from SelfAttention does something else between its products.
-        return (mixer, mlp) if type(mixer) is SelfAttention and isinstance(mlp, GatedMLP) else None
+
+class AttentionMLPLayer(PreNormLayer):
+    """Plain attention and a gated MLP: the layer that fused layers can replace."""
+
+    mlp: GatedMLP
+
+    def __init__(self, input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+        super().__init__(input_norm, attention, mlp_norm, mlp)
+        self.attention = attention

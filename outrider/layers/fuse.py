@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider.kernels.native import LayerWeights
-from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
-from outrider.layers.decoder import PreNormLayer
+from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
-from outrider.layers.mlp import GatedMLP
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
 from outrider.mixers.paged.base import PagedLayer
@@ -36,17 +34,17 @@ class FusedLayer(DecoderLayer):
 class NativeDecoderLayer(FusedLayer):
     """One native call on the CPU, with the bits of the layer's parts done one by one."""
 
-    def __init__(self, plain: PreNormLayer, attention: SelfAttention, weights: LayerWeights) -> None:
+    def __init__(self, plain: AttentionMLPLayer, weights: LayerWeights) -> None:
         super().__init__(plain)
-        self.index, self.native_weights = attention.layer.index, weights
-        self.head_norms = None if attention.head_norm is None else attention.head_norm.norms
+        self.index, self.native_weights = plain.attention.layer.index, weights
+        self.head_norms = None if plain.attention.head_norm is None else plain.attention.head_norm.norms
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
         """None if the layer is of another shape, or if a format has no native product (other devices and types)."""
-        if not isinstance(plain, PreNormLayer) or (parts := plain.attention_and_mlp()) is None:
+        if not isinstance(plain, AttentionMLPLayer):
             return None
-        attention, mlp = parts
+        attention, mlp = plain.attention, plain.mlp
         linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
         products = [product for linear in linears if (product := linear.format.native_product()) is not None]
         if len(products) < len(linears) or plain.input_norm.eps != plain.mlp_norm.eps:
@@ -54,7 +52,7 @@ class NativeDecoderLayer(FusedLayer):
         weights = LayerWeights(plain.input_norm.scale, plain.mlp_norm.scale, plain.input_norm.eps,
                                *(product.matrix for product in products), gelu=mlp.activation != "silu",
                                max_tokens=min(product.max_rows for product in products))
-        return cls(plain, attention, weights)
+        return cls(plain, weights)
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
@@ -71,26 +69,24 @@ class SingleRowLayer(FusedLayer):
     """Adds one token row to the residual stream inside the last products of both halves. On a GPU one token row is a
     matter of reading the weights once, and small kernels cost by their number."""
 
-    def __init__(self, plain: PreNormLayer, attention: SelfAttention, mlp: GatedMLP) -> None:
-        super().__init__(plain)
-        self.input_norm, self.attention, self.mlp_norm, self.mlp = plain.input_norm, attention, plain.mlp_norm, mlp
+    plain: AttentionMLPLayer
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> SingleRowLayer | None:
         """None if a half cannot add its last product to the residual stream in one kernel."""
-        if not isinstance(plain, PreNormLayer) or (parts := plain.attention_and_mlp()) is None:
+        if not isinstance(plain, AttentionMLPLayer):
             return None
-        attention, mlp = parts
-        can_add = attention.out.format.adds_single_row and mlp.down.format.adds_single_row
-        return cls(plain, attention, mlp) if can_add else None
+        can_add = plain.attention.out.format.adds_single_row and plain.mlp.down.format.adds_single_row
+        return cls(plain) if can_add else None
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        plain = self.plain
         if delta is not None or residual.shape[0] != 1:
-            return self.plain(delta, residual, angles, attend)
-        self.attention.add_to(residual, self.input_norm(residual), angles, attend)
-        self.mlp.add_to(residual, self.mlp_norm(residual))
+            return plain(delta, residual, angles, attend)
+        plain.attention.add_to(residual, plain.input_norm(residual), angles, attend)
+        plain.mlp.add_to(residual, plain.mlp_norm(residual))
         return None, residual
 
 

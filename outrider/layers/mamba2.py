@@ -40,7 +40,7 @@ class Mamba2Shape:
 
     @property
     def group_width(self) -> int:
-        """Of B, and of C, for all groups."""
+        """Width of B, and of C, over all groups."""
         return self.num_groups * self.state_size
 
 

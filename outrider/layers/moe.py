@@ -56,7 +56,7 @@ class Experts(Module):
         return slots
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, added: torch.Tensor | None = None) -> torch.Tensor:
-        """What the experts make of x, and `added`."""
+        """The weighted sum of each token row's experts, plus `added`."""
         return self.format.mix(x, routed, self.activation, added)
 
 

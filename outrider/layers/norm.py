@@ -18,7 +18,7 @@ from outrider.mixers.paged.base import HeadNorms
 
 
 class Unnormed(NamedTuple):
-    """What a layer adds to the residual stream, before its norm; the stream itself is multiplied by `factor`. Left to
+    """A layer's addition to the residual stream, before its norm; the stream itself is multiplied by `factor`. Left to
     the norm that comes next, so that both are one operation."""
 
     x: torch.Tensor

@@ -1,4 +1,4 @@
-"""What recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
+"""Parts that recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
 
 Families of recurrences fill in how convolved inputs become the recurrence's own; where states are kept is for
 `attend` to know.
@@ -36,7 +36,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
-        """What the recurrence takes beside its state, from convolved [tokens, conv_dim] and wide gates."""
+        """The recurrence's inputs beside its state, from convolved [tokens, conv_dim] and wide gates."""
 
     @abstractmethod
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:

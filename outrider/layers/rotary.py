@@ -33,7 +33,7 @@ class RopeParams:
 
 
 class Angles:
-    """What rotates the token rows of one step. Kernels take positions and table; `rotate` the gathered values."""
+    """The rotation of one step's token rows. Kernels take positions and table; `rotate` the gathered values."""
 
     def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
         self.positions, self.table = positions, table

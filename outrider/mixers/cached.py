@@ -19,7 +19,7 @@ from outrider.mixers.pool import DevicePool
 
 
 class Attend(Protocol):
-    """What a model calls wherever token rows of a request meet, during one step."""
+    """A model's access to its layers' caches during one step: wherever token rows of a request meet."""
 
     def mixer(self, layer: int) -> Any:
         """The layer's own part of the step. Its type goes with the kind of layer: `PagedLayer`, `RecurrentLayer`."""
@@ -30,7 +30,7 @@ class Mixer(Protocol):
     """Layers of one kind: owns their views of the pool and their backend."""
 
     def bind(self, view: BatchView) -> Mapping[int, Any]:
-        """What `Attend.mixer` returns for each of the layers in a step over this view."""
+        """Binds every layer to a step over this view. `Attend.mixer` hands out the values."""
         ...
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""What the engine and draft heads may ask of a model, and the loop that decoders share.
+"""Model: everything the engine and draft heads may ask of a model. Decoder: the loop that decoders share.
 
 A model knows its weights and its arithmetic. It knows nothing of pages, batches or sampling: attention goes
 through `attend`, and token rows of different requests never meet anywhere else.
@@ -23,7 +23,7 @@ from outrider.models.config import ConfigReader, Sizes
 
 
 class Hidden(NamedTuple):
-    """What a forward leaves behind, all [tokens, hidden]."""
+    """Hidden states that a forward leaves behind, all [tokens, hidden]."""
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
@@ -139,7 +139,7 @@ class Decoder(Model):
         return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """What each layer gets of a token beside the residual stream."""
+        """Tensors that each layer gets beside the residual stream."""
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, ma
 
 
 def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None:
-    """What the assistant was made for must be what the target has."""
+    """Refuse an assistant that was made for another target."""
     config.must_equal("backbone_hidden_size", target.hidden_size)
     config.must_equal("tie_word_embeddings", True, default=True)
     text.must_equal("vocab_size", target.vocab_size)

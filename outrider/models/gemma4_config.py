@@ -16,7 +16,7 @@ SCALE = 1.0  # of attention scores: q and k are normed
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What distinguishes one layer from the next."""
+    """The properties in which layers differ."""
 
     attention: AttentionLayer
     kind: str

@@ -1,4 +1,4 @@
-"""What models with recurrent layers beside attention share: their cache claims and a few config keys."""
+"""Models with recurrent layers beside attention: their cache claims and a few config keys."""
 
 from __future__ import annotations
 

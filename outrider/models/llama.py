@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.decoder import PreNormLayer
+from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Rotary
@@ -25,7 +25,7 @@ from outrider.models.config import (
 )
 
 
-class LlamaLayer(PreNormLayer):
+class LlamaLayer(AttentionMLPLayer):
     """Norm, attention, norm, MLP; each half adds to the residual stream."""
 
     def __init__(
@@ -41,7 +41,7 @@ class LlamaLayer(PreNormLayer):
         device: torch.device,
     ) -> None:
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        self.attention = SelfAttention(
+        attention = SelfAttention(
             layer,
             sizes.hidden_size,
             qkv_bias=qkv_bias,
@@ -54,7 +54,7 @@ class LlamaLayer(PreNormLayer):
         mlp = GatedMLP(
             sizes.hidden_size, sizes.intermediate_size, activation="silu", bias=mlp_bias, dtype=dtype, device=device
         )
-        super().__init__(input_norm, self.attention, mlp_norm, mlp)
+        super().__init__(input_norm, attention, mlp_norm, mlp)
 
 
 class Llama(Decoder):
@@ -96,7 +96,7 @@ class Llama(Decoder):
         return layer_windows(config, layer_types)
 
     def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
-        """Of q, k and v; of the attention's output; of the MLP."""
+        """Which products have a bias: q, k and v; the attention's output; the MLP."""
         attention = config.get("attention_bias", bool, False)
         return attention, attention, config.get("mlp_bias", bool, False)
 

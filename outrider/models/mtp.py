@@ -34,7 +34,7 @@ LayerFactory = Callable[[int], tuple[list[DecoderLayer], list[AttentionLayer]]]
 
 @dataclass(frozen=True)
 class MTPNames:
-    """Where the checkpoint keeps the module's parts. Tensors under `prefix` that are none of them are an error."""
+    """Names of the module's parts in the checkpoint. Tensors under `prefix` that are none of them are an error."""
 
     prefix: str = "mtp."
     embedding_norm: str = "mtp.pre_fc_norm_embedding"

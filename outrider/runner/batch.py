@@ -102,7 +102,7 @@ class Inputs:
 
 
 def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShape, list[int]]:
-    """The shape and the integers of a batch that runs uncaptured. Its checkpoints go by lists (`StepPlan.targets`)."""
+    """The shape and the integers of a batch that runs uncaptured. Its checkpoints are listed in its plan."""
     if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
         sizes = f"{scheduled.num_requests}, {scheduled.num_tokens}"
         raise ValueError(f"padded size {padded} is below the scheduled {sizes}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
 from outrider.core.params import SamplingParams
-from outrider.runner.step import DeviceResult
+from outrider.runner.step import DeviceResult, RowCheckpoints
 from outrider.sample.logprobs import to_host
 
 NAN_LOGITS = (
@@ -53,10 +53,10 @@ def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[
 
 def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
     """Ids of the checkpoints that were."""
-    flags = [] if result.written is None else result.written.tolist()
-    if result.by_request:
+    flags = result.written.tolist()
+    if isinstance(result.checkpoints, RowCheckpoints):
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
-        own = [flags[index_of[write.row]] for write in scheduled.checkpoints]
-        flags = own + flags[len(flags) - len(scheduled.folds) :]
+        flags = [flags[index_of[write.row]] for write in scheduled.checkpoints]
     writes = [*scheduled.checkpoints, *scheduled.folds]
+    flags += result.folded.tolist()
     return [write.id for write, was_written in zip(writes, flags, strict=True) if was_written]

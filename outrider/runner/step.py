@@ -21,7 +21,7 @@ from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
 from outrider.sample.batch import History
@@ -33,6 +33,26 @@ from outrider.spec.scripted import SyntheticAcceptance
 
 
 @dataclass(frozen=True)
+class NoCheckpoints:
+    """The step writes no recurrent state to pages."""
+
+
+@dataclass(frozen=True)
+class RowCheckpoints:
+    """Every request may write the one checkpoint whose pages its row was given; the packet has its boundary."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoints:
+    """Requests may write any number of checkpoints, which the host lists for this step."""
+
+    targets: CheckpointTargets
+
+
+CheckpointPlan = NoCheckpoints | RowCheckpoints | ListedCheckpoints
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What the host decides about a step beside its shape."""
 
@@ -40,7 +60,7 @@ class StepPlan:
     extras: StepExtras
     any_sampled: bool  # also for drafters
     propose: int
-    targets: CheckpointTargets | None = None  # checkpoints of recurrent states
+    checkpoints: CheckpointPlan = NoCheckpoints()
 
 
 @dataclass(frozen=True)
@@ -51,8 +71,9 @@ class DeviceResult:
     run: torch.Tensor  # [requests, max drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
-    written: torch.Tensor | None = None  # [checkpoints, then folds] which of them were
-    by_request: bool = False  # written is [requests, then folds]: whether its one checkpoint was
+    checkpoints: CheckpointPlan
+    written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
+    folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
     params: list[SamplingParams] | None = None  # of the scheduled requests, where log-probabilities are reported
 
 
@@ -82,7 +103,8 @@ class DeviceStep:
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self.cached = CachedLayers(model.attention_layers, pool, backend)
-        self._folded: torch.Tensor | None = None  # by the last host writes
+        self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
+        self._folded = self._none  # by the last host writes
         self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
 
     @torch.inference_mode()
@@ -95,7 +117,8 @@ class DeviceStep:
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
-        self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
+        folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
+        self._folded = self._none if folded is None else folded
         if scheduled.clear_pages:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
@@ -112,13 +135,14 @@ class DeviceStep:
         needs = StepNeeds.of(asked, counts)
         extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in asked)
+        targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,
-                        self.recurrent.targets(scheduled, shape.requests))
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets))
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
-            return DeviceResult(nothing, nothing, None, None, self._folded)
+            return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self._none, self._folded)
         shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
         plan = self.plan(scheduled, shape)
         half = self.forward_half(shape, to_device(ints, torch.int64, self.state.device), plan)
@@ -126,18 +150,20 @@ class DeviceStep:
             self.host_turn(scheduled)
         result = self.finish_half(half, plan)
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
-        reports = [written for written in (result.written, self._folded) if written is not None]
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        return replace(result, prompt_logprobs=prompts, written=torch.cat(reports) if reports else None, params=asked)
+        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 
     def forward_half(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> ForwardHalf:
         inputs = build_inputs(shape, ints, self.state, self.groups, self.max_len)
-        view, targets = inputs.batch.padded, plan.targets
-        if isinstance(shape, CapturedShape) and shape.takes_checkpoints and self.recurrent.layers:
-            targets = self.recurrent.row_targets(view.rows, inputs.boundaries)
+        view, targets = inputs.batch.padded, None
+        match plan.checkpoints:
+            case RowCheckpoints():
+                targets = self.recurrent.row_targets(view.rows, inputs.boundaries)
+            case ListedCheckpoints(listed):
+                targets = listed
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
@@ -150,8 +176,8 @@ class DeviceStep:
         written = self.recurrent.commit(half.recurrent, committed.accepted.num_accepted)
         if self.drafter is not None:
             self.draft(self.drafter, inputs, hidden, committed, plan)
-        by_request = isinstance(inputs.shape, CapturedShape) and inputs.shape.takes_checkpoints
-        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, written, by_request)
+        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, plan.checkpoints,
+                            self._none if written is None else written, self._none)
 
     def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
         """Both halves, one after the other."""

@@ -53,6 +53,13 @@ class StepNeeds:
             max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
         )
 
+    @classmethod
+    def everything(cls, max_logprobs: int | None, *, has_counts: bool) -> StepNeeds:
+        """Needs of a captured step that serves any batch: rows say what is done for them. Penalties need the counts,
+        which are there once a request has asked for one. For kernels alone: the torch code goes by exact needs."""
+        return cls(True, True, True, True, True, any_repetition=has_counts, any_output_counts=has_counts,
+                   any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
+
     @property
     def any_penalties(self) -> bool:
         return self.any_repetition or self.any_output_counts

@@ -25,6 +25,7 @@ LogprobsMode = Literal["raw", "processed"]
 # Logits worked on at a time: bounds the scratch, which kernels need less of.
 CHUNK_ELEMENTS = 2**24
 KERNEL_CHUNK_ELEMENTS = 2**26
+_ALIGNED = 16  # logit rows: kernels are compiled once for all chunks
 KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
 
 
@@ -74,6 +75,7 @@ def sample(
     if chunk_elements is None:
         chunk_elements = KERNEL_CHUNK_ELEMENTS if sample_chunk.has_kernel(logits, asked) else CHUNK_ELEMENTS
     height = max(1, chunk_elements // vocab)
+    height -= height % _ALIGNED if height > _ALIGNED else 0
     if num <= height:
         return sample_chunk(logits, asked)
     cuts = [(start, min(start + height, num)) for start in range(0, num, height)]

@@ -53,7 +53,7 @@ class FixedDrafts:
 
 def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
     """At most k drafts: no more than the request allows and, where that is known, than wait on the device."""
-    most = request.input.max_drafts
+    most = request.max_drafts
     if most is not None and most < k:
         k = most
     return min(k, request.num_proposed) if is_exact else k

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cached_property
 
-from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_ROW, Bound, Finish, Settled
 from outrider.core.params import SamplingParams
 
@@ -21,7 +19,7 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestInput:
     """Everything a request asks, beside its prompt."""
 
@@ -32,11 +30,6 @@ class RequestInput:
     sample_index: int = 0
     priority: int = 0
     cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
-
-    @cached_property
-    def max_drafts(self) -> int | None:
-        """The caller's ceiling on drafts; None leaves it to the engine. Kept, because it is read in every step."""
-        return self.params.max_drafts
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -57,9 +50,9 @@ class Request:
     """Where one generation stands."""
 
     __slots__ = (
-        "id", "input", "stats", "token_ids", "prompt_len", "state", "epoch", "row", "settled", "bound", "admitted_len",
-        "in_flight_samples", "unsettled", "covered", "next_event", "hashes", "num_proposed", "folded", "num_pending",
-        "finish", "error",
+        "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "state", "epoch", "row", "settled",
+        "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event", "num_proposed",
+        "folded", "num_pending", "finish", "error",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], asked: RequestInput) -> None:
@@ -68,6 +61,8 @@ class Request:
         self.stats = RequestStats()
         self.token_ids = list(prompt_token_ids)  # the prompt and the settled outputs
         self.prompt_len = len(prompt_token_ids)
+        self.end_len = asked.end_len  # here too: it is read for every request in every step
+        self.max_drafts = asked.params.max_drafts  # the caller's ceiling; None leaves it to the engine
         self.state = State.WAITING
         self.epoch = 0  # rises with every preemption: results of an older epoch are dropped
         self.row = NULL_ROW
@@ -80,7 +75,6 @@ class Request:
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for
         self.next_event = 0  # settled length at which the cache manager has something to do
-        self.hashes: dict[int, PageHashes] | None = None
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
         self.finish = Finish.NO
         self.error: str | None = None

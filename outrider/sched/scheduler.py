@@ -108,8 +108,7 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         """All of them, or none: whatever can be refused is asked for before the first one waits."""
         for request in requests:
-            self.cache.check_fits(request.input.end_len)
-            request.hashes = self.cache.new_hashes(request.input.cache_keys)
+            self.cache.check_fits(request.end_len)
         for request in requests:
             self._requests[request.id] = request
             self._arrival_of[request.id] = next(self._arrivals)
@@ -147,7 +146,7 @@ class Scheduler:
             if request.admitted_len > bound:
                 prefills.append(request)
                 continue
-            end_len = request.input.end_len
+            end_len = request.end_len
             left = end_len - len(request.token_ids) - request.in_flight_samples
             if left <= 0:
                 continue  # the steps in flight end it
@@ -254,8 +253,7 @@ class Scheduler:
     def _admit(self, budget: int, batch: BatchBuilder) -> None:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
-            assert request.hashes is not None
-            start = self.cache.find_start(request.token_ids, request.hashes,
+            start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
                                           use_prefix=request.input.reads_prefix_cache)
             if not self.cache.can_start(start):
                 return
@@ -279,7 +277,7 @@ class Scheduler:
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
         self._admissions.append(
-            Admission(request.row, list(request.token_ids), request.prompt_len, hit, asked.end_len, asked.eos_ids,
+            Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
                       asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
         )
 
@@ -351,8 +349,7 @@ class Scheduler:
         request.in_flight_samples -= sampled
         request.folded = settled.at_least - part.num_accepted
         bound = settled.at_least + request.unsettled
-        end_len = request.input.end_len
-        request.bound.at_most = bound if bound < end_len else end_len
+        request.bound.at_most = bound if bound < request.end_len else request.end_len
         if part.run:
             request.token_ids += part.run
             stats = request.stats
@@ -380,6 +377,7 @@ class Scheduler:
             self._held_back = [entry for entry in self._held_back if entry[2] is not request]
             heapq.heapify(self._waiting)
         request.state = State.FINISHED
+        self.cache.forget(request.id)
         if self._host_drafter is not None:
             self._host_drafter.finish(request.id, request.token_ids)
         del self._requests[request.id], self._arrival_of[request.id]

@@ -1,4 +1,4 @@
-"""From a speculative config to a drafter. The only place that knows methods by name."""
+"""From a speculative config to a drafter: what each method makes."""
 
 from __future__ import annotations
 

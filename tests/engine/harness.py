@@ -135,8 +135,8 @@ class GrowingOutputs:
         """The outputs that a step changed."""
         changed: dict[str, None] = {}
         for increment in self._engine.step():
-            self._outputs[increment.request_id].grow(increment)
-            changed[increment.request_id] = None
+            self._outputs[increment.sample.request_id].grow(increment)
+            changed[increment.sample.request_id] = None
         return [self._outputs[request_id] for request_id in changed]
 
 

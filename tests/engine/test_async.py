@@ -133,6 +133,10 @@ def test_a_refused_request_raises_where_it_is_read_and_nowhere_else() -> None:
         for prompt, message in (([], "empty"), ([10**6], "outside the vocabulary"), ([1] * 96, "max_model_len")):
             with pytest.raises(ValueError, match=message):
                 await last_of(llm.generate(prompt, greedy(4)))
+        odd: Any
+        for odd, message in (({"text": "a"}, "needs 'prompt' or 'prompt_token_ids', got text"), (7, "a prompt is a")):
+            with pytest.raises(ValueError, match=message):
+                await last_of(llm.generate(odd, greedy(4)))
         with pytest.raises(ValueError, match="in use"):
             await last_of(llm.generate([5], greedy(4), request_id="a"))
         assert tokens_of([await good]) == expected(ASKS[1:2]), "the request that had the id first goes on"

@@ -83,6 +83,17 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in (short, long)] == [2, 5]
 
 
+def test_each_prompt_may_have_its_own_priority(folder: Path) -> None:
+    """Who matters most is served first; the others wait in their order."""
+    with LLM(str(folder), **SETTINGS | {"max_num_seqs": 1}) as llm:
+        outputs = llm.generate(["a", "b", "c", "d"], greedy(3), priority=[2, 1, 1, -5])
+        ends = [output.metrics.finished_time or 0.0 for output in outputs]
+        assert sorted(range(4), key=lambda i: ends[i]) == [3, 1, 2, 0]
+        assert len(llm.generate(["a", "b"], greedy(2), priority=7)) == 2
+        with pytest.raises(ValueError, match="1 priority for 2 prompts"):
+            llm.generate(["a", "b"], priority=[1])
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM, include: bool) -> None:
     whole = text_of(llm)

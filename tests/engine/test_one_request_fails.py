@@ -159,16 +159,15 @@ def test_a_request_whose_text_cannot_be_made_leaves_nothing_behind() -> None:
 
 
 def test_several_prompts_of_which_the_last_is_refused_start_none(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, new_hashes = LLM.around(rig.engine), rig.scheduler.cache.new_hashes
+    llm = LLM.around(rig.engine)
 
-    def refuse(keys: tuple[str, ...]) -> Any:
-        if keys:
-            raise LookupError("no such salt")
-        return new_hashes(keys)
+    def refuse(tokens: int) -> None:
+        if tokens == 1 + 4:
+            raise LookupError("no room")
 
-    monkeypatch.setattr(rig.scheduler.cache, "new_hashes", refuse)
-    with pytest.raises(LookupError, match="no such salt"):
-        llm.generate([*PROMPTS, {"prompt_token_ids": [5], "cache_salt": "bad"}], greedy(4))
+    monkeypatch.setattr(rig.scheduler.cache, "check_fits", refuse)
+    with pytest.raises(LookupError, match="no room"):
+        llm.generate([*PROMPTS, [5]], greedy(4))
     rig.assert_clean()
     assert rig.engine.stats.num_requests == 0 and not llm._loop._followed
     assert len(llm.generate(list(PROMPTS[2]), greedy(2))) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +12,22 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
+from outrider.commands.env import _weight_bytes
 from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
-from outrider.kernels.quantized import QuantizedRows
+from outrider.kernels.quantized import KINDS, QuantizedRows
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import NativeDecoderLayer, prepare
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.models.base import Model
-from outrider.models.loader import load_weights
+from outrider.models.loader import fill_model, load_weights
 from outrider.models.registry import build_model
+from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
+from outrider.models.sources.gguf_tensors import KEPT_KINDS
 from tests.engine.harness import Ask, Rig, greedy
+from tests.unit.test_sources import write_gguf
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
@@ -129,3 +134,16 @@ def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monk
     assert calls and all(calls)
     monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
     assert outcome(model) == fused
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_env_plans_with_the_bits_that_loading_keeps(tmp_path: Path, tied: bool) -> None:
+    write_gguf(tmp_path / "m.gguf", "Q8_0", tied=tied)
+    source = resolve(tmp_path / "m.gguf")
+    assert KEPT_KINDS == KINDS, "a source names the kinds without torch"
+    model = build_model(source.config, dtype=torch.float32, device="cpu")
+    fill_model(model, source, keep_quantized=True)
+    taken = sum(slot.nbytes for slot in model.weights().values()) + prepare([model], False)
+    planned = build_model(source.config, dtype=torch.float32, device="meta")
+    assert _weight_bytes(planned, source, keeps_bits=True) == taken
+    assert _weight_bytes(planned, source, keeps_bits=False) > taken

@@ -16,7 +16,7 @@ from outrider.commands.loading import Loaded
 from outrider.commands.run_prompts import Ask
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.runner import step
+from outrider.kernels import step
 from tests.engine.harness import CONFIGS, byte_tokenizer, greedy, save_folder, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -43,12 +43,12 @@ def test_every_way_is_tried_and_gives_the_same_tokens() -> None:
 
 
 def test_a_step_that_takes_every_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def credulous(sampled: torch.Tensor, logit_rows: Any, drafts: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        width = drafts.shape[1]
-        if width:
-            own = drafts[logit_rows.request, logit_rows.draft_index.clamp_max(width - 1)]
-            sampled = torch.where(logit_rows.draft_index < width, own, sampled)
-        return true_accept(sampled, logit_rows, drafts, *rest, **options)
+    def credulous(sampled: torch.Tensor, bad: torch.Tensor, first_logit: torch.Tensor, drafts: torch.Tensor,
+                  num_drafts: torch.Tensor, *rest: Any) -> Any:
+        sampled = sampled.clone()
+        for first, own, count in zip(first_logit.tolist(), drafts, num_drafts.tolist(), strict=True):
+            sampled[first : first + count] = own[:count]
+        return true_accept(sampled, bad, first_logit, drafts, num_drafts, *rest)
 
     check = checked()
     true_accept = step.accept

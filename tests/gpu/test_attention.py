@@ -61,7 +61,7 @@ def test_prefill(device: torch.device, dtype: torch.dtype, name: str, options: s
     chosen = OPTIONS[options]
     scale = GEOMETRIES[name][2] ** -0.5
     batch = batch_of(name, PROMPTS, device, dtype, chosen.get("window"))
-    actual = prefill(batch, None, scale=scale, **chosen)  # type: ignore[arg-type]
+    actual = prefill(batch, None, scale=scale, **chosen)
     assert_close(actual, wanted(batch, scale, **chosen))
 
 

@@ -26,7 +26,9 @@ from outrider.kernels.triton.attention_splits import (  # noqa: E402
     split_geometry,
 )
 from outrider.kernels.triton.prefill import (  # noqa: E402
+    PrefillChoice,
     PrefillConfig,
+    choose_prefill,
     device_query_tiles,
     prefill_attention,
     query_tiles,
@@ -90,7 +92,9 @@ def decode(batch: Batch, **options: Any) -> torch.Tensor:
     return decode_attention(*batch.args, **(defaults | options))
 
 
-def prefill(batch: Batch, config: PrefillConfig = SMALL_TILES, **options: Any) -> torch.Tensor:
+def prefill(batch: Batch, config: PrefillChoice | None = SMALL_TILES, **options: Any) -> torch.Tensor:
+    """Without a config: with the kernel that the backend takes."""
+    config = config or choose_prefill(batch.q.shape[1], batch.k_cache)
     tiles = query_tiles(batch.query_starts.diff().tolist(), batch.q.shape[1], batch.k_cache.shape[2],
                         batch.q.shape[2], batch.q.device, config=config)
     return prefill_attention(*batch.args, tiles, **({"scale": 0.3} | options))

@@ -21,7 +21,7 @@ from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops, reference  # noqa: E402
 from outrider.kernels.triton import filters, logprobs, sampling, token_counts  # noqa: E402
-from outrider.sample import Sampled, SamplingRows, fused, sampler  # noqa: E402
+from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler  # noqa: E402
 from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
 from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa: E402
 from tests.unit.test_sample_reference import Batch, Case, cases, make_batch  # noqa: E402
@@ -202,6 +202,20 @@ def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
     for name in ("chosen", "rank", "top_ids", "top"):  # bit for bit
         ours, theirs = getattr(together.logprobs, name)[-2:], getattr(back.logprobs, name)[:2]
         assert torch.equal(ours[..., :2], theirs[..., :2]), name
+
+
+def test_a_step_that_serves_any_batch_gives_what_exact_needs_give(device: torch.device) -> None:
+    """A captured step launches everything, and without penalties in use there are no counts."""
+    drawn = some_cases([{}, {"temperature": 0.0}, ALONE[4], ALONE[10], {"logprobs": 3, "temperature": 0.6}])
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    assert batch.rows.counts.packed is None
+    for has_counts in (False, True):
+        if has_counts:
+            batch = make_batch([*drawn, *some_cases([ALONE[9]])], device=str(device), limits=LIMITS)
+            drawn = [*drawn, *some_cases([ALONE[9]])]
+        wanted = sampled_by("triton", batch)
+        needs = StepNeeds.everything(8, has_counts=has_counts)
+        assert_equal(sampled_by("triton", replace(batch, needs=needs, extras=StepExtras())), wanted, asked_of(drawn))
 
 
 @pytest.mark.parametrize("length", [1, 3])

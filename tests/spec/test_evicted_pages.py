@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.cache.groups import Group
+from outrider.cache.prefix import PageHashes
 from tests.engine.harness import CONFIGS, Ask, greedy, prompt_of, save_folder, tiny_model, tokens_of
 from tests.spec.checkpoints import Drafter, eagle, make_drafter, random_tensors, write
 from tests.spec.rig import DraftRig
@@ -46,7 +47,7 @@ def own_group(rig: DraftRig) -> Group:
 def evict(rig: DraftRig, group: Group, column: int) -> None:
     """The drafter's page of the ask's tokens in this column, as if others had needed it."""
     cache = rig.scheduler.cache
-    digest = cache.new_hashes(())[group.page_tokens].upto(ASK.prompt, column + 1)[column]
+    digest = PageHashes(group.page_tokens, ()).upto(ASK.prompt, column + 1)[column]
     page = cache.pool.find((group.index, digest))
     assert page is not None and not cache.pool.is_held(page)
     del cache.pool._cached[page]

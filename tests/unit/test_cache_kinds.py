@@ -70,7 +70,7 @@ def test_pages_held_stay_within_what_admission_asked_for(
     rng, limits = Random(seed), limits_of(budget, 40, drafts, steps=3)
     cache = CacheManager(make_layout((2**log_page, window), (4, 0)), 100, limits, lookahead=drafts)
     tokens = list(range(40))
-    cache.admit(0, 1, cache.find_start(tokens[:1], cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, tokens[:1]))
     settled, in_flight, farthest = Settled(), deque[int](), 0
     while settled.at_least < 40:
         if len(in_flight) < 3:

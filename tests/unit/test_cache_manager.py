@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from itertools import count
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.unit.hash_mixer import make_layout
 
 LIMITS = Limits(max_requests=4, max_batched_tokens=8, max_len=32, max_drafts=3, vocab_size=99)
 TOKENS = list(range(40))
+OTHERS = count(1000)  # requests that only ask
 
 
 def manager(*groups: tuple[int, int], num_pages: int = 50, prefix: bool = True, lookahead: int = 0) -> CacheManager:
@@ -21,7 +23,7 @@ def manager(*groups: tuple[int, int], num_pages: int = 50, prefix: bool = True, 
 
 def compute(cache: CacheManager, request: int, tokens: list[int], keys: tuple[str, ...] = (), **admit: bool) -> int:
     """Admit a request and compute all its tokens in one step; returns the hit."""
-    hit = cache.admit(request, request + 1, cache.find_start(tokens, cache.new_hashes(keys), **admit))
+    hit = cache.admit(request, request + 1, cache.find_start(request, tokens, keys, **admit))
     assert cache.reserve(request, Bound(len(tokens)))
     cache.settle(request, Settled(len(tokens)), tokens)
     cache.check_integrity()
@@ -88,7 +90,7 @@ def test_a_hit_can_be_declined_or_switched_off() -> None:
 def test_a_sliding_hit_holds_only_the_window() -> None:
     cache = manager((4, 6))
     compute(cache, 0, TOKENS[:25])
-    hit = cache.admit(1, 2, cache.find_start(TOKENS[:25], cache.new_hashes(())))
+    hit = cache.admit(1, 2, cache.find_start(1, TOKENS[:25]))
     assert hit == 24
     assert cache.pages_held(1) == [2]  # positions 19 to 23
     write = cache.take_granted().page_writes[-1]
@@ -98,17 +100,16 @@ def test_a_sliding_hit_holds_only_the_window() -> None:
 
 def test_a_resumed_request_finds_its_own_pages() -> None:
     cache = manager((4, 0), (2, 5))
-    hashes = cache.new_hashes(())
-    cache.admit(0, 1, cache.find_start(TOKENS[:3], hashes))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:3]))
     assert cache.reserve(0, Bound(14))
     cache.settle(0, Settled(13), TOKENS)
     cache.free(0)
-    assert cache.admit(0, 2, cache.find_start(TOKENS[:14], hashes)) == 12
+    assert cache.admit(0, 2, cache.find_start(0, TOKENS[:14])) == 12
 
 
 def test_pages_come_by_bound_and_go_by_settled() -> None:
     cache = manager((4, 6))
-    cache.admit(0, 1, cache.find_start(TOKENS[:20], cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:20]))
     assert cache.reserve(0, Bound(16))
     assert cache.pages_held(0) == [4]
     cache.settle(0, Settled(8), TOKENS)
@@ -121,11 +122,11 @@ def test_pages_come_by_bound_and_go_by_settled() -> None:
 
 def test_only_full_settled_pages_are_published() -> None:
     cache = manager((4, 0))
-    cache.admit(0, 1, cache.find_start(TOKENS[:20], cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:20]))
     assert cache.reserve(0, Bound(20))
     for settled in (3, 4, 7, 11, 12):
         cache.settle(0, Settled(settled), TOKENS)
-        assert cache.admit(1, 2, cache.find_start(TOKENS[:20], cache.new_hashes(()))) == settled // 4 * 4
+        assert cache.admit(1, 2, cache.find_start(1, TOKENS[:20])) == settled // 4 * 4
         cache.free(1)
 
 
@@ -139,7 +140,7 @@ def test_the_next_event_is_the_first_length_at_which_settling_does_something() -
 
 def test_a_reserve_that_fails_takes_nothing() -> None:
     cache = manager((4, 0), (4, 0), num_pages=6)
-    cache.admit(0, 1, cache.find_start(TOKENS[:20], cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:20]))
     assert cache.reserve(0, Bound(8))
     assert not cache.reserve(0, Bound(9))
     assert cache.pages_held(0) == [2, 2] and cache.pool.num_free == 1 and cache.covered(0) == 8
@@ -148,7 +149,7 @@ def test_a_reserve_that_fails_takes_nothing() -> None:
 
 def test_reserve_covers_the_lookahead_up_to_the_longest_request() -> None:
     cache = manager((4, 0), lookahead=3)
-    cache.admit(0, 1, cache.find_start(TOKENS[:20], cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:20]))
     assert cache.reserve(0, Bound(6)) and cache.covered(0) == 12
     assert cache.reserve(0, Bound(32)) and cache.covered(0) == 32
     with pytest.raises(AssertionError, match="beyond the drafts"):
@@ -161,12 +162,12 @@ def test_whoever_can_start_gets_its_first_chunk(groups: list[tuple[int, int]]) -
     for num_pages, length in itertools.product(range(4, 16), range(1, 20)):
         cache = manager(*groups, num_pages=num_pages)
         other, tokens = TOKENS[: max(0, length - 2)], TOKENS[:length]
-        if other and cache.can_start(cache.find_start(other, cache.new_hashes(()))):
+        if other and cache.can_start(cache.find_start(next(OTHERS), other)):
             compute(cache, 0, other)
-        free, hashes = cache.pool.num_free, cache.new_hashes(())
-        can_start = cache.can_start(cache.find_start(tokens, hashes))
+        free = cache.pool.num_free
+        can_start = cache.can_start(cache.find_start(1, tokens))
         assert cache.pool.num_free == free, "asking changes nothing"
-        hit = cache.admit(1, 2, cache.find_start(tokens, hashes))
+        hit = cache.admit(1, 2, cache.find_start(1, tokens))
         if can_start:
             assert cache.reserve(1, Bound(min(hit + LIMITS.max_batched_tokens, length)))
         outcomes[can_start, hit > 0] += 1
@@ -177,13 +178,13 @@ def test_whoever_can_start_gets_its_first_chunk(groups: list[tuple[int, int]]) -
 def test_a_hit_on_held_pages_lets_a_request_start_that_would_not_fit_alone() -> None:
     cache = manager((4, 0), num_pages=6)
     compute(cache, 0, TOKENS[:13])  # 4 of 5 pages
-    assert cache.can_start(cache.find_start(TOKENS[:13], cache.new_hashes(())))
-    assert not cache.can_start(cache.find_start(TOKENS[:13], cache.new_hashes(()), use_prefix=False))
-    assert not cache.can_start(cache.find_start(TOKENS[1:14], cache.new_hashes(())))
+    assert cache.can_start(cache.find_start(next(OTHERS), TOKENS[:13]))
+    assert not cache.can_start(cache.find_start(next(OTHERS), TOKENS[:13], use_prefix=False))
+    assert not cache.can_start(cache.find_start(next(OTHERS), TOKENS[1:14]))
     cache.free(0)
     # Cached pages that nobody holds are taken from the free ones, so they help no more than blank ones.
-    assert cache.can_start(cache.find_start(TOKENS[:19], cache.new_hashes(())))
-    assert not cache.can_start(cache.find_start(TOKENS[:20], cache.new_hashes(())))
+    assert cache.can_start(cache.find_start(next(OTHERS), TOKENS[:19]))
+    assert not cache.can_start(cache.find_start(next(OTHERS), TOKENS[:20]))
 
 
 def test_tails_are_evicted_before_heads() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
+from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 from tests.unit.schedule_driver import Scenario
@@ -27,7 +28,7 @@ def manager(*groups: tuple[int, int], num_pages: int = 100) -> CacheManager:
 
 def compute(cache: CacheManager, request_id: int, tokens: list[int]) -> None:
     """Admitted, computed to its end, and gone; its full pages stay known."""
-    cache.admit(request_id, request_id + 1, cache.find_start(tokens, cache.new_hashes(())))
+    cache.admit(request_id, request_id + 1, cache.find_start(request_id, tokens))
     assert cache.reserve(request_id, Bound(len(tokens)))
     cache.settle(request_id, Settled(len(tokens)), tokens)
     cache.check_integrity()
@@ -35,13 +36,15 @@ def compute(cache: CacheManager, request_id: int, tokens: list[int]) -> None:
 
 
 def can_start(cache: CacheManager, tokens: list[int]) -> bool:
-    return cache.can_start(cache.find_start(tokens, cache.new_hashes(())))
+    start = cache.find_start(99, tokens)
+    cache.forget(99)
+    return cache.can_start(start)
 
 
 def forget(cache: CacheManager, group: int, column: int) -> None:
     """As if the page had been evicted."""
     size = cache.groups[group].page_tokens
-    digest = cache.new_hashes(())[size].upto(TOKENS, column + 1)[column]
+    digest = PageHashes(size, ()).upto(TOKENS, column + 1)[column]
     page = cache.pool.find((group, digest))
     assert page is not None and not cache.pool.is_held(page)
     del cache.pool._cached[page]
@@ -51,7 +54,7 @@ def forget(cache: CacheManager, group: int, column: int) -> None:
 
 def admitted(cache: CacheManager, request_id: int = 9) -> tuple[int, list[list[bool]]]:
     """The hit of all tokens, and by group which of its columns have a page."""
-    hit = cache.admit(request_id, 1, cache.find_start(TOKENS, cache.new_hashes(())))
+    hit = cache.admit(request_id, 1, cache.find_start(request_id, TOKENS))
     cache.check_integrity()
     columns = cache._requests[request_id].columns
     return hit, [[page != NULL_PAGE for page in group] for group in columns]
@@ -98,7 +101,7 @@ def test_pages_that_left_a_drafters_window_are_not_looked_for() -> None:
 
 def test_room_for_a_request_counts_what_the_drafters_group_has() -> None:
     cache = manager((4, 0), (4, 0), num_pages=1 + 20 + 2)
-    cache.admit(0, 1, cache.find_start(TOKENS, cache.new_hashes(())))
+    cache.admit(0, 1, cache.find_start(0, TOKENS))
     assert cache.reserve(0, Bound(40))
     cache.settle(0, Settled(40), TOKENS)
     assert cache.pool.num_free == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,10 @@ from outrider.cache.kinds import base as kinds_base
 from outrider.core import Limits
 from outrider.formats import KeptFormat, StoredWeight, register_format
 from outrider.formats import registry as formats_registry
+from outrider.kernels import ops
 from outrider.layers import fuse
 from outrider.layers.base import DecoderLayer, find_modules
+from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import Linear
 from outrider.mixers import cached
 from outrider.mixers.batch import BatchView
@@ -24,9 +27,12 @@ from outrider.mixers.paged import registry as backends
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
+from outrider.models import registry as models_registry
 from outrider.models.base import Model
+from outrider.models.llama import Llama
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
+from outrider.spec.base import Drafter, Drafts, Step
 from tests.engine.harness import Ask, Rig, greedy
 
 CONFIG: dict[str, Any] = {
@@ -243,3 +249,86 @@ def test_a_backend_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
             backends.make_backend("counting", torch.device("cpu"), torch.float32)
     finally:
         backends.SETTINGS.remove("counting")
+
+
+# A model family
+
+
+class ParallelLayer(PreNormLayer):
+    """Attention and MLP read the same norm and add to the residual stream together."""
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Any, attend: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        x, residual = self.input_norm.add_norm(delta, residual)
+        return self.mixer(x, angles, attend) + self.mlp(x), residual
+
+    def parts(self) -> Sequence[tuple[str, Any]]:
+        return [part for part in super().parts() if part[0] != self.names.mlp_norm]
+
+
+class ParallelLlama(Llama):
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        plain: Any = self.layers
+        self.layers = [ParallelLayer(layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp) for layer in plain]
+
+
+def test_a_model_family_is_a_class_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_registry, "_ARCHITECTURES", dict(models_registry._ARCHITECTURES))
+    models_registry.register("ParallelLlamaForCausalLM", ParallelLlama)
+    config = CONFIG | {"architectures": ["ParallelLlamaForCausalLM"]}
+    model = build_model(config, dtype=torch.float64, device="cpu")
+    load_weights(model, int8_tensors(model, keep=False))
+    assert not any("post_attention_layernorm" in name for name in model.weights())
+    whole = outcome(model)
+    assert whole != outcome(loaded(keep=False)), "the layers are other ones"
+    drafted = outcome(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "auto": False})
+    assert drafted == whole
+
+
+# A drafter
+
+
+class RepeatLast(Drafter):
+    """Guesses that the last token goes on."""
+
+    name = "repeat-last"
+    calls = 0
+
+    def __init__(self, num_speculative_tokens: int, target: Any) -> None:
+        self.max_drafts = num_speculative_tokens
+
+    def propose(self, step: Step) -> Drafts:
+        RepeatLast.calls += 1
+        rows = step.batch.padded.rows
+        last = step.tokens[rows, (step.known[rows] - 1).clamp_min(0)]
+        return Drafts(last[:, None].expand(-1, step.most).contiguous(), torch.full_like(last, step.most))
+
+
+def test_a_drafter_is_named_by_its_import_path() -> None:
+    method = f"{__name__}:{RepeatLast.__name__}"
+    model = loaded(keep=False)
+    drafted = outcome(model, speculative_config={"method": method, "num_speculative_tokens": 2, "auto": False})
+    assert drafted == outcome(model)
+    assert sys.modules[__name__].RepeatLast.calls > 0
+
+
+# A kernel
+
+
+def test_a_kernel_goes_before_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+        calls.append(gate_up.shape)
+        return ops.silu_mul.reference(gate_up)
+
+    monkeypatch.setattr(ops.silu_mul, "kernels", ops.silu_mul.kernels)
+    wanted = outcome(loaded(keep=False))
+    ops.silu_mul.add(ops.Kernel("mine", "cpu", silu_mul, dtypes=(torch.float64,)))
+    try:
+        assert outcome(loaded(keep=False)) == wanted and calls
+    finally:
+        monkeypatch.undo()
+        ops.silu_mul.force("")  # forgets what it chose

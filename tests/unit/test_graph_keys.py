@@ -19,7 +19,7 @@ from outrider.runner.graphs.keys import GraphKey, GraphKeys
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
-from outrider.runner.step import DeviceResult
+from outrider.runner.step import DeviceResult, RowCheckpoints
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)
 
@@ -171,7 +171,8 @@ def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
     batch = replace(batch_of([0, 0, 0]), checkpoints=writes((3, 48), (1, 32)), folds=writes((9, 16)))
     counts, run = torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64)
     for flags, ids in (([1, 0, 0, 0, 0], [11]), ([0, 1, 1, 1, 0], [10]), ([1, 1, 1, 1, 1], [10, 11, 10])):
-        result = DeviceResult(counts, run, None, None, torch.tensor(flags, dtype=torch.bool), by_request=True)
+        written, folded = torch.tensor(flags, dtype=torch.bool).split((4, 1))
+        result = DeviceResult(counts, run, None, None, RowCheckpoints(), written, folded)
         assert read_result(batch, result, 0.0).checkpoints == ids
 
 

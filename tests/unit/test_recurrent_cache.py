@@ -39,7 +39,7 @@ def manager(num_pages: int = 60, state_pages: int = 2, **options: object) -> Cac
 
 
 def admit(cache: CacheManager, request_id: int, tokens: Sequence[int]) -> int:
-    return cache.admit(request_id, request_id + 1, cache.find_start(tokens, cache.new_hashes(())))
+    return cache.admit(request_id, request_id + 1, cache.find_start(request_id, tokens))
 
 
 def chunk(before: int, after: int) -> StateProgress:
@@ -71,6 +71,7 @@ def end(cache: CacheManager, request_id: int, tokens: Sequence[int], settled: in
 def hit_of(cache: CacheManager, tokens: Sequence[int]) -> int:
     hit = admit(cache, 99, tokens)
     cache.free(99)
+    cache.forget(99)
     cache.take_granted()
     cache.check_integrity()
     return hit
@@ -256,7 +257,7 @@ def test_a_hit_that_leaves_no_pages_to_go_on_is_not_taken() -> None:
     admit(cache, 0, TOKENS[:9])
     compute(cache, 0, TOKENS, 9)
     end(cache, 0, TOKENS[:10], 9)
-    assert cache.can_start(cache.find_start(TOKENS[:24], cache.new_hashes(())))
+    assert cache.can_start(cache.find_start(1, TOKENS[:24]))
     assert admit(cache, 1, TOKENS[:24]) == 0
     assert cache.reserve(1, Bound(25))
 

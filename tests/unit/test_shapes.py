@@ -14,11 +14,13 @@ from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, Forwar
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.sizes import GraphSizes
+from outrider.runner.step import ListedCheckpoints, StepPlan
 
 TYPES = [
     BatchView, CapturedShape, CommittedStep, DecodeQueries, DraftPass, DraftPasses, DraftSamplingKeys,
-    DrafterCacheState, EagerShape, ExactQueries, ForwardBatch, GraphKey, GraphSizes, Inputs, KeysFrom, MixedQueries,
-    PaddedSize, PreparedStep, ReadingPass, StepExtents, StepPacket, VerifiedStep,
+    DrafterCacheState, EagerShape, ExactQueries, ForwardBatch, GraphKey, GraphSizes, Inputs, KeysFrom,
+    ListedCheckpoints, MixedQueries, PaddedSize, PreparedStep, ReadingPass, StepExtents, StepPacket, StepPlan,
+    VerifiedStep,
 ]  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_gguf_metadata_says_which_tokens_go_around_a_text() -> None:
     tokenizer = Tokenizer.load({**meta, "tokenizer.ggml.add_eos_token": True})
     plain = tokenizer.encode("the cat", add_special_tokens=False)
     assert tokenizer.encode("the cat") == [0, *plain, 1]
-    assert tokenizer.encode_batch(["the cat", ""]) == [[0, *plain, 1], [0, 1]]
+    assert tokenizer.encode("the cat") == [0, *plain, 1] and tokenizer.encode("") == [0, 1]
     assert Tokenizer.load(gguf_metadata(trained(PRE["llama-bpe"]), "llama-bpe")).encode("the cat")[0] == 0
 
 
@@ -144,7 +144,6 @@ def test_a_folder_gives_tokens_special_tokens_and_template(tmp_path: Path) -> No
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     ids = tokenizer.encode("the cat sat on the mat")
     assert ids[0] == 0 and len(ids) > 4, "what tokenizer.json says about truncation must not cut a prompt"
-    assert tokenizer.encode_batch(["the", "the cat sat"])[0] == tokenizer.encode("the")
     # trim_blocks: the line break after a tag is not part of the prompt.
     assert tokenizer.render_chat(CHAT) == "<|begin|>user: hi<|end|>\nassistant: yo<|end|>\n"
     chat_ids = tokenizer.encode_chat(CHAT)

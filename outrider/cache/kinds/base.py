@@ -1,4 +1,4 @@
-"""What every kind of paged cache declares and answers, and the registry from spec to kind.
+"""Specs and kinds of paged caches: the declarations, the questions a kind answers, and the registry from spec to kind.
 
 A spec is a value: layers with equal specs may share a group. A kind is a spec bound to one group's page size. Planner,
 allocator, buffers, graphs and kernels all ask the kind; there is no second formula for any of these numbers.

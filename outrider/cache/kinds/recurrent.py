@@ -16,7 +16,7 @@ CHECKPOINT_INTERVAL = 1024  # tokens
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """What one layer keeps in every row."""
+    """The state, tail and draft window that one layer keeps in every row."""
 
     conv_dim: int  # inputs of the causal convolution per token
     conv_width: int  # its kernel; the tail holds the last conv_width - 1 inputs, before the convolution
@@ -45,7 +45,7 @@ class RecurrentSpec:
 
     @property
     def input_bytes(self) -> int:
-        """What a row keeps of one draft until it is folded or rejected."""
+        """Bytes that a row keeps of one draft until the draft is folded or rejected."""
         return (self.conv_dim + sum(self.gate_sizes)) * self.itemsize
 
 
@@ -84,7 +84,7 @@ class RecurrentKind:
         )
 
     def starts(self) -> dict[int, int]:
-        """Where each layer's bytes begin in a checkpoint."""
+        """Byte at which each layer begins in a checkpoint."""
         sizes = [spec.row_bytes for _, spec in self.layers]
         return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
 

@@ -61,7 +61,7 @@ class CpuProduct:
 
     @property
     def extra_bytes(self) -> int:
-        """What the second copy of the weights takes, if there is one."""
+        """Bytes of the second copy of the weights, if there is one."""
         return 0 if self.copy is None else self.copy.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:

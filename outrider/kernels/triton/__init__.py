@@ -15,7 +15,14 @@ from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
 from outrider.kernels.triton.precompile import compiling_ahead
-from outrider.kernels.triton.prefill import QueryTiles, device_query_tiles, prefill_attention, query_tiles
+from outrider.kernels.triton.prefill import (
+    PrefillChoice,
+    QueryTiles,
+    choose_prefill,
+    device_query_tiles,
+    prefill_attention,
+    query_tiles,
+)
 from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import choose_scaled, draw_tokens, sample_logits
 from outrider.kernels.triton.split_linear import split_linear
@@ -23,10 +30,12 @@ from outrider.kernels.triton.step import commit_step, prepare_step
 from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
 
 __all__ = [
+    "PrefillChoice",
     "QueryTiles",
     "SplitList",
     "add_rms_norm",
     "cache_write",
+    "choose_prefill",
     "choose_scaled",
     "commit_step",
     "compiling_ahead",

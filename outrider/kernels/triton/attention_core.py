@@ -1,4 +1,4 @@
-"""What decode and prefill attention share: the loop over a tile's keys, and the checks of their common arguments.
+"""Shared parts of decode and prefill attention: the loop over a tile's keys, and the checks of their common arguments.
 
 A tile is some query tokens of one request times the query heads of one key/value head, so that keys and values are
 read once for all of them. Keys are visited in tiles anchored at position 0. Keys and values outside a tile's range

@@ -91,21 +91,19 @@ def _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, cou
 
 @triton.jit
 def _edit(
-    logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
-    HAS_COUNTS: tl.constexpr,
+    logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride
 ):
     if (flag & _ALLOWED) != 0:
         logit = tl.where(_is_allowed(token, valid, of, rows, mask_words), logit, float("-inf"))
-    if HAS_COUNTS:
-        if (flag & _PENALTIES) != 0:
-            logit = _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride)
+    if (flag & _PENALTIES) != 0:
+        logit = _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride)
     return logit
 
 
 @triton.jit
 def _add_bias(
     own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
-    HAS_COUNTS: tl.constexpr, LIST: tl.constexpr,
+    LIST: tl.constexpr,
 ):
     """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
     ids, size = rows.arena + tl.load(rows.bias_start + of), tl.load(rows.bias_len + of).to(tl.int32)
@@ -115,8 +113,7 @@ def _add_bias(
         inside = (token >= lowest) & (token < end)
         bias = tl.load(ids + size + entry, mask=inside, other=0).to(tl.float32, bitcast=True)
         logit = tl.load(own + token, mask=inside, other=0.0) + bias
-        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
-                      HAS_COUNTS)
+        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
         tl.store(edited + token, logit, mask=inside)
 
 
@@ -158,11 +155,11 @@ def _greatest_of(logits, first, last, vocab, SIZE: tl.constexpr):
     return tl.max(greatest, axis=0)
 
 
-@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
     logits, edited, row, draft_index, position, rows, text, span_greatest, logit_stride, edited_stride, mask_words,
     stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
-    HAS_COUNTS: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program edits one span of one logit row, lists included: no other program writes there."""
     release_dependents(PDL)
@@ -184,8 +181,7 @@ def _edit_kernel(
             valid = token < vocab
             logit = tl.load(own + token, mask=valid, other=float("-inf"))
             raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
-            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
-                          HAS_COUNTS)
+            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
             tl.store(new + token, logit, mask=valid)
             greatest = tl.maximum(greatest, tl.where(logit == logit, logit, float("inf")))
         top = tl.max(greatest, axis=0)
@@ -195,7 +191,7 @@ def _edit_kernel(
             tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
             if (flag & _BIAS) != 0:
                 _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride,
-                          count_stride, HAS_COUNTS, LIST)
+                          count_stride, LIST)
                 tl.debug_barrier()
             if (flag & _BAD_WORDS) != 0:
                 _forbid_bad_words(new, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns,
@@ -229,13 +225,15 @@ def edit_logits(
     edited = torch.empty(logits.shape, dtype=torch.float32, device=device) if any_edits else logits
     if logits.shape[0] == 0:
         return edited
-    pdl, counts = uses_pdl(device) if pdl is None else pdl, rows.arena if rows.counts is None else rows.counts
+    pdl = uses_pdl(device) if pdl is None else pdl
+    # Without counts no row has penalties; the kernel is the same.
+    counts, count_stride = (rows.arena, vocab) if rows.counts is None else (rows.counts, rows.counts.stride(0))
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
         logits, edited, row, draft_index, position, rows._replace(counts=counts), text,
         spans.greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
-        draft_stride, counts.stride(0), text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
-        HAS_COUNTS=rows.counts is not None, SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
+        draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
+        SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip
     return edited

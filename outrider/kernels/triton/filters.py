@@ -94,8 +94,8 @@ def _scaled_tile(own, token, valid, shift, heat, floor):
     return tl.where(scaled >= floor, scaled, float("-inf"))
 
 
-@kernel(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=SLICES)
-def _clear_kernel(row, rows, thresholds, scratch, num_logit_rows, BINS: tl.constexpr, PDL: tl.constexpr):
+@kernel(do_not_specialize_on_alignment=SLICES)
+def _clear_kernel(row, rows, thresholds, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -247,7 +247,7 @@ def _key_range(candidates, own, size, is_short, shift, heat, floor, low_bin, hig
     return tl.min(least, axis=0), tl.max(most, axis=0)
 
 
-@kernel(do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=SLICES)
 def _search_kernel(
     logits, edited, row, rows, span_greatest, scratch, thresholds, logit_stride, edited_stride, vocab, num_spans,
     ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -331,7 +331,7 @@ def find_thresholds(
         return thresholds
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
-    _clear_kernel[(num,)](row, rows, thresholds, scratch, num, BINS=bins, num_warps=4, **options)
+    _clear_kernel[(num,)](row, rows, thresholds, scratch, BINS=bins, num_warps=4, **options)
     if not any_searched:
         return thresholds
     common = (logits, edited, row, rows, spans.greatest, scratch)

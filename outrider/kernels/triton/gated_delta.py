@@ -117,7 +117,7 @@ def _save(state, seen, request, part, saves, sizes):
 
 @triton.jit
 def _token_inputs(place, end, request, part, sizes):
-    """As projections and convolution leave them; 0 from place `end` on."""
+    """Inputs as projections and convolution leave them; 0 from place `end` on."""
     is_there = place < end
     index = (place + tl.where(place < request.pending, request.folded, request.fresh)).to(tl.int64)
     row = index * sizes.conv_dim

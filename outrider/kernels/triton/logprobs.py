@@ -27,7 +27,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import SLICES, Spans, own_logits, shift_of
+from outrider.kernels.triton.sampling import Spans, own_logits, shift_of
 
 _FILTERED = tl.constexpr(flags.FILTERED)
 _NO_ID = tl.constexpr(2147483647)
@@ -82,7 +82,7 @@ def _shaped(own, token, valid, shift, heat, threshold, PROCESSED: tl.constexpr):
     return logit
 
 
-@kernel(do_not_specialize_on_alignment=SLICES)
+@kernel(do_not_specialize=["num_spans"])
 def _tiles_kernel(
     inputs, scratch, logit_stride, edited_stride, num_spans, vocab, SIZE: tl.constexpr, GROUP: tl.constexpr,
     PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
@@ -121,7 +121,7 @@ def _nth_greatest(values, count, size, GROUPS: tl.constexpr):
     return tl.min(tl.where(greater < count, value, float("inf")), axis=0)
 
 
-@kernel(do_not_specialize_on_alignment=[*SLICES, "tokens"])
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["tokens"])
 def _count_kernel(
     inputs, tokens, scratch, logit_stride, edited_stride, num_spans, num_groups, vocab, SIZE: tl.constexpr,
     TILES: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, PROCESSED: tl.constexpr, SPANS: tl.constexpr,
@@ -175,7 +175,7 @@ def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.
     return best, best_token
 
 
-@kernel(do_not_specialize_on_alignment=[*SLICES, "tokens"])
+@kernel(do_not_specialize=["num_spans", "width"], do_not_specialize_on_alignment=["tokens"])
 def _report_kernel(
     inputs, tokens, scratch, chosen_out, rank_out, top_ids, top, logit_stride, edited_stride, num_spans, num_tiles,
     num_counts, vocab, width, SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,

@@ -57,7 +57,7 @@ class _Request(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Of one head, what a program has."""
+    """A program's part of one head."""
 
     head: tl.tensor
     x: tl.tensor  # [D] columns of x, and of the output
@@ -229,8 +229,8 @@ def _mamba2_kernel(
 
 
 def mamba2_config(requests: int, dim: int, chunked: bool) -> StepConfig:
-    """By the number of requests alone: small parts while heads and requests hardly fill the card. A thread has 16
-    elements of the state, which leaves registers for several programs at a time."""
+    """Depends only on the number of requests: small parts while heads and requests hardly fill the card. A thread has
+    16 elements of the state, which leaves registers for several programs at a time."""
     tile = 32 if chunked or requests > 16 else 16
     return StepConfig(min(tile, next_power_of_two(dim)), tile // 4)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from outrider.kernels.fork_pool import MAX_TASKS, run_in_forks
 from outrider.kernels.triton.launch import collecting
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager, triton_key
 
@@ -187,10 +188,14 @@ def _specialization(value: Any) -> Any:
     """The most that the compiler may look at in an argument."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return _specialization(value.base), tuple(value.block_shape), str(value.layout)
     if isinstance(value, (tuple, list)):
         return str(tuple(map(_specialization, value)))
     return str(value)
 
 
 def _stand_in(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_stand_in(value.base))
     return _Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

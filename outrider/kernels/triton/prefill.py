@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -24,6 +25,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, fits_hopper, launch_hopper
 from outrider.kernels.triton.launch import kernel
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
@@ -31,14 +33,18 @@ _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
 @kernel(do_not_specialize=["num_requests", "longest_short"], do_not_specialize_on_alignment=["query_starts"])
-def _count_tiles_kernel(query_starts, starts, num_requests, longest_short, QUERIES: tl.constexpr, PAD: tl.constexpr):
+def _count_tiles_kernel(
+    query_starts, starts, counter, num_requests, longest_short, QUERIES: tl.constexpr, PAD: tl.constexpr
+):
     request = tl.arange(0, PAD)
     valid = request < num_requests
     first = tl.load(query_starts + request, mask=valid, other=0)
     count = tl.load(query_starts + request + 1, mask=valid, other=0) - first
     tiles = tl.where(count > longest_short, tl.cdiv(count, QUERIES), 0)
     tl.store(starts + request + 1, tl.cumsum(tiles, axis=0).to(tl.int32), mask=valid)
-    tl.store(starts + request, tl.zeros([PAD], dtype=tl.int32), mask=request == 0)
+    zero = tl.zeros([PAD], dtype=tl.int32)
+    tl.store(starts + request, zero, mask=request == 0)
+    tl.store(counter + request, zero, mask=request == 0)
 
 
 @triton.jit
@@ -152,12 +158,21 @@ class PrefillConfig:
     num_stages: int = 2
 
 
+PrefillChoice: TypeAlias = PrefillConfig | HopperConfig
+
+
 def prefill_config(head_dim: int) -> PrefillConfig:
     if head_dim <= 128:
         return PrefillConfig(block_m=128, block_n=64, num_stages=3)
     if head_dim <= 256:
         return PrefillConfig(block_m=64, block_n=32)
     return PrefillConfig(block_m=32, block_n=16)
+
+
+def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
+    """The fastest kernel there is for this card, these heads and this cache [pages, page tokens, kv heads, dim]."""
+    head_dim = k_cache.shape[3]
+    return CONFIGS[head_dim] if fits_hopper(num_heads, k_cache) else prefill_config(head_dim)
 
 
 @dataclass(frozen=True)
@@ -167,23 +182,25 @@ class QueryTiles:
 
     requests: torch.Tensor  # [tiles] int32, or tiles before each request [requests + 1] int32
     indices: torch.Tensor | None  # [tiles] int32; None: counted by the device
+    counter: torch.Tensor  # [1] int32: 0 whenever no kernel runs; programs take tiles by it
     queries: int  # query tokens per tile
-    config: PrefillConfig
+    config: PrefillChoice
     count: int  # tiles, at most
 
 
 def query_tiles(
     query_lens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *,
-    config: PrefillConfig | None = None,
+    config: PrefillChoice | None = None,
 ) -> QueryTiles:
     """Tiles for requests with `query_lens` scheduled query tokens, late ones first: they have the most keys."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     tiles = [(index, request) for request, n in enumerate(query_lens) for index in range(triton.cdiv(n, queries))]
     tiles.sort(reverse=True)
-    table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).t().contiguous()
+    table = torch.tensor([*tiles, (0, 0)], dtype=torch.int32).t().contiguous()
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-    return QueryTiles(requests=table[1], indices=table[0], queries=queries, config=config, count=len(tiles))
+    requests, counter = table[1].split([len(tiles), 1])
+    return QueryTiles(requests, table[0, :-1], counter, queries=queries, config=config, count=len(tiles))
 
 
 def _search_width(num_requests: int) -> int:
@@ -192,19 +209,20 @@ def _search_width(num_requests: int) -> int:
 
 
 def device_query_tiles(
-    query_starts: torch.Tensor, num_tokens: int, longest_short: int, num_heads: int, num_kv_heads: int, head_dim: int
+    query_starts: torch.Tensor, num_tokens: int, longest_short: int, num_heads: int, num_kv_heads: int, head_dim: int,
+    *, config: PrefillChoice | None = None,
 ) -> QueryTiles:
     """Tiles of the requests with more than `longest_short` query tokens, of num_tokens in all. Reads nothing back."""
-    config = prefill_config(head_dim)
+    config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     require_tensor("device_query_tiles", "query_starts", query_starts, (None,), query_starts.device, (torch.int32,))
     num_requests = query_starts.shape[0] - 1
-    starts = torch.empty_like(query_starts)
-    _count_tiles_kernel[(1,)](query_starts, starts, num_requests, longest_short, QUERIES=queries,
+    starts, counter = torch.empty_like(query_starts), torch.empty_like(query_starts[:1])
+    _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, longest_short, QUERIES=queries,
                               PAD=_search_width(num_requests), num_warps=4)
     # A request's last tile may hold one query; the shortest request that has any holds longest_short + 1.
     most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (longest_short + 1))
-    return QueryTiles(requests=starts, indices=None, queries=queries, config=config, count=most)
+    return QueryTiles(requests=starts, indices=None, counter=counter, queries=queries, config=config, count=most)
 
 
 def prefill_attention(
@@ -214,8 +232,8 @@ def prefill_attention(
     key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """As `decode_attention`, for any number of query tokens per request. Token rows of requests without a tile are
-    left alone; with fill_padding the rows past the last request get zeros."""
+    """Does what `decode_attention` does, for any number of query tokens per request. Token rows of requests without
+    a tile are left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
@@ -231,6 +249,12 @@ def prefill_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or num_tiles == 0:
         return out
+    search = 0 if tiles.indices is not None else _search_width(shape.num_requests)
+    if isinstance(config, HopperConfig):
+        launch_hopper(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tiles.requests,
+                      tiles.indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
+                      num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding)
+        return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
         lengths if key_starts is None else key_starts,
@@ -241,8 +265,7 @@ def prefill_attention(
         GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
         BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
-        SEARCH=0 if tiles.indices is not None else _search_width(shape.num_requests),
+        HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl, SEARCH=search,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

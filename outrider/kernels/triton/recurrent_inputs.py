@@ -1,4 +1,4 @@
-"""What a recurrence takes, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
+"""Inputs of the recurrences, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
 
 Token-parallel: a program has some channels of one token row, or of a request's pending drafts. It only reads what rows
 keep; who moves that on must run later. The recurrence and what it does with the results are unknown here.
@@ -63,7 +63,7 @@ def _convolve(
     target, j, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Of token j of a request, to row `target` of the result."""
+    """Convolves token j of a request into row `target` of the result."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     valid = channel < CONV_DIM
     total = tl.zeros([CHANNELS], dtype=tl.float32)

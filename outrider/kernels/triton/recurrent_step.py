@@ -1,4 +1,4 @@
-"""What the kernels of recurrent layers share: a step's tensors, where inputs of earlier tokens lie, what a row keeps.
+"""Shared parts of the recurrent kernels: a step's tensors, the places of earlier inputs, the contents of a row.
 
     token j, counted from the request's first one of this step
     j < -pending          the row's tail: inputs before everything that waits
@@ -43,7 +43,7 @@ class StepTensors(NamedTuple):
 
 
 class LayerTensors(NamedTuple):
-    """What every row keeps of one layer, and where the layer's part of a checkpoint lies."""
+    """State, tail and draft window of one layer for every row, and the place of the layer in a checkpoint."""
 
     state: torch.Tensor  # [ROWS, heads, dim, n] float32
     tail: torch.Tensor  # [ROWS, conv width - 1, conv dim]
@@ -120,8 +120,8 @@ def save_state(state, at, request, element, valid, saves, layer_word, num_pages,
 def save_rows(
     state, at, request, row, n, has_row, has_n, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
 ):
-    """The same for rows `row` [D] of a state, with all of their N columns. A row lies in one page or in two: pages are
-    looked up by row, which takes far fewer registers than by element."""
+    """As `save_state`, for rows `row` [D] of a state with all of their N columns. A row lies in one page or in two:
+    pages are looked up by row, which takes far fewer registers than by element."""
     tl.static_assert(N <= PAGE_WORDS)
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         if tl.load(saves.boundary + target) == at:

@@ -69,7 +69,7 @@ class NativeBackend(Backend):
 
 
 def _first_keys(view: BatchView) -> torch.Tensor | None:
-    """As the native call takes them: none where every key may be seen."""
+    """First visible key of each request, as the native call takes it: none where every key may be seen."""
     return view.visible.starts if isinstance(view.visible, KeysFrom) else None
 
 

@@ -14,9 +14,11 @@ import torch
 from outrider.cache.groups import Group
 from outrider.core import Limits
 from outrider.kernels.triton import (
+    PrefillChoice,
     QueryTiles,
     SplitList,
     cache_write,
+    choose_prefill,
     decode_attention,
     device_query_tiles,
     list_splits,
@@ -43,8 +45,8 @@ class HostPrefill:
 
     lens: list[int]  # tokens of each, 0 for the others
 
-    def tiles(self, view: BatchView, heads: tuple[int, int, int]) -> QueryTiles:
-        return query_tiles(self.lens, *heads, view.query_starts_int32.device)
+    def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
+        return query_tiles(self.lens, *heads, view.query_starts_int32.device, config=config)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class DevicePrefill:
 
     decode_kernel_max_query: int
 
-    def tiles(self, view: BatchView, heads: tuple[int, int, int]) -> QueryTiles:
-        return device_query_tiles(view.query_starts_int32, view.num_tokens, self.decode_kernel_max_query, *heads)
+    def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
+        return device_query_tiles(view.query_starts_int32, view.num_tokens, self.decode_kernel_max_query, *heads,
+                                  config=config)
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Plan:
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """As kernels take them: none where every key may be seen."""
+        """First visible key of each request, as kernels take it: none where every key may be seen."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
@@ -87,13 +90,13 @@ class Plan:
             )  # fmt: skip
         return self.split_lists[key]
 
-    def tiles_for(self, layer: AttentionLayer) -> QueryTiles | None:
+    def tiles_for(self, layer: AttentionLayer, cache: KeyValueCache) -> QueryTiles | None:
         """Tiles for the prefill kernel, None where no request is for it."""
         if isinstance(self.prefill, NoPrefill):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in self.tiles:
-            self.tiles[heads] = self.prefill.tiles(self.view, heads)
+            self.tiles[heads] = self.prefill.tiles(self.view, heads, choose_prefill(layer.num_heads, cache.k))
         return self.tiles[heads]
 
 
@@ -154,7 +157,7 @@ class TritonBackend(Backend):
             decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
                              max_length=view.max_length.tokens, splits=plan.splits_for(layer, q.element_size()),
                              **options)
-        tiles = plan.tiles_for(layer)
+        tiles = plan.tiles_for(layer, cache)
         if tiles is not None:
             prefill_attention(*tensors, view.live_int32, tiles, fill_padding=not plan.decode_max_query, **options)
         return out.view(-1, layer.num_heads * layer.head_dim)

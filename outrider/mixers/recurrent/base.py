@@ -44,7 +44,7 @@ class Scanned(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerParams:
-    """What kernels need of a mixer beside its spec. float32; heads as in the state's shape."""
+    """Parameters of a mixer that kernels need beside its spec. float32; heads as in the state's shape."""
 
     kind: Literal["mamba2", "delta"]
     conv_weight: torch.Tensor  # [conv_width, conv_dim]
@@ -84,7 +84,7 @@ class RecurrentMixer(Protocol):
 
 @dataclass(frozen=True)
 class LayerRows:
-    """What every row keeps of one recurrent layer."""
+    """State, tail and draft window of one recurrent layer, for every row."""
 
     state: torch.Tensor  # [ROWS, *state_shape]
     tail: torch.Tensor  # [ROWS, conv_width - 1, conv_dim]

@@ -1,4 +1,4 @@
-"""RecurrentRows: what every row keeps of the recurrent layers, from admission to the row's last fold.
+"""RecurrentRows: the recurrent state of every row, from admission to the row's last fold.
 
 A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Nothing
 but the window grows with the number of drafts, and nothing is a page. A model without such layers has an empty one.
@@ -158,8 +158,8 @@ class RecurrentRows:
                 return (self.backend.scan_from_tokens,) * requests
 
     def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
-        """What was accepted waits; who took no part keeps what waits already. num_accepted [requests]. Returns which
-        checkpoints were written [targets]."""
+        """Accepted drafts wait to be folded in the row's next step; a request that took no part keeps those that wait
+        already. num_accepted [requests]. Returns which checkpoints were written [targets]."""
         if step is None:
             return None
         counts = step.counts

@@ -44,6 +44,10 @@ class ModelSource(ABC):
         bits gets the numbers they stand for either way."""
         return self.tensors()
 
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes of the quantised weights that `read` can yield in the file's own bits, by name."""
+        return {}
+
     @abstractmethod
     def tokenizer(self) -> Path | dict[str, Any]:
         """A folder with tokenizer files, or a GGUF file's metadata."""

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_header import Header, read_header
-from outrider.models.sources.gguf_tensors import ROPE_FACTORS, hf_name, raw_bytes
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,10 @@ class GgufSource(ModelSource):
         from outrider.models.sources.gguf_weights import read_tensors
 
         return read_tensors(self.header) if keep_quantized else self.tensors()
+
+    def kept_bytes(self) -> dict[str, int]:
+        return {hf_name(entry.name, self.path): entry.num_bytes for entry in self.header.tensors.values()
+                if entry.kind.name in KEPT_KINDS and len(entry.shape) == 2}
 
     def tokenizer(self) -> dict[str, Any]:
         return self.header.metadata

@@ -26,6 +26,7 @@ LAYER_TENSOR_NAMES = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
+KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # that a layer can keep in the file's own bits
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: what rope divides its frequencies by
 
 

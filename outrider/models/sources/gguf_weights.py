@@ -11,10 +11,9 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from outrider.kernels.quantized import KINDS as KEPT_KINDS
 from outrider.kernels.quantized import QuantizedRows
 from outrider.models.sources.gguf_header import Header, TensorEntry
-from outrider.models.sources.gguf_tensors import ROPE_FACTORS, hf_name, raw_bytes
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
 
 
 def dequantised_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor]]:

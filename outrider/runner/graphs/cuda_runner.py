@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -34,7 +35,7 @@ class PendingStep(Future[StepResult]):
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)
-        self._written = None if result.written is None else _to_pinned(result.written)
+        self._written, self._folded = _to_pinned(result.written), _to_pinned(result.folded)
         self._queued = time.perf_counter()
         self._done = torch.cuda.Event()
         self._done.record()
@@ -45,12 +46,13 @@ class PendingStep(Future[StepResult]):
         except Exception as error:
             raise _explained(error) from error
         late = self._device_result
-        host = DeviceResult(self._counts, self._run, late.logprobs, late.prompt_logprobs, self._written,
-                            late.by_request, late.params)
+        host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
         return read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -14,7 +14,7 @@ from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, GraphSizes, next_size
 from outrider.runner.rows import RowParams
-from outrider.runner.step import StepPlan
+from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.spec.base import Drafter
 
@@ -32,7 +32,8 @@ class GraphKey:
     @property
     def plan(self) -> StepPlan:
         """What a captured step does beside its shape: it draws, and reports nothing but tokens."""
-        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose)
+        checkpoints = RowCheckpoints() if self.takes_checkpoints else NoCheckpoints()
+        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose, checkpoints)
 
 
 class GraphKeys:

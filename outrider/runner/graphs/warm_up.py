@@ -20,7 +20,7 @@ from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
-from outrider.runner.step import DeviceStep, StepPlan
+from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
@@ -28,7 +28,8 @@ LATER_GRAPHS = 100  # that a server usually meets
 LONG_QUERY = 40  # a prompt, in tiles
 FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
 SHORT_CONTEXT = 48  # keys that no kernel splits
-_LARGEST = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
+_LARGEST = StepNeeds.everything(20, has_counts=False)
+_LARGEST_WITHOUT_KERNELS = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
 ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
 
 
@@ -48,8 +49,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int
     """saves: as if it could write checkpoints."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
-    targets = step.recurrent.no_targets(len(lens)) if saves else None
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, targets)
+    checkpoints = RowCheckpoints() if saves else NoCheckpoints()
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, checkpoints)
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -88,7 +89,9 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
 
 def run_largest(step: DeviceStep, limits: Limits) -> None:
     lens, drafts = largest_step(limits)
-    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=_LARGEST)
+    has_kernels = ops.has_triton() and step.model.dtype != torch.float64
+    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len,
+             needs=_LARGEST if has_kernels else _LARGEST_WITHOUT_KERNELS)
 
 
 def largest_step(limits: Limits) -> tuple[list[int], int]:
