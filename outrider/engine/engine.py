@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
@@ -37,7 +37,6 @@ class EngineError(RuntimeError):
 class CheckedRequest(NamedTuple):
     """A request that the engine can serve."""
 
-    request_id: str
     token_ids: list[int]
     params: SamplingParams  # with their words as tokens
     priority: int
@@ -109,23 +108,28 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
             cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
-        self.queue([self.check(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)])
+        check_value("request_id", Text, request_id)
+        self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)})
 
-    def queue(self, checked: Sequence[CheckedRequest]) -> list[CheckedRequest]:
-        """Queue all requests or none: whatever can be refused is made or asked for before anything changes. Returns the
-        requests with the seeds that were drawn for them."""
+    def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
+        """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
+        Returns the requests with the seeds that were drawn for them."""
         self._check_running()
-        seeded = [self._with_seed(asked, self._num_accepted + index) for index, asked in enumerate(checked)]
-        self._enter([self._new_live(asked) for asked in seeded])
+        for request_id in checked:
+            if request_id in self._live:
+                raise ValueError(f"request id {request_id!r} is in use")
+        seeded = {request_id: self._with_seed(asked, self._num_accepted + index)
+                  for index, (request_id, asked) in enumerate(checked.items())}
+        self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
         self._num_accepted += len(seeded)
-        for asked in seeded:
+        for asked in seeded.values():
             self.stats.add(len(asked.token_ids), asked.params.n)
         return seeded
 
-    def resume(self, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
+    def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
         """Go on with a request after `reset`. `known`: the first tokens of those of its samples that have not ended.
         Returns their texts so far."""
-        live = self._new_live(queued)
+        live = self._new_live(request_id, queued)
         live.samples = [own for own in live.samples if own[0].input.sample_index in known]
         live.num_left = len(known)
         texts = {}
@@ -150,13 +154,10 @@ class Engine:
         self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
-    def check(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
               cache_salt: str | None = None) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
         limits = self.limits
-        check_value("request_id", Text, request_id)
-        if request_id in self._live:
-            raise ValueError(f"request id {request_id!r} is in use")
         check_value("priority", Priority, priority)
         check_value("cache_salt", str | None, cache_salt)
         check_params(params)
@@ -181,7 +182,7 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self._eos_ids, limits)
-        return CheckedRequest(request_id, prompt_token_ids, params, priority, cache_salt)
+        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
 
@@ -269,9 +270,9 @@ class Engine:
             return asked
         return asked._replace(params=replace(asked.params, seed=request_seed(self._seed, num_before)))
 
-    def _new_live(self, queued: CheckedRequest) -> _Live:
+    def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
         """A request and its way out, which nobody knows yet."""
-        request_id, token_ids, params, priority, cache_salt = queued
+        token_ids, params, priority, cache_salt = queued
         assert params.seed is not None
         limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         keys = () if cache_salt is None else (f"salt={cache_salt}",)

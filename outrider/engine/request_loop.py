@@ -48,7 +48,7 @@ class _Followed:
     @property
     def is_wanted(self) -> bool:
         caller = self.caller()
-        return caller is not None and self.queued.request_id in caller.left
+        return caller is not None and self.output.request_id in caller.left
 
 
 class RequestLoop:
@@ -62,22 +62,24 @@ class RequestLoop:
     def add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
         """Ids of the requests. One that cannot be served raises ValueError before any is started."""
         self._tidy()
-        checked = [self._engine.check(str(next(self._ids)), ask.prompt.token_ids, ask.params, priority=ask.priority,
-                                      cache_salt=ask.prompt.cache_salt) for ask in asks]
-        outputs = [RequestOutput.empty(own.request_id, ask.prompt.text, own.token_ids, own.params)
-                   for ask, own in zip(asks, checked, strict=True)]
-        ids = [own.request_id for own in checked]
-        caller.left.update(ids)
+        texts, checked = {}, {}
+        for ask in asks:
+            request_id = str(next(self._ids))
+            texts[request_id] = ask.prompt.text
+            checked[request_id] = self._engine.check(ask.prompt.token_ids, ask.params, priority=ask.priority,
+                                                     cache_salt=ask.prompt.cache_salt)
+        caller.left.update(checked)
         self._is_mid_change = True
         try:
             queued = self._engine.queue(checked)
         except Exception:  # refused, with nothing changed
             self._is_mid_change = False
             raise
-        self._followed |= {own.request_id: _Followed(own, output, weakref.ref(caller))
-                           for own, output in zip(queued, outputs, strict=True)}
+        for request_id, own in queued.items():
+            output = RequestOutput.empty(request_id, texts[request_id], own.token_ids, own.params)
+            self._followed[request_id] = _Followed(own, output, weakref.ref(caller))
         self._is_mid_change = False
-        return ids
+        return list(queued)
 
     def follow(self, caller: Caller,
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
@@ -146,7 +148,7 @@ class RequestLoop:
                 continue
             output = followed.output
             try:
-                for sample, text in self._engine.resume(followed.queued, output.cut_back()).items():
+                for sample, text in self._engine.resume(request_id, followed.queued, output.cut_back()).items():
                     output.outputs[sample].text = text
             except Exception as error:  # its own text fails: the others go on
                 output.fail(f"the output failed: {error!r}")
