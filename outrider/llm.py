@@ -15,7 +15,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.front import Front, refuse_adapter
 from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
-from outrider.engine.request_loop import Ask, RequestLoop
+from outrider.engine.request_loop import Ask, Caller, RequestLoop
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 
@@ -53,9 +53,10 @@ class LLM(Front):
         if prompts is not None and prompt_token_ids is not None:
             raise ValueError("give prompts or prompt_token_ids, not both")
         given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
-        ids = self._add(given, sampling_params, priority or 0)
+        caller = Caller()
+        ids = self._add(caller, given, sampling_params, priority or 0)
         done: dict[str, RequestOutput] = {}
-        with closing(self._loop.follow(ids)) as outputs, RequestBar(use_tqdm, len(ids)) as progress:
+        with closing(self._loop.follow(caller)) as outputs, RequestBar(use_tqdm, len(ids)) as progress:
             for output in outputs:
                 if output.finished:
                     done[output.request_id] = output
@@ -77,7 +78,9 @@ class LLM(Front):
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
         does whatever `before_step` raises."""
-        return self._loop.follow(self._add(prompts, sampling_params, priority), before_step)
+        caller = Caller()
+        self._add(caller, prompts, sampling_params, priority)
+        return self._loop.follow(caller, before_step)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                priority: int = 0) -> Iterator[RequestOutput]:
@@ -117,12 +120,12 @@ class LLM(Front):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-             priority: int | Sequence[int]) -> list[str]:
+    def _add(self, caller: Caller, prompts: Prompt | Sequence[Prompt],
+             params: SamplingParams | Sequence[SamplingParams] | None, priority: int | Sequence[int]) -> list[str]:
         encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
-        own_params = _per_prompt("sampling_params", params or SamplingParams(), len(encoded))
+        own_params = _per_prompt("sampling_params", SamplingParams() if params is None else params, len(encoded))
         own_priority = _per_prompt("priority", priority, len(encoded))
-        return self._loop.add([Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
+        return self._loop.add(caller, [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

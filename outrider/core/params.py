@@ -11,7 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import INT32, INT64, Count, NotEmpty, Range, Text, TokenId, check_fields, did_you_mean
+from outrider.core.fields import (
+    INT32,
+    INT64,
+    Count,
+    NotEmpty,
+    Range,
+    Text,
+    TokenId,
+    check_fields,
+    did_you_mean,
+    shown,
+)
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # of one prompt
@@ -89,11 +100,7 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with these."""
-        return copy.deepcopy(self.snapshot())
-
-    def snapshot(self) -> SamplingParams:
-        """The parameters as they are now, checked; later changes to these do not reach them."""
-        return replace(self)
+        return copy.deepcopy(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -145,3 +152,10 @@ def request_seed(engine_seed: int, num_accepted: int) -> int:
     53 bits: every JSON reader keeps such an integer exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
+
+
+def check_params(given: object) -> SamplingParams:
+    """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
+    if not isinstance(given, SamplingParams):
+        raise ValueError(f"sampling_params must be a SamplingParams, got {shown(given)}")
+    return replace(given)
