@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.params import SamplingParams
+from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
@@ -79,10 +80,13 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "tool_call_parser": "how the model writes tool calls",
+    "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
 }
 CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
-           "logprobs_mode": LOGPROBS_MODES, "uvicorn_log_level": LOG_LEVELS}
+           "logprobs_mode": LOGPROBS_MODES, "uvicorn_log_level": LOG_LEVELS,
+           "tool_call_parser": sorted(TOOL_FORMATS), "reasoning_parser": sorted(REASONING_FORMATS)}
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
 # The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
