@@ -15,6 +15,7 @@ from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, Engi
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
+from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
@@ -83,6 +84,8 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "tool_call_parser": "how the model writes tool calls",
+    "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
 }
 CHOICES: dict[str, Sequence[str]] = {
@@ -91,11 +94,16 @@ CHOICES: dict[str, Sequence[str]] = {
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "uvicorn_log_level": LOG_LEVELS,
+    "tool_call_parser": sorted(TOOL_FORMATS),
+    "reasoning_parser": sorted(REASONING_FORMATS),
 }
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
 # The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
+# Settings of vLLM's engine that are none here; those that the server has are flags of its own.
+OTHER_SETTINGS = {name: meaning for name, meaning in VLLM_SETTINGS.items()
+                  if name not in ServerConfig.__dataclass_fields__}
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
 # Types of the fields, without their bounds.
@@ -156,7 +164,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
     for name, field in ENGINE_FIELDS.items():
         if name not in skip:
             _add_flag(group, field, ENGINE_HELP.get(name, ""))
-    for name, meaning in VLLM_SETTINGS.items():  # accepted or refused by name, and not listed
+    for name, meaning in OTHER_SETTINGS.items():  # accepted or refused by name, and not listed
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if meaning.is_switch else {"type": _any_value}
         group.add_argument("--" + name.replace("_", "-"), **common, **how)
@@ -177,7 +185,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *VLLM_SETTINGS) if hasattr(args, name)}
+    settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *OTHER_SETTINGS) if hasattr(args, name)}
     if getattr(args, "synthetic_rates", None) is not None:
         if settings.get("speculative_config") is None:
             raise UsageError("--synthetic-rates goes with --speculative-config")
