@@ -170,9 +170,9 @@ class Checkpoints:
             if checkpoint.last_step <= step:  # its last chance has passed
                 self._move(checkpoint, DROPPED)
 
-    def drop_promised(self) -> None:
-        """A step failed: what rows of ended requests hold is unknown now, and so is what will be written of it."""
-        for checkpoint in self._in_state(FOLDING, PROMISED):
+    def drop_open(self) -> None:
+        """A step failed: what rows hold is unknown now, and so is what was or will be written of it."""
+        for checkpoint in list(self._open.values()):
             self._move(checkpoint, DROPPED)
 
     def retire(self, request_id: int, digest_at: DigestAt, num_tokens: int, settled: int, folded: int, *,

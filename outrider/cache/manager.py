@@ -200,10 +200,12 @@ class CacheManager:
             self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
                 request_id, tokens_of(request_id))(boundary))
 
-    def fail_step(self, step: int) -> None:
-        """Nothing is known of what the step wrote, nor of what later steps write for requests that have ended."""
-        self.settle_checkpoints(step, [], lambda _: ())
-        self.checkpoints.drop_promised()
+    def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
+        """A step failed, and no request has a row any more. Nothing is known of what it and those after it wrote: only
+        what earlier ones had published stays. `clear_pages`: those that these steps were to clear."""
+        self.checkpoints.drop_open()
+        self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
+        self._granted = Granted()
 
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:

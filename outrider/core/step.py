@@ -78,9 +78,13 @@ class Uncaptured(enum.Enum):
     """Why a step ran without replaying a captured one."""
 
     NO_GRAPHS = "no graphs on this device, or eager by setting"
+    NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"
     FOLDS = "folds rows that ended"
     SEVERAL_CHECKPOINTS = "several checkpoints of one request"
-    SAMPLING_PARAMETERS = "sampling parameters beyond a draw"
+    SAMPLING_PARAMETERS = "sampling parameters that need kernels, which this model or device has none of"
+    MANY_LOGPROBS = "more log-probabilities than a captured step reports"
+    PROMPT_LOGPROBS = "log-probabilities of a prompt"
+    UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
     DRAFTER_FILLS_SLOTS = "the drafter fills slots of admitted rows"
     PROMPTS = "prompts whose lengths the host must know"
     TOO_MANY_REQUESTS = "more requests than any graph"
@@ -119,6 +123,7 @@ class ScheduledBatch:
     folds: list[CheckpointWrite] = field(default_factory=list)  # of rows that ended: before any of them is taken again
     num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
     propose: int = 0  # most drafts to guess for the next step; 0 leaves the drafter out
+    generation: int = 0  # rises when a step has failed: the device forgets its rows before the first of a new one
     form: StepForm = StepForm.WHOLE
 
     @property

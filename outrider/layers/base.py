@@ -13,11 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
 from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
 
 
 class Module:
@@ -108,15 +106,11 @@ class LayeredModule(Module):
     """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
 
     layers: Sequence[DecoderLayer] = ()
-    attention_layers: list[AttentionLayer]
+    attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
     dtype: torch.dtype
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
-
-    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
-        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
-        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
+        return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
     def ignores(self, name: str) -> bool:
         """A checkpoint may hold this tensor and nobody needs it."""

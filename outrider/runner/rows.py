@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite
+from outrider.core import NULL_PAGE, NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
@@ -22,11 +22,22 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
+        self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
 
     def admit(self, admissions: list[Admission]) -> None:
         for admission in admissions:
-            self._by_row[admission.row] = admission.params
-            (self._not_plain.discard if admission.params.is_plain else self._not_plain.add)(admission.row)
+            row, params = admission.row, admission.params
+            self._by_row[row] = params
+            (self._not_plain.discard if params.is_plain else self._not_plain.add)(row)
+            self._prompt_lens.pop(row, None)
+            if params.prompt_logprobs is not None:
+                self._prompt_lens[row] = admission.prompt_len
+
+    def reset(self) -> None:
+        """No row has an owner."""
+        self._by_row = {NULL_ROW: self._by_row[NULL_ROW]}
+        self._not_plain.clear()
+        self._prompt_lens.clear()
 
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
@@ -34,6 +45,14 @@ class RowParams:
     def are_plain(self, rows: list[int]) -> bool:
         """Whether none of the rows asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
+
+    def report_prompts(self, batch: ScheduledBatch) -> bool:
+        """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed
+        its bounds are exact."""
+        if self._prompt_lens.keys().isdisjoint(batch.rows):
+            return False
+        parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
+        return any(bound - known - drafts < self._prompt_lens.get(row, 0) for row, bound, known, drafts in parts)
 
 
 class RowState:
@@ -55,7 +74,16 @@ class RowState:
             for group in groups
         ]
 
+    def reset(self) -> None:
+        """No row has an owner: whatever names one before it is admitted anew has no tokens and reaches no page."""
+        for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
+            tensor.zero_()
+        self.sampling.lists.reset()
+        self.params.reset()
+
     def admit(self, admissions: list[Admission]) -> None:
+        """A row's page table is null until `write_pages`, the last of its admission: a row that is half admitted must
+        not reach the pages of its last owner."""
         if not admissions:
             return
         for admission in admissions:
@@ -63,6 +91,8 @@ class RowState:
             self.tokens[admission.row, : len(admission.token_ids)] = tokens
         fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
+        for table in self.page_tables:
+            table.index_fill_(0, rows, NULL_PAGE)
         self.known.index_copy_(0, rows, known)
         self.computed.index_copy_(0, rows, computed)
         self.num_drafts.index_fill_(0, rows, 0)

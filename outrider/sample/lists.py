@@ -4,7 +4,7 @@
     n bad words                n pairs (offset, length), then the words' tokens, each word backwards
 
 A row's lists are written when a request takes the row and stay until another does. Where a request's lists find no
-place, its row is `unplaced`: as long as there is one, batches are sampled by the torch code, which takes `StepExtras`.
+place, its row is `unplaced`: batches that name it are sampled by the torch code, which takes `StepExtras`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ class RowLists:
     def num_bytes(self) -> int:
         return 4 * (self.ints.numel() + self.allowed.numel())
 
+    def are_placed(self, rows: list[int]) -> bool:
+        return self.unplaced.isdisjoint(rows)
+
+    def reset(self) -> None:
+        """No row has a list."""
+        self._arena = Arena(self._arena.size)
+        self._starts.clear()
+        self.unplaced.clear()
+
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
         """Writes the lists of the request that takes a row; those of its last owner are given back."""
         self.unplaced.discard(row)
@@ -52,7 +61,7 @@ class RowLists:
         if params.allowed_token_ids is not None:
             self.allowed[row].copy_(to_device(_mask_words(params.allowed_token_ids, self._vocab), torch.int32,
                                               self._device))
-        bias, words = _bias_ints(params.logit_bias or {}), _word_ints(params.bad_words_token_ids)
+        bias, words = _bias_ints(params.effective_bias), _word_ints(params.bad_words_token_ids)
         return ListPlaces(self._place(row, bias), len(bias) // 2, self._place(row, words),
                           len(params.bad_words_token_ids))
 

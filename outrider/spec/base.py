@@ -81,6 +81,9 @@ class Drafter:
     def admit(self, admissions: list[Admission]) -> None:
         """Requests take rows; before the step that first schedules them."""
 
+    def reset(self) -> None:
+        """No row has an owner any more: forget what was kept of them until the next step."""
+
     @property
     def has_slots_to_fill(self) -> bool:
         """Whether rows just admitted wait for the next step to fill slots of theirs. Such a step runs uncaptured."""

@@ -63,6 +63,12 @@ class RecurrentRows:
 
     # Before a step
 
+    def reset(self) -> None:
+        """No row has an owner, drafts to fold or pages to write."""
+        self.pending.zero_()
+        self._row_pages.zero_()
+        self._row_checkpoint.clear()
+
     def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
         """Rows that ended with accepted drafts pending reach their last boundary; before anyone else has them.
         computed [ROWS]. Returns whether each did [folds]."""
