@@ -29,10 +29,8 @@ from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, Ran, run_prompts
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.layers.base import find_modules
-from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.core import RequestOutput, SamplingParams
+from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.device import pick_device

@@ -15,7 +15,7 @@ from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
 from outrider.commands.run_prompts import Ask, Ran, run_prompts
-from outrider.core.params import SamplingParams
+from outrider.core import SamplingParams
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 

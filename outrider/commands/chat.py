@@ -11,8 +11,7 @@ from contextlib import suppress
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams
 from outrider.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"

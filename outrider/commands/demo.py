@@ -11,8 +11,7 @@ from dataclasses import replace
 from outrider.commands.loading import Loaded, load
 from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
 from outrider.config import EngineConfig
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams
 
 MODEL = "smollm2"
 PROMPTS = [

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, Ran, chat_ids, raise_failed, run_prompts
-from outrider.core.outputs import RequestOutput
+from outrider.core import RequestOutput
 from outrider.engine.text import Tokenizer
 
 

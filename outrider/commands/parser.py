@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
+from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value
-from outrider.core.params import SamplingParams
 
 ENGINE_HELP = {
     "dtype": "type of weights and arithmetic",

@@ -15,10 +15,7 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import RecurrentSpec
-from outrider.layers.base import LayeredModule, find_modules
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear
-from outrider.layers.moe import Experts
+from outrider.layers import Embedding, Experts, LayeredModule, Linear, find_modules
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.spec.base import Drafter

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from outrider.commands.loading import bar
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams
 from outrider.engine.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM

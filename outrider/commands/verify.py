@@ -23,9 +23,7 @@ from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
-from outrider.core import ScheduledBatch, StepResult
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
 from outrider.engine.engine import Engine
 from outrider.llm import LLM
 from outrider.runner.worker import Worker

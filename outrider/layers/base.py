@@ -16,8 +16,7 @@ from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers import Attend, AttentionLayer
 
 
 class Module:

@@ -15,7 +15,7 @@ from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 
 
 class LayerNames(NamedTuple):

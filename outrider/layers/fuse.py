@@ -15,8 +15,7 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import PagedLayer
+from outrider.mixers import Attend, PagedLayer
 from outrider.mixers.paged.native_backend import NativeBackend
 
 

@@ -20,8 +20,7 @@ from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer
+from outrider.mixers import Attend, Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)

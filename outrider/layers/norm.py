@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from outrider.kernels import ops
 from outrider.layers.base import Module, Parameter
-from outrider.mixers.paged.base import HeadNorms
+from outrider.mixers import HeadNorms
 
 
 class Unnormed(NamedTuple):

@@ -16,7 +16,7 @@ from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.base import Module, Parameter
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentState, Scanned, Stepped
+from outrider.mixers import Gates, MixerParams, RecurrentState, Scanned, Stepped
 
 PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.layers.rotary import FREQUENCIES, RopeParams
+from outrider.layers import FREQUENCIES, RopeParams
 from outrider.models.config_reader import ConfigError as ConfigError
 from outrider.models.config_reader import ConfigReader as ConfigReader
 

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import DecoderLayer, Module
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
-from outrider.layers.rotary import Angles, RopeParams, Rotary
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Delta,
+    GatedMLP,
+    HeadNorm,
+    Module,
+    RMSNorm,
+    RopeParams,
+    Rotary,
+    SelfAttention,
+    Unnormed,
+)
+from outrider.mixers import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,

@@ -13,11 +13,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
-from outrider.layers.base import Module
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear
-from outrider.layers.norm import Delta, RMSNorm
-from outrider.mixers.cached import Attend
+from outrider.layers import Delta, Embedding, Linear, Module, RMSNorm
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries

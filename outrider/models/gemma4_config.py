@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers import AttentionLayer
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
 
 ACTIVATION = "gelu_pytorch_tanh"

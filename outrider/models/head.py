@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from outrider.layers.base import LayeredModule
-from outrider.layers.linear import Linear
-from outrider.layers.rotary import Rotary
-from outrider.mixers.cached import Attend
+from outrider.layers import LayeredModule, Linear, Rotary
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.cache.groups import LayerCache
-from outrider.layers.rotary import RopeParams
-from outrider.mixers.recurrent.base import RecurrentMixer
+from outrider.layers import RopeParams
+from outrider.mixers import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
 

@@ -14,11 +14,8 @@ from typing import Literal
 import torch
 
 from outrider.kernels import ops
-from outrider.layers.base import DecoderLayer, Module
-from outrider.layers.linear import Linear
-from outrider.layers.norm import Delta, RMSNorm
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
+from outrider.mixers import Attend, AttentionLayer
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.head import DraftHead, SlotRotary

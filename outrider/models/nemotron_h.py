@@ -10,16 +10,24 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels import moe
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
-from outrider.layers.linear import Linear
-from outrider.layers.mamba2 import Mamba2, Mamba2Shape
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Angles, RopeParams, Rotary
-from outrider.layers.router import Router
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import PagedLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    Linear,
+    Mamba2,
+    Mamba2Shape,
+    Module,
+    MoE,
+    RMSNorm,
+    RopeParams,
+    Rotary,
+    Router,
+    SelfAttention,
+    TokenMixer,
+)
+from outrider.mixers import Attend, PagedLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values

@@ -8,15 +8,8 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import FeedForward
-from outrider.layers.decoder import PreNormLayer
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm
-from outrider.layers.rotary import Rotary
-from outrider.layers.router import Router
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import Experts, FeedForward, GatedMLP, HeadNorm, MoE, PreNormLayer, Rotary, Router, SelfAttention
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 

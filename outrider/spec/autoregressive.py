@@ -24,10 +24,8 @@ from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_cells
-from outrider.layers.base import LayeredModule
-from outrider.mixers.batch import BatchView
-from outrider.mixers.cached import Attend, CachedLayers
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import LayeredModule
+from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers
 from outrider.models.base import Hidden
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
@@ -46,19 +44,16 @@ class DraftNetwork(Protocol):
 
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
         """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
-        ...
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
         """Token rows at slot positions, with what `consume` returned. Returns (what `logits` takes, what the next draft
         consumes as hidden). May overwrite `hidden`, whose sums go on in place."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def module(self) -> LayeredModule:
         """The model or head that it runs."""
-        ...
 
     def weight_bytes(self) -> int: ...
 

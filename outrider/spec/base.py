@@ -13,10 +13,8 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
-from outrider.layers.base import LayeredModule
-from outrider.mixers.batch import ForwardBatch
-from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import LayeredModule
+from outrider.mixers import AttentionLayer, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
 from outrider.sample.rows import SamplingRows
 

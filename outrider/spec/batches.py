@@ -14,7 +14,7 @@ import torch
 from outrider.cache.groups import Group
 from outrider.core import Axis, Limits
 from outrider.kernels.drafting import CommittedRequests, DraftingRows, DraftPass, DraftPasses, ReadingPass, Tables
-from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom
+from outrider.mixers import BatchView, ExactQueries, KeysFrom
 from outrider.spec.base import Step
 
 

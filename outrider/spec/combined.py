@@ -8,8 +8,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
-from outrider.layers.base import LayeredModule
-from outrider.mixers.cached import CachedLayers
+from outrider.layers import LayeredModule
+from outrider.mixers import CachedLayers
 from outrider.spec.base import Drafter, Drafts, Step
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 
 

@@ -19,7 +19,7 @@ from outrider.config import SpeculativeConfig
 from outrider.core import Admission, Limits
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
-from outrider.mixers.cached import CachedLayers
+from outrider.mixers import CachedLayers
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
 from outrider.models.head import load_head

@@ -15,7 +15,7 @@ from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
 from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.ops import Operation, triton_kernel
-from outrider.mixers.cached import CachedLayers
+from outrider.mixers import CachedLayers
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
 from outrider.spec.base import Drafter, Drafts, Step
