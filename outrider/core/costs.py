@@ -1,4 +1,4 @@
-"""Measured costs of steps, as plain data. The worker measures them at start-up; the scheduler chooses drafts by them."""
+"""Measured costs of steps, as plain data: the worker measures at start-up, the scheduler chooses drafts by them."""
 
 from __future__ import annotations
 
