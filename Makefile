@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 		echo "outrider needs Python 3.11 or newer, and $(PYTHON) is older (or missing): make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test]'
 	@touch $@
 
 test: $(READY)

@@ -21,6 +21,7 @@ from outrider.commands.parser import (
     add_engine_flags,
     add_model,
     add_sampling_flags,
+    add_server_flags,
     count_flag,
     counts_flag,
 )
@@ -31,6 +32,7 @@ EXAMPLES = """examples:
   outrider demo
   outrider generate --prompt "The sea is" --max-tokens 40
   outrider chat smollm2
+  outrider serve smollm2 --port 8000
   outrider verify smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
   outrider bench throughput smollm2 --shapes 1x128x64,8x128x64
   outrider COMMAND --help
@@ -48,6 +50,14 @@ CHAT_EXAMPLES = """examples:
   outrider chat path/to/folder --system "Answer in one sentence." --stats
 
 in a chat: /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer.
+"""
+SERVE_EXAMPLES = """examples:
+  outrider serve
+  outrider serve path/to/folder --port 8000 --served-model-name mine --max-num-seqs 64
+  outrider serve smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+  outrider serve --config server.yaml
+
+The server speaks OpenAI's API: docs/serving.md lists its routes.
 """
 BENCH_EXAMPLES = """examples:
   outrider bench throughput smollm2 --shapes 1x128x256,8x128x256
@@ -73,6 +83,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_bench(commands)
     _add_verify(commands)
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
@@ -117,6 +128,14 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
     _add_priority(parser)
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
+    add_engine_flags(parser)
+
+
+def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "serve", "serve a model over HTTP, as OpenAI's API does", SERVE_EXAMPLES)
+    add_model(parser, default=None)
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; those of the command line win")
+    add_server_flags(parser)
     add_engine_flags(parser)
 
 

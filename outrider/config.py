@@ -81,7 +81,7 @@ class EngineConfig:
         max_requests = self.max_num_seqs or (256 if on_cuda else 32)
         tokens = self.max_num_batched_tokens or max(8192 if on_cuda else 512, max_requests * (1 + max_drafts))
         return Limits(max_requests, tokens, max_len, max_drafts, vocab_size,
-                      steps_in_flight=self.steps_in_flight(on_cuda))
+                      max_logprobs=self.max_logprobs, steps_in_flight=self.steps_in_flight(on_cuda))
 
 
 def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
 from outrider.core import SamplingParams
-from outrider.core.fields import Count, NotEmpty, check_value
+from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
+from outrider.server.settings import LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
     "dtype": "type of weights and arithmetic",
@@ -65,15 +65,32 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the prompt",
     "speculative": "false: no drafts; a number: at most so many",
 }
+SERVER_HELP = {
+    "host": "address to listen at; 0.0.0.0 for all",
+    "port": "port to listen at; 0 for a free one",
+    "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
+    "served_model_name": "name of the model in requests and answers (repeat for several)",
+    "chat_template": "a file with a chat template, or the name of one of the model's",
+    "allowed_origins": "web page origin that may call the server (repeat for several)",
+    "max_num_queued_reqs": "samples that may wait before requests are refused with 429",
+    "max_body_bytes": "largest body of a request",
+    "max_prompts": "most prompts in one request",
+    "request_timeout": "seconds a request may take",
+    "shutdown_timeout": "seconds that running requests get after SIGTERM",
+    "stall_timeout": "seconds without a step until /health fails",
+    "max_restarts": "how often a failed engine is started again within ten minutes",
+    "uvicorn_log_level": "what the HTTP server logs",
+}
 CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
-           "logprobs_mode": LOGPROBS_MODES}
+           "logprobs_mode": LOGPROBS_MODES, "uvicorn_log_level": LOG_LEVELS}
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
 # The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
-PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams)  # of the fields, without their bounds
+# Types of the fields, without their bounds.
+PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams) | get_type_hints(ServerConfig)
 
 
 class UsageError(ValueError):
@@ -112,11 +129,6 @@ class Parser(argparse.ArgumentParser):
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def hyphenated(word: str) -> str:
     """--max_tokens=4 as --max-tokens=4; what is not a flag stays as it is."""
     if not word.startswith("--"):
@@ -143,6 +155,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
     for name, field in SAMPLING_FIELDS.items():
         _add_flag(group, field, SAMPLING_HELP.get(name, ""), defaults.get(name, field.default))
     parser.set_defaults(sampling_defaults=defaults)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    for field in dataclasses.fields(ServerConfig):
+        _add_flag(group, field, SERVER_HELP.get(field.name, ""))
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +196,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     kind = PLAIN_TYPES[field.name]
     if kind in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in (str | list[str] | None, list[str] | None):
+    elif kind in (str | list[str] | None, list[str] | None, tuple[str, ...]):
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif field.name in CHOICES:
         group.add_argument(flag, choices=CHOICES[field.name], **common)

@@ -8,8 +8,9 @@ integer, and NaN, infinities and numbers that no device could hold are not numbe
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -89,6 +90,12 @@ def shown(value: Any) -> str:
     except Exception:  # a caller's own __repr__, or an integer of too many digits
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def declared_fields(kind: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Limits:
     vocab_size: int
     max_stop_ids: int = 64
     max_list_ints: int = 1 << 20
+    max_logprobs: int = 20  # most likely tokens that a request may have reported beside its own
     steps_in_flight: int = 2
 
     def extent(self, axis: Axis) -> int:

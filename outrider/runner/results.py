@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
 from outrider.core.params import SamplingParams
+from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
-from outrider.sample.logprobs import to_host
+from outrider.sample.logprobs import HostLogprobs, to_host
 
 NAN_LOGITS = (
     "the model's logits are not finite, or no token is allowed: check the weights, logit_bias and allowed_token_ids"
@@ -30,9 +33,20 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
     return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
 
 
+def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:
+    """A captured step reports for whoever asks; the parameters of the batch say who did."""
+    asked = params.of_rows(batch.rows)
+    if all(one.logprobs is None for one in asked):
+        return replace(result, logprobs=None)
+    return replace(result, params=asked)
+
+
 def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],
                    plain: list[RequestResult]) -> list[RequestResult]:
-    logprobs = None if result.logprobs is None else result.logprobs.to("cpu")
+    logprobs = None
+    if result.logprobs is not None:
+        nums = [params.logprobs for params in asked if params.logprobs is not None]
+        logprobs = HostLogprobs(result.logprobs.to("cpu"), min(nums) if min(nums) < 0 else max(nums))
     prompts = None if result.prompt_logprobs is None else result.prompt_logprobs.rows.to("cpu")
     requests: list[RequestResult] = []
     logit_row = prompt_row = 0
@@ -40,7 +54,7 @@ def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[
         params = asked[i]
         own_logprobs: list[TokenLogprobs] | None = None
         if logprobs is not None and params.logprobs is not None:
-            own_logprobs = to_host(logprobs, logit_row, logit_row + len(part.run), params.logprobs)
+            own_logprobs = logprobs.between(logit_row, logit_row + len(part.run), params.logprobs)
         own_prompt: list[TokenLogprobs] | None = None
         if result.prompt_logprobs is not None and prompts is not None and params.prompt_logprobs is not None:
             count = result.prompt_logprobs.counts[i]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite
+from outrider.core import NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
@@ -22,11 +22,16 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
+        self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
 
     def admit(self, admissions: list[Admission]) -> None:
         for admission in admissions:
-            self._by_row[admission.row] = admission.params
-            (self._not_plain.discard if admission.params.is_plain else self._not_plain.add)(admission.row)
+            row, params = admission.row, admission.params
+            self._by_row[row] = params
+            (self._not_plain.discard if params.is_plain else self._not_plain.add)(row)
+            self._prompt_lens.pop(row, None)
+            if params.prompt_logprobs is not None:
+                self._prompt_lens[row] = admission.prompt_len
 
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
@@ -34,6 +39,14 @@ class RowParams:
     def are_plain(self, rows: list[int]) -> bool:
         """Whether none of the rows asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
+
+    def report_prompts(self, batch: ScheduledBatch) -> bool:
+        """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed
+        its bounds are exact."""
+        if self._prompt_lens.keys().isdisjoint(batch.rows):
+            return False
+        parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
+        return any(bound - known - drafts < self._prompt_lens.get(row, 0) for row, bound, known, drafts in parts)
 
 
 class RowState:

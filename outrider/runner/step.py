@@ -27,7 +27,7 @@ from outrider.runner.rows import RowState
 from outrider.sample.batch import History
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows
-from outrider.sample.sampler import LogprobsMode, sample
+from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
 
@@ -107,6 +107,11 @@ class DeviceStep:
         self._folded = self._none  # by the last host writes
         self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
 
+    @property
+    def has_sampler_kernels(self) -> bool:
+        """Whether kernels sample, with any parameters, by what rows hold."""
+        return self.state.device.type == "cuda" and ops.has_triton() and self.model.dtype != torch.float64
+
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
@@ -124,8 +129,10 @@ class DeviceStep:
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         counts = list(shape.logit_counts)
         asked = self.state.params.of_rows(scheduled.rows)
-        needs = StepNeeds.of(asked, counts)
-        extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
+        needs = StepNeeds.of(asked, counts, are_lists_placed=self.state.sampling.lists.are_placed(scheduled.rows))
+        extras = StepExtras()
+        if not (self.has_sampler_kernels and kernels_serve(needs)):
+            extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,

@@ -6,12 +6,16 @@ accepted tokens only. Its memory, rows x vocabulary, is taken when the first suc
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer
 from outrider.kernels.sampling_flags import IN_PROMPT
+
+log = logging.getLogger("outrider")
 
 
 class TokenCounts:
@@ -29,6 +33,7 @@ class TokenCounts:
         if not asking:
             return
         if self.packed is None:
+            log.info("penalties: token counts of all rows take %.0f MiB", self.num_bytes / 2**20)
             with torch.inference_mode(False):  # like all row state, which is made before any step
                 self.packed = buffer(self._limits, Axis.ROWS, Axis.VOCAB, dtype=torch.int32, device=self._device)
         prompts, outputs = [], []

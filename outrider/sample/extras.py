@@ -32,9 +32,10 @@ class StepNeeds:
     max_top_k: int = 0  # 0: nobody has a top-k
     any_top_p_alone: bool = False  # top-p without top-k: it may keep any number of tokens
     max_logprobs: int | None = None  # -1: the whole vocabulary
+    are_lists_placed: bool = True  # logit biases and bad words lie in row state, where kernels read them
 
     @classmethod
-    def of(cls, params: list[SamplingParams], logit_counts: list[int]) -> StepNeeds:
+    def of(cls, params: list[SamplingParams], logit_counts: list[int], *, are_lists_placed: bool = True) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
         logprobs = [p.logprobs for p in asked if p.logprobs is not None]
@@ -51,6 +52,7 @@ class StepNeeds:
             max_top_k=max((p.top_k for p in sampled if p.top_k > 0), default=0),
             any_top_p_alone=any(p.top_p < 1 and p.top_k <= 0 for p in sampled),
             max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
+            are_lists_placed=are_lists_placed,
         )
 
     @classmethod

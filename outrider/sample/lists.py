@@ -4,7 +4,7 @@
     n bad words                n pairs (offset, length), then the words' tokens, each word backwards
 
 A row's lists are written when a request takes the row and stay until another does. Where a request's lists find no
-place, its row is `unplaced`: as long as there is one, batches are sampled by the torch code, which takes `StepExtras`.
+place, its row is `unplaced`: batches that name it are sampled by the torch code, which takes `StepExtras`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class RowLists:
     @property
     def num_bytes(self) -> int:
         return 4 * (self.ints.numel() + self.allowed.numel())
+
+    def are_placed(self, rows: list[int]) -> bool:
+        return self.unplaced.isdisjoint(rows)
 
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
         """Writes the lists of the request that takes a row; those of its last owner are given back."""

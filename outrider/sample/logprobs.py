@@ -1,11 +1,12 @@
 """Log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts alike.
 
 Logit rows are independent: values use a row-wise log-softmax, ties among the most likely go to the lowest id.
-`to_host` forms what a result carries; it does not know which request asked for how many.
+`HostLogprobs` forms what a result carries; it does not know which request asked for how many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,11 @@ class LogprobRows:
     top_ids: torch.Tensor  # [L, N] int64, likeliest first
     top: torch.Tensor  # [L, N]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LogprobRows:
-        fields = (self.chosen_ids, self.chosen, self.rank, self.top_ids, self.top)
-        return LogprobRows(*(field.to(device, non_blocking=non_blocking) for field in fields))
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LogprobRows:
+        return LogprobRows(*map(change, (self.chosen_ids, self.chosen, self.rank, self.top_ids, self.top)))
+
+    def to(self, device: torch.device | str) -> LogprobRows:
+        return self.map(lambda field: field.to(device))
 
     @staticmethod
     def join(parts: list[LogprobRows]) -> LogprobRows:
@@ -59,12 +62,25 @@ def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
     return vocab - 1 - (keys.topk(num, dim=1).values & 0xFFFFFFFF)
 
 
+class HostLogprobs:
+    """Log-probabilities as lists of the host. Whole tensors are turned into lists at once: a step has hundreds of logit
+    rows, and reading them one by one would take longer than the step."""
+
+    def __init__(self, rows: LogprobRows, num: int) -> None:
+        """At most the `num` likeliest of each logit row, -1 for all; `rows` must be on the CPU."""
+        assert rows.chosen.device.type == "cpu", "copy the log-probabilities to the host first"
+        width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
+        self._ids = torch.cat([rows.chosen_ids[:, None], rows.top_ids[:, :width]], dim=1).tolist()
+        self._values = torch.cat([rows.chosen[:, None], rows.top[:, :width]], dim=1).tolist()
+        self._ranks = rows.rank.tolist()
+
+    def between(self, start: int, stop: int, num: int) -> list[TokenLogprobs]:
+        """Logit rows start to stop for a request that asked for `num`: the chosen token, then the `num` likeliest in
+        order of rank, so that the chosen one may come twice."""
+        end = None if num == MAX_LOGPROBS_ALL else 1 + num
+        return [TokenLogprobs(self._ids[i][:end], self._values[i][:end], self._ranks[i]) for i in range(start, stop)]
+
+
 def to_host(rows: LogprobRows, start: int, stop: int, num: int) -> list[TokenLogprobs]:
-    """Logit rows start to stop for a request that asked for `num`: the chosen token, then the `num` likeliest in
-    order of rank, so that the chosen one may come twice. `rows` must be on the CPU."""
-    assert rows.chosen.device.type == "cpu", "copy the log-probabilities to the host first"
-    width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
-    ids = torch.cat([rows.chosen_ids[start:stop, None], rows.top_ids[start:stop, :width]], dim=1).tolist()
-    values = torch.cat([rows.chosen[start:stop, None], rows.top[start:stop, :width]], dim=1).tolist()
-    ranks = rows.rank[start:stop].tolist()
-    return [TokenLogprobs(*fields) for fields in zip(ids, values, ranks, strict=True)]
+    """Logit rows start to stop for a request that asked for `num`."""
+    return HostLogprobs(rows.map(lambda field: field[start:stop]), num).between(0, stop - start, num)

@@ -125,12 +125,13 @@ def _edit(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     return own
 
 
-def _kernels_serve(logits: torch.Tensor, asked: Asked) -> bool:
-    """Not the log-probabilities of a whole vocabulary, and not while some row's lists found no place."""
-    num = asked.needs.max_logprobs
-    return not asked.rows.lists.unplaced and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
+def kernels_serve(needs: StepNeeds) -> bool:
+    """Not the log-probabilities of a whole vocabulary, and not lists that found no place on the device."""
+    num = needs.max_logprobs
+    return needs.are_lists_placed and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 
 
 sample_chunk = Operation(
-    _sample_chunk, triton_kernel("outrider.sample.fused:sample_fused", FLOAT32, _kernels_serve), name="sample_chunk"
+    _sample_chunk, triton_kernel("outrider.sample.fused:sample_fused", FLOAT32,
+                                 lambda logits, asked: kernels_serve(asked.needs)), name="sample_chunk"
 )

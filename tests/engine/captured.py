@@ -12,16 +12,18 @@ from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
-from outrider.runner.results import read_result
+from outrider.runner.results import read_result, with_asked_logprobs
 from tests.engine.harness import Rig
 
 
 class AsCaptured:
     """With `form` split the host has its turn between the halves of every step, also of those that no graph serves."""
 
-    def __init__(self, rig: Rig, *, takes_prompts: bool = True, form: StepForm = StepForm.WHOLE) -> None:
+    def __init__(self, rig: Rig, *, takes_prompts: bool = True, takes_parameters: bool = False,
+                 form: StepForm = StepForm.WHOLE) -> None:
         self._rig, self._form = rig, form
-        self.keys = GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=takes_prompts)
+        self.keys = GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=takes_prompts,
+                              takes_parameters=takes_parameters)
         self.met: list[GraphKey] = []
         self.reasons: Counter[Uncaptured] = Counter()
         self.turns: list[int] = []  # steps in which the host had its turn
@@ -33,15 +35,17 @@ class AsCaptured:
         step, batch = self._rig.step, replace(batch, form=self._form)
         self._rig._poison(batch)
         step.apply_host_writes(batch)
-        key = self.keys.key_for(batch, step.state.params)
+        key = self.keys.key_for(batch, step.state)
         if isinstance(key, Uncaptured):
             self.reasons[key] += 1
             return read_result(batch, step.run(batch), 0.0, key)
         self.met.append(key)
-        shape, plan = self.keys.shape(key), key.plan
+        shape, plan = self.keys.shape(key), self.keys.plan(key)
         ints = to_device(pack_captured(batch, shape), torch.int64, step.state.device)
-        if key.form is StepForm.WHOLE:
-            return read_result(batch, step.whole(shape, ints, plan), 0.0)
         half = step.forward_half(shape, ints, plan)
-        step.host_turn(batch)
-        return read_result(batch, step.finish_half(half, plan), 0.0)
+        if key.form is StepForm.SPLIT:
+            step.host_turn(batch)
+        result = step.finish_half(half, plan)
+        if result.logprobs is not None:
+            result = with_asked_logprobs(result, batch, step.state.params)
+        return read_result(batch, result, 0.0)

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import StepForm  # noqa: E402
+from outrider.core.outputs import RequestOutput  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
 from outrider.kernels.triton import attention_splits  # noqa: E402
@@ -23,6 +24,9 @@ from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
+from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
+from outrider.sample.draw import draw_tokens  # noqa: E402
+from outrider.sample.sampler import sample_chunk  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
@@ -42,7 +46,7 @@ ASKS = [
 
 @contextmanager
 def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]:
-    captured = AsCaptured(rig, form=form)
+    captured = AsCaptured(rig, form=form, takes_parameters=True)
     backend = TritonBackend(decode_kernel_max_query=1 + rig.engine.limits.max_drafts)
     rig.step.backend = backend
     for cached in (rig.step.cached, getattr(rig.step.drafter, "_cached", None)):
@@ -52,7 +56,7 @@ def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]
         rows = rig.step.recurrent
         rows.backend = TritonRecurrent(rows.backend.mixers, rows.layers, rows.pages)
     with ops.using("triton", ops.prepare_step, ops.commit_step, ops.store_drafts, ops.plan_draft_passes,
-                   ops.plan_reading_pass, ops.forget_pages):
+                   ops.plan_reading_pass, ops.forget_pages, ops.count_runs, draw_tokens, sample_chunk):
         yield captured
 
 
@@ -119,3 +123,80 @@ def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> N
     captured, rig = both_ways(random_model(HYBRIDS[family], torch.float32, 3), enable_prefix_caching=caching)
     assert any(key.takes_checkpoints for key in captured.met) == caching
     assert caching == any(result.checkpoints for result in rig.results)
+
+
+# Sampling parameters
+
+BIAS = {token: (-1) ** token * 3.0 for token in range(40, 90)}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "lists": {"logit_bias": BIAS, "bad_words_token_ids": ((5,), (7, 8), (6, 9, 11)), "min_tokens": 6,
+              "stop_token_ids": [3, 4, 9]},
+    "allowed": {"allowed_token_ids": [6, 7, 8], "temperature": 0.0},
+    "logprobs": {"logprobs": 4},
+}  # fmt: skip
+
+
+def asks_with(*names: str, max_tokens: int = 6) -> list[Ask]:
+    """One request for each, one that asks for all of them, and two that ask for nothing."""
+    every = [PARAMETERS[name] for name in names]
+    every.append({key: value for params in every for key, value in params.items()})
+    asked = [SamplingParams(**{"temperature": 0.9, "seed": i, "max_tokens": max_tokens} | params)
+             for i, params in enumerate(every)]
+    prompts = [[5, 6, 7, 8] * 4, *(prompt_of(i, 3 + 2 * i) for i in range(1, len(asked)))]
+    plain = [Ask(prompt_of(9, 11), greedy(max_tokens)),
+             Ask([9, 8, 7] * 4, SamplingParams(temperature=1.0, seed=4, max_tokens=max_tokens))]
+    return [Ask(prompt, params) for prompt, params in zip(prompts, asked, strict=True)] + plain
+
+
+def logprobs_of(outputs: list[RequestOutput]) -> list[dict[int, float]]:
+    """Of every token of every output that has any."""
+    samples = [sample for output in outputs for sample in output.outputs if sample.logprobs is not None]
+    return [{token: entry.logprob for token, entry in named.items()} for one in samples for named in one.logprobs]
+
+
+def both_ways_with(asks: list[Ask], **settings: Any) -> tuple[AsCaptured, Rig]:
+    """The reference's tokens and log-probabilities, by captured steps alone."""
+    model = tiny_model("llama", torch.float32)
+    with Rig(model, **SETTINGS | settings) as rig:
+        wanted = rig.run(asks)
+    with Rig(model, **SETTINGS | settings) as rig, on_a_card(rig) as captured:
+        made = rig.run(asks)
+        assert tokens_of(made) == tokens_of(wanted)
+        for one, other in zip(logprobs_of(made), logprobs_of(wanted), strict=True):
+            assert one.keys() == other.keys()
+            assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-4)
+    assert not captured.reasons, "none of these runs uncaptured"
+    return captured, rig
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_all_parameters_in_captured_steps(device: torch.device, k: int) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    if k:
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1,
+                                          "auto": False}
+    captured, rig = both_ways_with(asks_with(*PARAMETERS), **settings)
+    assert {key.sampler for key in captured.met} >= {SamplerForm.PENALISED}
+    assert bool(k) == any(part.num_accepted for result in rig.results for part in result.requests)
+
+
+def test_penalties_across_preemption(device: torch.device) -> None:
+    """Counts are built anew when a request resumes, with its settled outputs."""
+    asks = asks_with("penalties", max_tokens=14)
+    captured, rig = both_ways_with(asks, num_pages=5, enable_prefix_caching=False)
+    assert sum(len(batch.admissions) for batch in rig.batches) > len(asks), "somebody was preempted"
+    assert any(key.sampler is SamplerForm.PENALISED for key in captured.met)
+
+
+def test_a_mates_parameters_change_no_token(device: torch.device) -> None:
+    """Requests that ask for nothing have the same tokens whichever sampler their mates make the step take."""
+    plain = asks_with()[-2:]
+    found = []
+    for mates in ([], [Ask(prompt_of(5, 4), SamplingParams(max_tokens=9, top_p=0.5, seed=1))],
+                  [Ask(prompt_of(5, 4), SamplingParams(max_tokens=9, presence_penalty=0.5, seed=1))]):
+        with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig, on_a_card(rig) as captured:
+            found.append(tokens_of(rig.run([*plain, *mates]))[:2])
+        found.append([key.sampler for key in captured.met if not key.has_prompts][0])  # noqa: RUF015
+    assert found[0] == found[2] == found[4] and found[1::2] == [*SamplerForm]

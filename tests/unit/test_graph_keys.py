@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers.batch import DecodeQueries, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
-from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
@@ -31,24 +31,27 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
                           [True] * count, [50] * count)  # fmt: skip
 
 
-def row_params(**params: Any) -> RowParams:
-    """Of all rows; of a request that wants nothing special first."""
+def rows_of(*, prompt_len: int = 1, is_placed: bool = True, **params: Any) -> Any:
+    """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
     for asked in (SamplingParams(temperature=0), SamplingParams(temperature=0, **params)):
-        made.admit([Admission(row, [1], 1, 0, 9, (), asked, 0, 0) for row in range(1, 70)])
-    return made
+        made.admit([Admission(row, [1], prompt_len, 0, 9, (), asked, 0, 0) for row in range(1, 70)])
+    return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
+        are_placed=lambda rows: is_placed)))  # fmt: skip
 
 
-PLAIN = row_params()
+PLAIN = rows_of()
 
 
-def graphs(*, fills: bool = False, is_costly: bool = True, takes_prompts: bool = True) -> GraphKeys:
+def graphs(*, fills: bool = False, is_costly: bool = True, takes_prompts: bool = True,
+           takes_parameters: bool = True) -> GraphKeys:
     drafter = SimpleNamespace(has_slots_to_fill=fills, attention_layers=(None,) if is_costly else ())
-    return GraphKeys(LIMITS, drafter, takes_prompts=takes_prompts)  # type: ignore[arg-type]
+    return GraphKeys(LIMITS, drafter, takes_prompts=takes_prompts,  # type: ignore[arg-type]
+                     takes_parameters=takes_parameters)  # fmt: skip
 
 
-def served(made: GraphKeys, batch: ScheduledBatch) -> GraphKey:
-    key = made.key_for(batch, PLAIN)
+def served(made: GraphKeys, batch: ScheduledBatch, state: Any = PLAIN) -> GraphKey:
+    key = made.key_for(batch, state)
     assert isinstance(key, GraphKey), key
     return key
 
@@ -65,15 +68,49 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
     assert len(pack_captured(batch, shape)) == sum(shape.field_sizes) and shape.logit_rows_are_tokens
 
 
-@pytest.mark.parametrize(("batch", "params", "reason"), [
-    (batch_of([0]), row_params(logprobs=1), Uncaptured.SAMPLING_PARAMETERS),
-    (batch_of([0]), row_params(min_tokens=2), Uncaptured.SAMPLING_PARAMETERS),
-    (batch_of([0]), row_params(logit_bias={3: 1.0}), Uncaptured.SAMPLING_PARAMETERS),
+@pytest.mark.parametrize(("batch", "state", "reason"), [
+    (batch_of([0]), rows_of(logprobs=-1), Uncaptured.MANY_LOGPROBS),
+    (batch_of([0]), rows_of(logprobs=21), Uncaptured.MANY_LOGPROBS),
+    (batch_of([0]), rows_of(logit_bias={3: 1.0}, is_placed=False), Uncaptured.UNPLACED_LISTS),
+    (batch_of([0], num_known=9), rows_of(prompt_logprobs=1, prompt_len=50), Uncaptured.PROMPT_LOGPROBS),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["logprobs", "min_tokens", "logit_bias", "too many requests", "too many tokens"])  # fmt: skip
-def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, params: RowParams, reason: Uncaptured) -> None:
-    assert graphs().key_for(batch, params) is reason
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "too many requests",
+        "too many tokens"])  # fmt: skip
+def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
+    assert graphs().key_for(batch, state) is reason
+
+
+@pytest.mark.parametrize(("params", "form"), [
+    ({"logprobs": 20}, SamplerForm.FULL), ({"min_tokens": 2}, SamplerForm.FULL), ({"top_p": 0.5}, SamplerForm.DRAW),
+    ({"logit_bias": {3: 1.0}}, SamplerForm.FULL), ({"presence_penalty": 1.0}, SamplerForm.PENALISED),
+    ({"prompt_logprobs": 1, "prompt_len": 47}, SamplerForm.FULL),
+])  # fmt: skip
+def test_parameters_choose_the_sampler(params: dict[str, Any], form: SamplerForm) -> None:
+    """Greedy requests: a filter does nothing for them. The prompt of the last one is computed."""
+    for batch in (batch_of([0, 0]), batch_of([2] * 9)):
+        plain, key = served(graphs(), batch), served(graphs(), batch, rows_of(**params))
+        assert key == replace(plain, sampler=form)
+        needs = graphs().plan(key).needs
+        assert needs.is_draw == (form is SamplerForm.DRAW) and needs.any_penalties == (form is SamplerForm.PENALISED)
+    without = graphs(takes_parameters=False).key_for(batch, rows_of(**params))
+    assert without == plain if form is SamplerForm.DRAW else without is Uncaptured.SAMPLING_PARAMETERS
+
+
+@pytest.mark.parametrize("is_costly", [False, True])
+@pytest.mark.parametrize("takes_checkpoints", [False, True])
+def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_costly: bool,
+                                                                          takes_checkpoints: bool) -> None:
+    made = graphs(is_costly=is_costly)
+    at_start = set(made.at_start(takes_checkpoints=takes_checkpoints))
+    assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 8
+    asked = rows_of(logprobs=1)
+    for requests, drafts, propose in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
+        key = served(made, replace(batch_of([drafts] * requests), propose=propose), asked)
+        wide = made.wider(key, at_start)
+        assert wide is not None and wide.covers(key) and wide.sampler is SamplerForm.FULL
+        assert made.wider(replace(key, sampler=SamplerForm.PENALISED), at_start) is None
+        assert made.wider(replace(key, form=StepForm.SPLIT), at_start) is None
 
 
 @pytest.mark.parametrize(("num_known", "num_drafts"), [
@@ -110,10 +147,8 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             batch = replace(batch_of([drafts] + [0] * (requests - 1)), propose=propose)
             key = served(made, batch)
             keys.add(key)
-            serving = key if key in at_start else made.wider(key)
-            if serving not in at_start:
-                assert not drafts and propose and is_costly, "a first proposal after a pause"
-                serving = key
+            serving = key if key in at_start else made.wider(key, at_start)
+            assert serving is not None
             for one in (key, serving):
                 assert one.tokens >= one.requests * (1 + drafts) and one.propose >= propose
             shape = made.shape(serving)
@@ -163,7 +198,6 @@ def test_a_split_step_has_a_graph_of_its_own() -> None:
     made, batch = graphs(), batch_of([1, 0, 2])
     whole, split = served(made, batch), served(made, replace(batch, form=StepForm.SPLIT))
     assert split == replace(whole, form=StepForm.SPLIT) and made.shape(split) == made.shape(whole)
-    assert made.wider(split).form is StepForm.SPLIT
     assert all(key.form is StepForm.WHOLE for key in made.at_start(takes_checkpoints=True)), "captured when it is met"
 
 
@@ -184,3 +218,10 @@ def test_the_ladders_end_at_the_most_there_may_be() -> None:
         for ladder in (sizes.requests, sizes.at_start, sizes.prompt_requests, sizes.prompt_tokens):
             assert ladder == sorted(set(ladder))
         assert set(sizes.at_start) <= set(sizes.requests), "no size is captured that no batch asks for"
+
+
+def test_a_prompt_runs_on_a_wider_graph_only_where_that_is_cheap() -> None:
+    captured = [GraphKey(64, tokens, 3, True, has_prompts=True) for tokens in (256, 448)]
+    for tokens, serving in ((64, 256), (256, 256), (320, None), (384, 448)):
+        wide = GraphKeys.wider(GraphKey(4, tokens, 0, False, has_prompts=True), captured)
+        assert (None if wide is None else wide.tokens) == serving

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +20,8 @@ import torch
 from outrider.core import Limits, StepForm, Uncaptured
 from outrider.kernels.packet import empty_packet
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.keys import GraphKey, GraphKeys
-from outrider.runner.graphs.sizes import MOST_LATER, PATIENCE
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.sizes import MOST_LATER, PATIENCE, PAUSE
 from outrider.runner.step import DeviceResult, DeviceStep
 
 log = logging.getLogger("outrider")
@@ -61,33 +62,40 @@ class StepGraphs:
     def __init__(self, step: DeviceStep, limits: Limits) -> None:
         self._step = step
         step.cached.prepare_capture(limits)
-        self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts)
+        self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts,
+                              takes_parameters=step.has_sampler_kernels)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self._missed: Counter[GraphKey] = Counter()
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
+        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # wider keys of missed ones, until the next capture
+        self._next_capture = 0.0  # time before which no graph is captured if a wider one serves
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
-        """The captured step, or a wider one while a key is new. One that is met for the first time is captured now,
-        unless there is no memory for it, or have been too many."""
+        """The captured step, or a wider one while a key is new: then its own is captured when it has been met often,
+        with pauses between captures, so that nobody waits long. A key that no other serves is captured now: that takes
+        as long as an uncaptured step. None is captured if there is no memory for it, or have been too many."""
         if key in self._captured:
             return self._captured[key]
         self._missed[key] += 1
-        wider = self.keys.wider(key)
-        if wider in self._captured and self._missed[key] <= PATIENCE:
-            return self._captured[wider]
+        if key not in self._stand_ins:
+            self._stand_ins[key] = self.keys.wider(key, self._captured)
+        wider = self._stand_ins[key]
+        is_full = len(self._captured) - self._num_at_start >= MOST_LATER
+        if wider is not None:
+            is_due = self._missed[key] > PATIENCE and time.perf_counter() >= self._next_capture
+            if is_full or key in self._refused or not is_due:
+                return self._captured[wider]
         if key in self._refused:
             return Uncaptured.NO_MEMORY
-        if len(self._captured) - self._num_at_start >= MOST_LATER:
-            return Uncaptured.TOO_MANY_CAPTURES
-        return self._try(key)
+        return Uncaptured.TOO_MANY_CAPTURES if is_full else self._try(key)
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
         """The step as it is captured, uncaptured."""
-        plan = key.plan
+        plan = self.keys.plan(key)
         half = self._step.forward_half(self.keys.shape(key), ints, plan)
         if key.form is StepForm.SPLIT:
             host_turn()
@@ -97,12 +105,13 @@ class StepGraphs:
         """Compiles and loads what a capture must find loaded."""
         shape = self.keys.shape(key)
         with self._step.model.one_layer_each():
-            self._step.whole(shape, empty_packet(shape, self._step.state.device), key.plan)
+            self._step.whole(shape, empty_packet(shape, self._step.state.device), self.keys.plan(key))
 
     def get(self, key: GraphKey) -> WholeCapture | SplitCapture:
         if key not in self._captured:
             self.run_empty(key)
             self._captured[key] = self.capture(key)
+            self._stand_ins.clear()
         return self._captured[key]
 
     @contextmanager
@@ -112,34 +121,46 @@ class StepGraphs:
         if key.has_drafts and not key.propose:
             torch.cuda.synchronize()
             del self._captured[key]
+            self._stand_ins.clear()
 
     def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
         """The largest first, so that all share its memory. Returns how many."""
         for key in self.keys.at_start(takes_checkpoints=takes_checkpoints):
             self.get(key)
         self._num_at_start = len(self._captured)
+        num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
+        log.info("captured %d steps, %d of them with all sampling parameters; %d more at most when they are met",
+                 self._num_at_start, num_full, MOST_LATER)
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
         """What `capture_ladder` will capture, and steps with prompts, of which only the capture is then left for when
         they are met."""
-        for key in (*self.keys.decoding(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
+        own = takes_checkpoints
+        for key in (*self.keys.with_parameters(takes_checkpoints=own), *self.keys.decoding(takes_checkpoints=own),
+                    *self.keys.prompts()):
             self.run_empty(key)
 
     def _try(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """If memory does not suffice, such steps stay uncaptured."""
+        start = time.perf_counter()
         for _ in range(2):
             try:
-                return self.get(key)
+                captured = self.get(key)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
+            else:
+                now = time.perf_counter()
+                self._next_capture = now + PAUSE * (now - start)
+                log.debug("captured %s in %.1f ms", key, (now - start) * 1e3)
+                return captured
         log.warning("no memory to capture steps of %s: they run uncaptured", key)
         self._refused.add(key)
         return Uncaptured.NO_MEMORY
 
     def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
         """After `run_empty` of the same key. Builds everything anew."""
-        step, shape, plan = self._step, self.keys.shape(key), key.plan
+        step, shape, plan = self._step, self.keys.shape(key), self.keys.plan(key)
         ints, graph = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph()
         if key.form is StepForm.WHOLE:
             result = self._record(graph, lambda: step.whole(shape, ints, plan))
@@ -149,8 +170,7 @@ class StepGraphs:
             half = self._record(graph, lambda: step.forward_half(shape, ints, plan))
             result = self._record(finish, lambda: step.finish_half(half, plan))
             captured = SplitCapture(shape, ints, result, graph, finish)
-        # The next replay overwrites all of it: what is not copied when a step is queued must not be there.
-        assert result.logprobs is None and result.prompt_logprobs is None
+        assert result.prompt_logprobs is None, "the next replay overwrites a result, and these are not copied before"
         return captured
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:

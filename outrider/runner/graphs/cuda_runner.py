@@ -20,7 +20,7 @@ from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
-from outrider.runner.results import read_result
+from outrider.runner.results import read_result, with_asked_logprobs
 from outrider.runner.step import DeviceResult, DeviceStep
 
 
@@ -30,6 +30,8 @@ class PendingStep(Future[StepResult]):
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
+        if result.logprobs is not None:
+            result = replace(result, logprobs=result.logprobs.map(_to_pinned))
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)
@@ -92,7 +94,7 @@ class CudaRunner:
         self.device_step.apply_host_writes(batch)
         if self.graphs is None:
             return self._run_eagerly(batch, Uncaptured.NO_GRAPHS)
-        key = self.graphs.keys.key_for(batch, self.device_step.state.params)
+        key = self.graphs.keys.key_for(batch, self.device_step.state)
         if isinstance(key, Uncaptured):
             return self._run_eagerly(batch, key)
         return self._run_captured(batch, key, self.graphs)
@@ -113,11 +115,14 @@ class CudaRunner:
         ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
         if isinstance(captured, Uncaptured):
             self.num_eager += 1
-            return PendingStep(batch, graphs.run(key, ints, host_turn), captured)
+            return PendingStep(batch, self._reported(batch, graphs.run(key, ints, host_turn)), captured)
         self.num_replays += 1
         captured.ints.copy_(ints)
         captured.replay(host_turn)
-        return PendingStep(batch, captured.result)
+        return PendingStep(batch, self._reported(batch, captured.result))
+
+    def _reported(self, batch: ScheduledBatch, result: DeviceResult) -> DeviceResult:
+        return result if result.logprobs is None else with_asked_logprobs(result, batch, self.device_step.state.params)
 
     def _count_padding(self, batch: ScheduledBatch, size: PaddedSize | CapturedShape) -> None:
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens

@@ -1,22 +1,34 @@
 """Which captured step serves a batch, or why none does. Captures nothing itself.
 
-A request's number of drafts is data, not a key: a graph serves any batch that fits its padded requests and tokens, and
-its sampler draws where a temperature is not 0. So that few graphs serve all, decode steps come in three kinds for each
-number of requests: plain, plain with a proposal, and with d drafts for each request, which proposes d again.
+A request's number of drafts is data, not a key, and so are its sampling parameters: a graph serves any batch that fits
+its padded requests and tokens and asks no more of the sampler than its form has. So that few graphs serve all, decode
+steps come in three kinds for each number of requests: plain, plain with a proposal, and with d drafts for each request,
+which proposes d again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.sizes import FEW, GraphSizes, next_size
-from outrider.runner.rows import RowParams
+from outrider.runner.graphs.sizes import CHEAP_TOKENS, FEW, GraphSizes, next_size
+from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
+from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 from outrider.spec.base import Drafter
+
+
+class SamplerForm(enum.Enum):
+    """Which sampler a captured step has. Rows say what is done for them, so that a form serves every batch that asks
+    for no more, and a row's token does not depend on the form."""
+
+    DRAW = "a temperature"
+    FULL = "all parameters but penalties"
+    PENALISED = "all parameters"  # its token counts exist once a request has asked for a penalty, and never move
 
 
 @dataclass(frozen=True)
@@ -28,26 +40,36 @@ class GraphKey:
     takes_checkpoints: bool = False  # requests may write a checkpoint each
     has_prompts: bool = False  # requests may have any number of tokens
     form: StepForm = StepForm.WHOLE
+    sampler: SamplerForm = SamplerForm.DRAW
 
-    @property
-    def plan(self) -> StepPlan:
-        """What a captured step does beside its shape: it draws, and reports nothing but tokens."""
-        checkpoints = RowCheckpoints() if self.takes_checkpoints else NoCheckpoints()
-        return StepPlan(StepNeeds(any_sampled=True), StepExtras(), True, self.propose, checkpoints)
+    def covers(self, other: GraphKey) -> bool:
+        """Whether a graph of this key serves every batch of the other's, and costs little more where prompts count."""
+        own, others = ((key.has_prompts, key.form, key.sampler) for key in (self, other))
+        has_room = self.requests >= other.requests and self.propose >= other.propose
+        if self.has_prompts:
+            has_room &= other.tokens <= self.tokens <= max(CHEAP_TOKENS, other.tokens * 5 // 4)
+        else:
+            has_room &= self.tokens * other.requests >= other.tokens * self.requests
+        has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints
+        return own == others and has_room
 
 
 class GraphKeys:
-    def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True) -> None:
-        """takes_prompts: whether the step can do without the host's counts of tokens."""
+    def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True,
+                 takes_parameters: bool = False) -> None:
+        """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
+        sample, which read all parameters from the rows."""
         self.limits = limits
         self.sizes = GraphSizes.from_limits(limits)
         self._drafter = drafter
         self._takes_prompts = takes_prompts
+        self._takes_parameters = takes_parameters
+        self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
         self._is_costly = drafter is not None and bool(drafter.attention_layers)
 
-    def key_for(self, batch: ScheduledBatch, params: RowParams) -> GraphKey | Uncaptured:
-        """The graph that serves a batch, or the reason why none does."""
+    def key_for(self, batch: ScheduledBatch, state: RowState) -> GraphKey | Uncaptured:
+        """The graph that serves a batch, or the reason why none does. After the batch's admissions."""
         rows = {write.row for write in batch.checkpoints}
         if batch.folds:
             return Uncaptured.FOLDS
@@ -55,21 +77,38 @@ class GraphKeys:
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:
             return Uncaptured.TOO_MANY_REQUESTS
-        if not params.are_plain(batch.rows):
-            return Uncaptured.SAMPLING_PARAMETERS
+        sampler = self._sampler_for(batch, state)
+        if isinstance(sampler, Uncaptured):
+            return sampler
         if self._drafter is not None and self._drafter.has_slots_to_fill:
             return Uncaptured.DRAFTER_FILLS_SLOTS
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, bool(rows))
+            return self._with_prompts(batch, bool(rows), sampler)
         requests, drafts = next_size(self.sizes.requests, batch.num_requests), max(batch.num_drafts)
         propose = batch.propose
         if not self._is_costly:
             propose = self.limits.max_drafts if propose or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = propose = max(drafts, propose)
-        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form)
+        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form,
+                        sampler=sampler)
 
-    def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool) -> GraphKey | Uncaptured:
+    def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
+        if state.params.are_plain(batch.rows):
+            return SamplerForm.DRAW
+        if not self._takes_parameters:
+            return Uncaptured.SAMPLING_PARAMETERS
+        if state.params.report_prompts(batch):
+            return Uncaptured.PROMPT_LOGPROBS
+        if not state.sampling.lists.are_placed(batch.rows):
+            return Uncaptured.UNPLACED_LISTS
+        asked = state.params.of_rows(batch.rows)
+        if any(p.logprobs is not None and not 0 <= p.logprobs <= self._max_logprobs for p in asked):
+            return Uncaptured.MANY_LOGPROBS
+        return SamplerForm.PENALISED if any(p.has_penalties for p in asked) else SamplerForm.FULL
+
+    def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
+                      sampler: SamplerForm) -> GraphKey | Uncaptured:
         if not self._takes_prompts:
             return Uncaptured.PROMPTS
         if batch.num_tokens > self.limits.max_batched_tokens:
@@ -77,18 +116,23 @@ class GraphKeys:
         return GraphKey(
             next_size(self.sizes.prompt_requests, batch.num_requests),
             next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.propose else 0,
-            any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form,
+            any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
         )  # fmt: skip
 
-    def wider(self, key: GraphKey) -> GraphKey:
-        """One that serves whatever `key` serves, and is captured at start-up if there is such; else `key` itself."""
-        if key.has_prompts:
-            return key
-        requests, drafts = next_size(self.sizes.at_start, key.requests), key.tokens // key.requests - 1
-        propose = key.propose
-        if key.has_drafts and (requests > FEW or key.requests == requests):
-            drafts = propose = self.limits.max_drafts
-        return replace(key, requests=requests, tokens=requests * (1 + drafts), propose=propose)
+    @staticmethod
+    def wider(key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
+        """The cheapest of the captured keys that serves whatever `key` serves."""
+        covering = [wide for wide in captured if wide.covers(key)]
+        return min(covering, key=lambda wide: (wide.tokens, wide.propose, wide.requests, wide.takes_checkpoints),
+                   default=None)
+
+    def plan(self, key: GraphKey) -> StepPlan:
+        """What a captured step does beside its shape."""
+        checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
+        needs = StepNeeds(any_sampled=True)
+        if key.sampler is not SamplerForm.DRAW:
+            needs = StepNeeds.everything(self._max_logprobs, has_counts=key.sampler is SamplerForm.PENALISED)
+        return StepPlan(needs, StepExtras(), True, key.propose, checkpoints)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What a server meets, largest first so that their memory is shared."""
@@ -101,6 +145,17 @@ class GraphKeys:
                 for drafts in range(1 if requests <= FEW else max_drafts, max_drafts + 1) if max_drafts else ():
                     propose = drafts if self._is_costly else max_drafts
                     yield GraphKey(requests, requests * (1 + drafts), propose, True, own)
+
+    def with_parameters(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
+        if not self._takes_parameters:
+            return
+        max_drafts, full = self.limits.max_drafts, SamplerForm.FULL
+        for requests in reversed(self.sizes.full_at_start):
+            if max_drafts:
+                yield GraphKey(requests, requests * (1 + max_drafts), max_drafts, True, takes_checkpoints, sampler=full)
+            propose = 0 if self._is_costly else max_drafts
+            yield GraphKey(requests, requests, propose, False, takes_checkpoints, sampler=full)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
@@ -118,6 +173,7 @@ class GraphKeys:
         if self._takes_prompts:
             largest = (sizes.prompt_requests[-1], sizes.prompt_tokens[-1])
             yield GraphKey(*largest, max_drafts, max_drafts > 0, has_prompts=True)
+        yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
         yield from self.decoding(takes_checkpoints=takes_checkpoints)
 
     def shape(self, key: GraphKey) -> CapturedShape:

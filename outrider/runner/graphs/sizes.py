@@ -10,7 +10,9 @@ from outrider.core import Limits
 
 FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
 PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
+PAUSE = 20  # times a capture's duration in which no other is made, as long as a wider graph serves
 MOST_LATER = 256  # captures after start-up
+CHEAP_TOKENS = 256  # a step with prompts costs little more when it is padded up to so many
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
 MEASURED_TOKENS = (8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured, beside the small ones
 MEASURED_CAPTURED = (1, 2, 4)  # small token counts that captured steps have
@@ -23,6 +25,7 @@ class GraphSizes:
 
     requests: list[int]  # of steps that decode
     at_start: list[int]  # of those, the ones captured at start-up; the others wait until they are met often
+    full_at_start: list[int]  # of those, the ones captured with all sampling parameters
     prompt_requests: list[int]  # of steps with prompts
     prompt_tokens: list[int]  # padding costs time there, so it is an eighth at most; few tokens cost what weights cost
 
@@ -31,9 +34,11 @@ class GraphSizes:
         most, most_tokens = limits.max_requests, limits.max_batched_tokens
         tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
                   *range(5120, most_tokens + 1, 1024))  # fmt: skip
+        at_start = _up_to(most, (1 << i for i in range(most.bit_length())))
         return cls(
             requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
-            at_start=_up_to(most, (1 << i for i in range(most.bit_length()))),
+            at_start=at_start,
+            full_at_start=at_start[::-2][::-1],
             prompt_requests=_up_to(most, (4**i for i in range(10))),
             prompt_tokens=_up_to(most_tokens, tokens),
         )

@@ -22,13 +22,13 @@ from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
+from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # that a server usually meets
 LONG_QUERY = 40  # a prompt, in tiles
 FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
 SHORT_CONTEXT = 48  # keys that no kernel splits
-_LARGEST = StepNeeds.everything(20, has_counts=False)
 _LARGEST_WITHOUT_KERNELS = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
 ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose a smaller model"
 
@@ -83,15 +83,26 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
     with compiling(step):
         run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
         run_largest(step, limits)
+        _count_nothing(step, limits)
         if graphs is not None:
             graphs.run_sizes(takes_checkpoints=takes_checkpoints)
 
 
+def _count_nothing(step: DeviceStep, limits: Limits) -> None:
+    """What moves the token counts of penalties, for runs of both lengths: the counts are not there yet."""
+    device = step.state.device
+    counts = torch.zeros(1, limits.vocab_size, dtype=torch.int32, device=device)
+    for width in {1, 1 + limits.max_drafts}:
+        row, run = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1,), (1, width)))
+        ops.count_runs(counts, row, run, row)
+
+
 def run_largest(step: DeviceStep, limits: Limits) -> None:
     lens, drafts = largest_step(limits)
-    has_kernels = ops.has_triton() and step.model.dtype != torch.float64
-    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len,
-             needs=_LARGEST if has_kernels else _LARGEST_WITHOUT_KERNELS)
+    needs = _LARGEST_WITHOUT_KERNELS
+    if ops.has_triton() and step.model.dtype != torch.float64:
+        needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS), has_counts=False)
+    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=needs)
 
 
 def largest_step(limits: Limits) -> tuple[list[int], int]:

@@ -1,0 +1,128 @@
+"""`outrider serve`: the server from flags and a YAML file, with its worker in a process of its own.
+
+SIGTERM and Ctrl-C stop new requests, let running ones end within --shutdown-timeout, and end the engine; a second
+Ctrl-C does not wait. The worker's process ends with this one, however this one ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
+from outrider.core.fields import did_you_mean
+from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.start import start_engine
+from outrider.server.settings import ServerConfig
+
+SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
+NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]'"
+DEFAULT_MODEL = "smollm2"
+KEY_VARIABLE = "OUTRIDER_API_KEY"  # a key on the command line can be read by every user of the machine
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from outrider.server.app import build_app
+        from outrider.server.engine_host import EngineHost, Failed
+        from outrider.server.service import Service
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
+    if args.config is not None:
+        apply_file(args, Path(args.config))
+    args.model = args.model or DEFAULT_MODEL
+    engine, config = engine_config(args), server_config(args)
+    names = config.served_model_name or (model_name(engine.model),)
+    host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
+                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts)
+    service = Service(host, config, names, chat_template(config))
+    server = uvicorn.Server(uvicorn.Config(
+        build_app(service), log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
+        timeout_graceful_shutdown=int(config.shutdown_timeout), access_log=config.uvicorn_log_level != "warning"))
+
+    def stop() -> None:
+        server.should_exit = True
+
+    host.on_failed = stop
+    with listener(config) as own:
+        address = "http://{}:{}".format(*own.getsockname()[:2])
+        print(f"outrider: {names[0]} at {address} (it answers 503 until the model is loaded)", file=sys.stderr)
+        # uvicorn raises the signals that it caught once more when it has stopped: by then all is done.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            server.run(sockets=[own])
+        finally:
+            host.close()
+    if isinstance(host.state, Failed):
+        raise host.state.error
+    return 0
+
+
+def listener(config: ServerConfig) -> socket.socket:
+    """Bound before the model is loaded: a port that is taken is known at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    own = socket.socket(family, socket.SOCK_STREAM)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        own.bind((config.host, config.port))
+    except OSError as error:
+        own.close()
+        raise ValueError(f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with "
+                         "--port or --host") from None
+    return own
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    given = {name: getattr(args, name) for name in SERVER_FIELDS if hasattr(args, name)}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if "api_key" not in given and os.environ.get(KEY_VARIABLE):
+        given["api_key"] = (os.environ[KEY_VARIABLE],)
+    return ServerConfig(**given)
+
+
+def apply_file(args: argparse.Namespace, path: Path) -> None:
+    """Settings of a YAML file, under the names of the flags. What was given as a flag wins."""
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"{path} must map names of flags to values")
+    known = [*ENGINE_FIELDS, *SERVER_FIELDS, "model"]
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise UsageError(f"{path}: there is no setting {key!r}{did_you_mean(name, known)}")
+        if not hasattr(args, name) or (name == "model" and args.model is None):
+            setattr(args, name, _as_field(name, value))
+
+
+def _as_field(name: str, value: Any) -> Any:
+    """Fields that hold several values may be written as one, and YAML's lists are tuples here."""
+    field = (ENGINE_FIELDS | SERVER_FIELDS).get(name)
+    if field is not None and isinstance(field.default, tuple):
+        return tuple(value) if isinstance(value, list) else (value,)
+    return value
+
+
+def model_name(model: str) -> str:
+    """A hub id as it is; of a path only the last part, because answers show no paths."""
+    return Path(model).absolute().name if Path(model).exists() else model
+
+
+def chat_template(config: ServerConfig) -> str | None:
+    given = config.chat_template
+    if given is None or "{" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")

@@ -1,0 +1,42 @@
+"""Admission: how many samples may be in the engine at once, and what one that came too late is told.
+
+The queue is bounded by samples, because a request for n samples takes n rows. Counted here, in the event loop, so that
+a request is refused before anything is tokenized for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.server.errors import ApiError
+
+MAX_WAIT = 60  # seconds, the most that Retry-After says
+
+
+class Admission:
+    def __init__(self, max_queued: int) -> None:
+        self.num_live = 0  # samples of requests that have not been answered
+        self.num_refused = 0
+        self._max_queued = max_queued
+        self._mean_seconds = 1.0  # a request takes, over the last few
+
+    @contextmanager
+    def admit(self, num_samples: int, max_running: int) -> Iterator[None]:
+        """Raises the 429 if the samples would make the queue longer than allowed."""
+        if self.num_live and self.num_live + num_samples > max_running + self._max_queued:
+            self.num_refused += 1
+            raise ApiError(429, f"{self.num_live} samples are running or waiting, and at most {max_running} run and "
+                                f"{self._max_queued} wait: try again later", retry_after=self._wait(max_running))
+        self.num_live += num_samples
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.num_live -= num_samples
+            self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+
+    def _wait(self, max_running: int) -> int:
+        """Seconds until the queue has moved by about one batch."""
+        return max(1, min(MAX_WAIT, round(self._mean_seconds * self.num_live / max_running)))

@@ -1,0 +1,193 @@
+"""The application: routes, and errors in OpenAI's form. `build_app` is all that a server or a test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from outrider import __version__
+from outrider.core.fields import did_you_mean
+from outrider.server.chat import chat_completions
+from outrider.server.completions import completions
+from outrider.server.engine_host import Serving
+from outrider.server.errors import INTERNAL, ApiError
+from outrider.server.guard import TENANT, Guard
+from outrider.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from outrider.server.service import Service
+from outrider.server.work import api_error
+
+log = logging.getLogger("outrider")
+BODY_FIELDS = sorted(ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys())
+
+
+def build_app(service: Service) -> FastAPI:
+    """The engine is loaded, watched and started again by a task that lives as long as the application."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(service.host.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    config = service.config
+    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(_openai_routes(service))
+    app.include_router(_text_routes(service))
+    app.include_router(_state_routes(service))
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_surprise)
+    app.add_middleware(Guard, keys=config.api_key, max_body_bytes=config.max_body_bytes)
+    if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
+                           allow_headers=["*"])
+    return app
+
+
+def _openai_routes(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model_card(name) for name in service.model_names]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        return service.model_card(service.check_model(name))
+
+    @routes.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await completions(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/chat/completions")
+    async def create_chat(body: ChatRequest, request: Request) -> Response:
+        return await chat_completions(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/embeddings")
+    async def create_embedding() -> None:
+        raise ApiError(400, "embeddings are not supported yet")
+
+    return routes
+
+
+def _text_routes(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs,
+                                            body.add_generation_prompt)
+        else:
+            ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+        strings = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": service.host.llm.engine.limits.max_len, "tokens": ids,
+                "token_strs": strings}
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        for token in body.tokens:
+            if not 0 <= token < service.host.llm.engine.limits.vocab_size:
+                raise ApiError(400, f"token id {str(token)[:30]} is outside the vocabulary", param="tokens")
+        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    return routes
+
+
+def _state_routes(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    @routes.get("/ping")
+    async def health() -> Response:
+        """200 with an empty body, or 503 with the reason: loading, failed, or no step for too long."""
+        problem = service.host.problem
+        if problem is not None:
+            raise ApiError(503, problem, retry_after=5)
+        return Response()
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """Whether a request would be served now: healthy, and room in the queue."""
+        await health()
+        service.check_load()
+        return Response()
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.admission.num_live}
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        state = service.host.state
+        engine = state.llm.engine if isinstance(state, Serving) else None
+        text = service.metrics.text(engine, service.admission.num_refused, service.host.num_restarts)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    return routes
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    return _answer(api_error(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {404: "there is no such route", 405: "this route has another method", 400: "the body cannot be read"}
+    return _answer(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return _answer(ApiError(500, INTERNAL))
+
+
+async def _on_bad_body(request: Request, error: Exception) -> Response:
+    """One sentence that names the field; all of pydantic's alternatives for one field become one."""
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    first = problems[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    match first["type"]:
+        case "refused":
+            return _answer(ApiError(400, first["msg"], param=first["ctx"]["param"]))
+        case "json_invalid":
+            return _answer(ApiError(400, "the body is not valid JSON"))
+        case "missing" if not where:
+            return _answer(ApiError(400, "the request has no body"))
+        case "extra_forbidden":
+            hint = did_you_mean(where[0], BODY_FIELDS) if len(where) == 1 else ""
+            return _answer(ApiError(400, f"there is no field {'.'.join(where)[:100]!r}{hint}", param=where[0]))
+    param = where[0] if where else None
+    said = list(dict.fromkeys(p["msg"] for p in problems if p["loc"][1:2] == first["loc"][1:2]))
+    place = ".".join(where) if len(said) == 1 else param
+    return _answer(ApiError(400, f"{place or 'the body'}: {', or '.join(said[:3])}"[:500], param=param))

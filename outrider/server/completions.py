@@ -1,0 +1,125 @@
+"""/v1/completions: one or several prompts, each with n samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.server.errors import ApiError
+from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
+from outrider.server.protocol import CompletionRequest
+from outrider.server.service import Service, new_id
+from outrider.server.work import EventStream, JsonWork, Work, compact, event
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
+    model = service.check_model(body.model)
+    service.check_load()
+    prompts = await _encoded(service, body)
+    asks = service.asks(body, prompts, tenant, logprobs=body.logprobs,
+                        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    run = _Completion(service, body, asks, model)
+    timeout = service.config.request_timeout
+    return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
+
+
+async def _encoded(service: Service, body: CompletionRequest) -> list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [await service.encode(prompt)]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list", param="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > service.config.max_prompts:
+        raise ApiError(400, f"prompt has {len(prompt)} prompts, and at most {service.config.max_prompts} are served "
+                            "in one request", param="prompt")
+    return [await service.encode(each) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
+            for each in prompt]
+
+
+class _Completion:
+    """One request to the route, from its checked asks to its answer."""
+
+    def __init__(self, service: Service, body: CompletionRequest, asks: Sequence[Ask], model: str) -> None:
+        self._service, self._body, self._asks = service, body, asks
+        self._id = new_id("cmpl")
+        self._head = {"id": self._id, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._usage = Usage(asks)
+
+    async def answer(self) -> dict[str, Any]:
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
+            async for i, output in outputs:
+                last[i] = output
+                self._usage.update(i, output)
+        choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
+                   for i, output in sorted(last.items()) for sample in output.outputs]
+        return self._head | {"choices": choices, "usage": self._usage.to_json(),
+                             "metrics": self._usage.metrics_to_json()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        n = self._asks[0].params.n
+        readers = [ChangeReader(n, i * n) for i in range(len(self._asks))]
+        offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
+        head = compact(self._head)[:-1]
+        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
+            async for i, output in outputs:
+                self._usage.update(i, output)
+                chunks = [self._chunk(head, change, offsets) for change in readers[i].read(output)]
+                if chunks:
+                    yield "".join(chunks).encode()
+        if self._body.wants_usage:
+            yield event(self._head | {"choices": [], "usage": self._usage.to_json(),
+                                      "metrics": self._usage.metrics_to_json()})
+
+    def _chunk(self, head: str, change: Change, offsets: list[int]) -> str:
+        """Put together by hand: there is one for every run of every stream."""
+        logprobs = "null"
+        if change.logprobs is not None:
+            named = self._logprobs(change.token_ids, change.logprobs, offsets[change.choice])
+            offsets[change.choice] = named.pop("next_offset")
+            logprobs = compact(named)
+        ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
+        usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
+        reason = compact(change.finish_reason)
+        stop = f',"stop_reason":{compact(change.stop_reason)}' if change.finish_reason else ""
+        return (f'data: {head},"choices":[{{"index":{change.choice},"text":{compact(change.text)},'
+                f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
+
+    def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
+                                  "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        if sample.logprobs is not None:
+            choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs, 0)
+            del choice["logprobs"]["next_offset"]
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_to_json(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        return choice
+
+    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]], offset: int) -> dict[str, Any]:
+        tokens, values, top, offsets = [], [], [], []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen = entry[token_id]
+            tokens.append(chosen.decoded_token or "")
+            values.append(finite(chosen.logprob))
+            # Tokens that are parts of a character look the same: the likeliest of them is named.
+            top.append({t.decoded_token or "": finite(t.logprob)
+                        for t in reversed(top_logprobs(entry, self._body.logprobs or 0))})
+            offsets.append(offset)
+            offset += len(tokens[-1])
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets,
+                "next_offset": offset}
+
+
+def prompt_logprobs_to_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    return [None if entry is None else {
+        str(token_id): {"logprob": finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+        for token_id, value in entry.items()} for entry in entries]

@@ -1,0 +1,171 @@
+"""EngineHost: the life of the engine behind the server. It loads in a thread, serves, is watched, and is started again.
+
+    Loading -> Serving -> (the engine failed) -> Loading -> ... -> Failed
+
+`state` changes in `_move` alone. A server that listens while the model loads can say so; one whose steps have stopped
+fails its health check. Knows no HTTP but the error that a request gets while nothing can be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.engine.async_llm import AsyncLLM
+from outrider.server.errors import ApiError
+
+RESTART_WINDOW = 600.0  # seconds over which restarts are counted
+log = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class Loading:
+    reason: str = "the model is loading"
+
+
+@dataclass(frozen=True)
+class Serving:
+    llm: AsyncLLM
+
+
+@dataclass(frozen=True)
+class Failed:
+    reason: str
+    error: BaseException
+
+
+State = Loading | Serving | Failed
+
+
+class EngineHost:
+    """Belongs to one event loop. `start` builds an engine and may take minutes; it runs in a thread."""
+
+    def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
+                 on_failed: Callable[[], None] = lambda: None) -> None:
+        self.state: State = Loading()
+        self.num_restarts = 0
+        self.on_failed = on_failed
+        self._start = start
+        self._stall_timeout = stall_timeout
+        self._max_restarts = max_restarts
+        self._restart_times: deque[float] = deque()
+        self._progress = (-1, 0.0)  # steps so far, and since when
+        self._stalled = False
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises the answer that a request gets when there is none."""
+        match self.state:
+            case Serving(llm) if llm.is_running:
+                return llm
+            case Loading(reason):
+                raise ApiError(503, reason, retry_after=5)
+            case Failed():
+                raise ApiError(503, "the engine has failed and was not started again", retry_after=30)
+        raise ApiError(503, "the engine has failed and starts again", retry_after=5)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the server is not healthy."""
+        match self.state:
+            case Serving(llm):
+                if not llm.is_running:
+                    return "the engine has failed"
+                return "no step has ended for too long" if self._stalled else None
+            case Loading(reason) | Failed(reason):
+                return reason
+
+    async def run(self) -> None:
+        """Until the task is cancelled, or the engine has failed for good."""
+        interval = min(1.0, self._stall_timeout / 4)
+        while not isinstance(self.state, Failed):
+            match self.state:
+                case Loading():
+                    await self._load()
+                case Serving(llm):
+                    await asyncio.sleep(interval)
+                    self._watch(llm)
+
+    def close(self) -> None:
+        """Ends the engine; waits for the step in flight."""
+        if isinstance(self.state, Serving):
+            self.state.llm.shutdown()
+
+    async def _load(self) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[AsyncLLM] = loop.create_future()
+
+        def work() -> None:
+            try:
+                llm = self._start()
+            except BaseException as error:
+                _tell(loop, done, None, error)
+            else:
+                if not _tell(loop, done, llm, None):
+                    llm.shutdown()  # nobody waits for it any more
+
+        # A daemon: a server that is told to stop while it loads need not wait for the load.
+        threading.Thread(target=work, name="outrider-load", daemon=True).start()
+        try:
+            llm = await done
+        except Exception as error:
+            log.error("the engine did not start: %s", error)
+            self._move(Failed("the engine did not start", error))
+            return
+        self._progress = (-1, time.monotonic())
+        self._move(Serving(llm))
+
+    def _watch(self, llm: AsyncLLM) -> None:
+        now = time.monotonic()
+        if not llm.is_running:
+            self._restart(now)
+            return
+        steps = llm.engine.stats.num_steps
+        if steps != self._progress[0] or not llm.engine.has_requests:
+            self._progress = (steps, now)
+        stalled = now - self._progress[1] > self._stall_timeout
+        if stalled and not self._stalled:
+            log.error("no step has ended for %.0f s though requests wait: /health fails", self._stall_timeout)
+        self._stalled = stalled
+
+    def _restart(self, now: float) -> None:
+        self._stalled = False
+        while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW:
+            self._restart_times.popleft()
+        if len(self._restart_times) >= self._max_restarts:
+            message = f"the engine failed and was started again {self._max_restarts} times already"
+            self._move(Failed(message, RuntimeError(message)))
+            return
+        self._restart_times.append(now)
+        self.num_restarts += 1
+        log.error("the engine failed and is started again")
+        self._move(Loading("the engine failed and is starting again"))
+
+    def _move(self, state: State) -> None:
+        self.state = state
+        if isinstance(state, Failed):
+            self.on_failed()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
+          error: BaseException | None) -> bool:
+    def resolve() -> None:
+        if done.done():  # cancelled
+            if llm is not None:
+                threading.Thread(target=llm.shutdown, daemon=True).start()
+        elif error is not None:
+            done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            assert llm is not None
+            done.set_result(llm)
+
+    try:
+        loop.call_soon_threadsafe(resolve)
+    except RuntimeError:  # the loop is closed
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""Errors as clients of OpenAI's API read them: a status and {"error": {message, type, param, code}}.
+
+A message says what was wrong with the request. Paths, stack traces and texts of unexpected exceptions stay in the log.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
+    408: "RequestTimeoutError", 413: "RequestTooLargeError", 429: "RateLimitError", 500: "InternalServerError",
+    503: "ServiceUnavailableError", 504: "TimeoutError",
+}  # fmt: skip
+INTERNAL = "the server failed to handle this request; its log says why"
+OWNER = re.compile(r"^(?:SamplingParams: )?(\w+)\b")
+
+
+class ApiError(Exception):
+    """Raised anywhere below a route; the application answers with `status` and `body`."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": TYPES.get(self.status, "APIError"), "param": self.param,
+                          "code": self.status}}
+
+
+def bad_value(error: ValueError, fields: Any = ()) -> ApiError:
+    """A request that the engine refused. Its message names the field first, if one field is at fault."""
+    message = str(error).removeprefix("SamplingParams: ")
+    found = OWNER.match(message)
+    return ApiError(400, message, param=found[1] if found and found[1] in fields else None)

@@ -1,0 +1,115 @@
+"""The guard before every route: API keys, and bodies of a bounded size that arrive in time. Plain ASGI, no framework.
+
+A key is compared with every known one in constant time, so that neither a key nor its place can be learned by timing.
+The key that was used goes into the scope; it salts the prefix cache, so that one tenant's hits tell nothing of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from outrider.server.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what load balancers ask, without a key
+BODY_SECONDS = 60.0  # for a client to send its body
+TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
+
+
+class Guard:
+    def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
+            receive = await self._with_body(scope, receive)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        except ConnectionResetError:
+            return  # the client left while it sent its body
+        await self._app(scope, receive, send)
+
+    def _tenant(self, scope: Scope) -> str | None:
+        if not self._digests:
+            return None
+        given = _digest(_given_key(scope))
+        # All of them, always: which one matched must not show in the time.
+        if not any([hmac.compare_digest(given, known) for known in self._digests]):
+            raise ApiError(401, "a valid API key is needed: send it as Authorization: Bearer KEY")
+        return given.hex()[:16]
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Reads the whole body before the route sees it, within the limits, and plays it back."""
+        if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
+            return receive
+        declared = _header(scope, b"content-length")
+        if declared.isdigit() and int(declared) > self._max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return parts.pop() if parts else await receive()
+
+        return replay
+
+    async def _read(self, receive: Receive) -> bytes:
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request's body exceeds {self._max_body_bytes} bytes")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    body = json.dumps(error.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+               *((name.lower().encode(), value.encode()) for name, value in error.headers.items())]
+    if error.status == 413:
+        headers.append((b"connection", b"close"))  # the rest of the body was not read
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _given_key(scope: Scope) -> bytes:
+    """From `Authorization: Bearer`, or from `x-api-key` as clients of Anthropic's API send it."""
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # of one length, as compare_digest wants

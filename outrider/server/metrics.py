@@ -1,0 +1,166 @@
+"""Metrics under the names that dashboards for vLLM already read, in Prometheus' text form. No client library.
+
+Counts of the engine are read from its own statistics when they are asked for; times of requests are observed here.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.engine.engine import Engine
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0, 640.0)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+                  5.0, 10.0, 20.0, 40.0, 80.0)
+WHOLE_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+                 960.0, 1920.0)
+TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+
+
+class Histogram:
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self.name, self.help_text, self.bounds = name, help_text, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self, labels: str) -> Iterable[str]:
+        yield from _head(self.name, self.help_text, "histogram")
+        total = 0
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            total += count
+            yield f'vllm:{self.name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"vllm:{self.name}_sum{{{labels}}} {self.sum}"
+        yield f"vllm:{self.name}_count{{{labels}}} {total}"
+
+
+class ServerMetrics:
+    """Belongs to one event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = f'model_name="{_escaped(model_name)}",engine="0"'
+        self.first_token = Histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)
+        self.between = Histogram("inter_token_latency_seconds", "Time between runs of tokens.", BETWEEN_TOKENS)
+        self.per_token = Histogram("request_time_per_output_token_seconds",
+                                   "Mean time per output token of a request.", BETWEEN_TOKENS)
+        self.whole = Histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE_REQUEST)
+        self.decode = Histogram("request_decode_time_seconds", "Time from the first token to the last.", WHOLE_REQUEST)
+        self.prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.output_tokens = Histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        self.max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self.ends: Counter[str] = Counter()
+        self.num_preemptions = 0
+
+    def timer(self, prompt_len: int, params: SamplingParams) -> RequestTimer:
+        return RequestTimer(self, prompt_len, params)
+
+    def text(self, engine: Engine | None, num_refused: int, num_restarts: int) -> str:
+        lines: list[str] = []
+        for histogram in (self.first_token, self.between, self.per_token, self.whole, self.decode, self.prompt_tokens,
+                          self.output_tokens, self.max_tokens):
+            lines += histogram.lines(self._labels)
+        lines += self._counter("request_success", "Requests that ended, by reason.",
+                               {f'finished_reason="{reason}"': count for reason, count in self.ends.items()})
+        lines += self._counter("num_preemptions", "Preemptions of requests.", {"": self.num_preemptions})
+        lines += self._counter("requests_refused", "Requests refused because the queue was full.", {"": num_refused})
+        lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
+        if engine is not None:
+            lines += self._engine_lines(engine)
+        return "\n".join(lines) + "\n"
+
+    def _engine_lines(self, engine: Engine) -> Iterable[str]:
+        stats, scheduler = engine.stats, engine.scheduler
+        yield from self._gauge("num_requests_running", "Samples that run.", scheduler.num_running)
+        yield from self._gauge("num_requests_waiting", "Samples that wait.", scheduler.num_waiting)
+        yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", scheduler.cache.usage())
+        for name, help_text, value in (
+            ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
+            ("generation_tokens", "Output tokens.", stats.num_generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.", stats.num_prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens that the prefix cache provided.", stats.num_hit_tokens),
+            ("engine_steps", "Steps of the engine.", stats.num_steps),
+            ("spec_decode_num_drafts", "Drafts: of one request in one step.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens of drafts.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", stats.num_accepted_tokens),
+        ):
+            yield from self._counter(name, help_text, {"": value})
+        yield from self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted tokens of drafts, by position.",
+                                 _numbered("position", stats.accepted_per_position))
+        yield from self._counter("spec_decode_num_draft_tokens_per_pos", "Tokens of drafts, by position.",
+                                 _numbered("position", stats.drafted_per_position))
+        yield from self._counter("spec_decode_chosen_drafts", "How often so many drafts were chosen for a request.",
+                                 _numbered("num_drafts", stats.chosen))
+
+    def _counter(self, name: str, help_text: str, values: dict[str, int]) -> Iterable[str]:
+        yield from _head(f"{name}_total", help_text, "counter")
+        for label, value in values.items():
+            yield f"vllm:{name}_total{{{self._labels}{',' if label else ''}{label}}} {value}"
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Iterable[str]:
+        yield from _head(name, help_text, "gauge")
+        yield f"vllm:{name}{{{self._labels}}} {value}"
+
+
+class RequestTimer:
+    """Times of one prompt, from its arrival to the end of its last sample."""
+
+    def __init__(self, metrics: ServerMetrics, prompt_len: int, params: SamplingParams) -> None:
+        self._metrics, self._prompt_len, self._max_tokens = metrics, prompt_len, params.max_tokens
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._began
+        self._is_done = False
+
+    def observe(self, output: RequestOutput) -> None:
+        now, metrics = time.perf_counter(), self._metrics
+        if self._first is None:
+            self._first = now
+            metrics.first_token.observe(now - self._began)
+        else:
+            metrics.between.observe(now - self._last)
+        self._last = now
+        if output.finished:
+            self._finish(output, now - self._first)
+
+    def close(self) -> None:
+        """The request is over, finished or not."""
+        if not self._is_done:
+            self._metrics.ends["abort"] += 1
+
+    def _finish(self, output: RequestOutput, decode_seconds: float) -> None:
+        self._is_done = True
+        metrics, num_tokens = self._metrics, sum(len(sample.token_ids) for sample in output.outputs)
+        metrics.whole.observe(self._last - self._began)
+        metrics.decode.observe(decode_seconds)
+        longest = max(len(sample.token_ids) for sample in output.outputs)
+        if longest > 1:
+            metrics.per_token.observe(decode_seconds / (longest - 1))
+        metrics.prompt_tokens.observe(self._prompt_len)
+        metrics.output_tokens.observe(num_tokens)
+        if self._max_tokens is not None:
+            metrics.max_tokens.observe(self._max_tokens)
+        metrics.num_preemptions += output.metrics.num_preemptions
+        for sample in output.outputs:
+            metrics.ends[sample.finish_reason or "abort"] += 1
+
+
+def _head(name: str, help_text: str, kind: str) -> Iterable[str]:
+    yield f"# HELP vllm:{name} {help_text}"
+    yield f"# TYPE vllm:{name} {kind}"
+
+
+def _numbered(label: str, counts: Sequence[int]) -> dict[str, int]:
+    return {f'{label}="{i}"': count for i, count in enumerate(counts)}
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

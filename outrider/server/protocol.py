@@ -1,0 +1,205 @@
+"""Bodies of requests, typed strictly: a field is served, refused by name, or unknown and refused with the nearest name.
+
+None stands for "not given", as clients send it. Bounds of values are those of SamplingParams and are checked there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.core.fields import shown
+from outrider.core.params import SamplingParams
+from outrider.server.errors import ApiError, bad_value
+
+GRAMMARS = "structured output is not supported yet"
+# Known fields of OpenAI's and vLLM's bodies that are not served: values that change nothing, and what to say of others.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), GRAMMARS),
+    "structured_outputs": ((), GRAMMARS),
+    "guided_json": ((), GRAMMARS),
+    "guided_regex": ((), GRAMMARS),
+    "guided_choice": ((), GRAMMARS),
+    "guided_grammar": ((), GRAMMARS),
+    "best_of": ((1,), "use n"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "echo": ((False,), "the prompt is not repeated"),
+    "suffix": (("",), "text is not inserted"),
+    "store": ((False,), "nothing is stored"),
+    "metadata": (({},), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier; use priority"),
+    "modalities": ((["text"],), "text is the only modality"),
+    "audio": ((), "text is the only modality"),
+    "prediction": ((), "use speculative decoding by suffix or n-gram"),
+    "web_search_options": ((), "there is no web search"),
+    "reasoning_effort": ((), "give it in chat_template_kwargs, if the model's template reads it"),
+    "verbosity": (("medium",), "ask for it in the messages"),
+    "functions": ((), "use tools"),
+    "function_call": ((), "use tool_choice"),
+    "continue_final_message": ((False,), "the answer is always a new message"),
+    "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
+    "documents": (([],), "put documents into the messages"),
+    "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
+    "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
+}  # fmt: skip
+# Fields of SamplingParams under other names or forms in these bodies, or not for a server.
+OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_by_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in data.keys() & REFUSED.keys() - cls.model_fields.keys():
+            neutral, why = REFUSED[name]
+            value = data[name]
+            if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
+                raise PydanticCustomError("refused", "{param} is not supported with the value {value}: {why}",
+                                          {"param": name, "value": shown(value), "why": why})
+        return {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampled(Body):
+    """Fields that completions and chats share."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    speculative: bool | int | None = Field(None, description="false: no drafts; a number: at most so many")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, description="requests of a lower number are served first")
+    cache_salt: str | None = Field(None, description="prefix hits come only from requests with the same salt")
+    return_token_ids: bool | None = None
+    user: str | None = Field(None, description="read by nobody")
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """`more`: fields that the two kinds of request spell differently."""
+        names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
+        given = {name: value for name in names if (value := getattr(self, name)) is not None} | more
+        if self.logit_bias is not None:
+            try:
+                given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+            except ValueError:
+                raise ApiError(400, "logit_bias must have token ids as its keys", param="logit_bias") from None
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+        try:
+            return SamplingParams(**given)
+        except ValueError as error:
+            raise bad_value(error, type(self).model_fields) from None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampled):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]

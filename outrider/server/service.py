@@ -1,0 +1,135 @@
+"""Service: what the routes share. Which models there are, how prompts become token ids, and who may run when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import cached_property
+from typing import Any
+from uuid import uuid4
+
+from outrider.core.outputs import RequestOutput
+from outrider.engine.async_llm import LONG_TEXT
+from outrider.engine.text import Tokenizer
+from outrider.server.admission import Admission
+from outrider.server.engine_host import EngineHost, Serving
+from outrider.server.errors import ApiError, bad_value
+from outrider.server.generation import Ask, generate
+from outrider.server.metrics import ServerMetrics
+from outrider.server.protocol import ChatMessage, Sampled, Tool
+from outrider.server.settings import ServerConfig
+from outrider.server.templating import template_messages, template_tools
+
+RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")  # the server's own variables
+
+
+class Service:
+    """Belongs to one event loop."""
+
+    def __init__(self, host: EngineHost, config: ServerConfig, model_names: Sequence[str],
+                 chat_template: str | None = None) -> None:
+        self.host = host
+        self.config = config
+        self.model_names = tuple(model_names)
+        self.admission = Admission(config.max_num_queued_reqs)
+        self.metrics = ServerMetrics(self.model_names[0])
+        self._chat_template = chat_template
+        self._created = int(time.time())
+
+    # Models
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        state = self.host.state
+        max_len = state.llm.engine.limits.max_len if isinstance(state, Serving) else None
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "outrider",
+                "root": self.model_names[0], "parent": None, "max_model_len": max_len}
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with."""
+        if name is None or name in self.model_names:
+            return name or self.model_names[0]
+        raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(self.model_names)}",
+                       param="model")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.host.llm.engine.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer: give prompts as token ids to /v1/completions")
+        return tokenizer
+
+    # Prompts
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > LONG_TEXT:
+            self._check_length(text)
+            return await asyncio.to_thread(self._encoded, text, add_special_tokens)
+        return self._encoded(text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
+                          variables: dict[str, Any] | None, add_generation_prompt: bool | None) -> list[int]:
+        variables = variables or {}
+        for name in variables.keys() & set(RESERVED):
+            raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
+        tokenizer = self.tokenizer
+
+        def work() -> list[int]:
+            text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
+                                         add_generation_prompt=add_generation_prompt is not False,
+                                         chat_template=self._chat_template, **variables)
+            self._check_length(text)
+            return self._encoded(text, add_special_tokens=False)
+
+        return await asyncio.to_thread(work)  # a template may take seconds
+
+    def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
+        """One ask per prompt, each of which the engine has agreed to."""
+        params = body.sampling(**more)
+        salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
+        asks = [Ask(prompt, params, body.priority or 0, salt) for prompt in prompts]
+        engine = self.host.llm.engine
+        try:
+            for ask in asks:
+                engine.check(ask.token_ids, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
+        except ValueError as error:
+            raise bad_value(error, type(body).model_fields) from None
+        return asks
+
+    # Running
+
+    async def run(self, asks: Sequence[Ask], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Growing outputs with the index of their prompt."""
+        llm = self.host.llm
+        num_samples = sum(ask.params.n for ask in asks)
+        with self.admission.admit(num_samples, llm.engine.limits.max_requests):
+            async with aclosing(generate(llm, asks, request_id, self.metrics)) as outputs:
+                async for pair in outputs:
+                    yield pair
+
+    def check_load(self) -> None:
+        """Refuse before anything is tokenized, if not even one more sample could wait."""
+        with self.admission.admit(1, self.host.llm.engine.limits.max_requests):
+            pass
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as error:
+            raise bad_value(error) from None
+
+    def _check_length(self, text: str) -> None:
+        """A text that cannot fit is refused before it is tokenized: a token has at most so many characters."""
+        max_len = self.host.llm.engine.limits.max_len
+        if len(text) > max_len * self._longest_token:
+            raise ApiError(400, f"the prompt has {len(text)} characters, more than max_model_len ({max_len}) tokens "
+                                "can hold")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid4().hex}"

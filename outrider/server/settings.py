@@ -1,0 +1,31 @@
+"""ServerConfig: every setting of the HTTP front with its default, frozen. Names follow vLLM's where they agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Range(0, 65535)] = 8000  # 0: a free one, which is printed
+    api_key: tuple[Text, ...] = ()  # none: every request is served
+    served_model_name: tuple[Text, ...] = ()  # none: the model's own name
+    chat_template: Text | None = None  # a file, a template's name or a template
+    allowed_origins: tuple[Text, ...] = ()  # none: no CORS headers are sent
+    max_num_queued_reqs: Annotated[int, Range(0, INT32)] = 1024  # samples that may wait beside those that run
+    max_body_bytes: Annotated[int, Range(1, INT64)] = 16 << 20
+    max_prompts: Count = 256  # in one request to /v1/completions
+    request_timeout: Annotated[float, Range(0.001, 1e9)] | None = None  # seconds a request may take
+    shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
+    stall_timeout: Annotated[float, Range(0.1, 1e9)] = 120.0  # seconds without a step until /health fails
+    max_restarts: Annotated[int, Range(0, INT32)] = 3  # of a failed engine, within ten minutes
+    uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"
+
+    def __post_init__(self) -> None:
+        check_fields("", self)

@@ -1,0 +1,132 @@
+"""Responses that run a request: one JSON object at its end, or server-sent events while it runs.
+
+The client is watched meanwhile. When it leaves, or the deadline passes, the work is cancelled, which aborts the request
+in the engine and frees its pages. Nothing is sent before the first result, so that whatever is wrong with a request
+has a status of its own; an error after that is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.engine.async_llm import EngineError, RequestError
+from outrider.server.errors import INTERNAL, ApiError, bad_value
+
+log = logging.getLogger("outrider")
+compact = json.JSONEncoder(separators=(",", ":")).encode
+DONE = b"data: [DONE]\n\n"
+
+
+class Work(Response):
+    """`_produce` makes the answer and sends it. Runs once."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.background = None
+        self._timeout = timeout
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._produce(send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not gone.done():
+                await _cancelled(work)
+                await self._fail(send, ApiError(504, f"the request took longer than {self._timeout:g} seconds"))
+        finally:
+            await _cancelled(gone)
+            await _cancelled(work)
+
+    async def _produce(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        raise error
+
+    async def _start(self, send: Send, media_type: bytes, *more: tuple[bytes, bytes]) -> None:
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", media_type), *more]})
+
+
+class JsonWork(Work):
+    def __init__(self, answer: Awaitable[dict[str, Any]], timeout: float | None) -> None:
+        super().__init__(timeout)
+        self._answer = answer
+
+    async def _produce(self, send: Send) -> None:
+        try:
+            body = compact(await self._answer).encode()
+        except Exception as error:
+            raise api_error(error) from error
+        await self._start(send, b"application/json", (b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.body", "body": body})
+
+
+class EventStream(Work):
+    """`frames`: each item holds all events that were ready, as bytes."""
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], timeout: float | None, end: bytes = DONE) -> None:
+        super().__init__(timeout)
+        self._frames = frames
+        self._end = end
+
+    async def _produce(self, send: Send) -> None:
+        try:
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    if not self._has_started:
+                        # No proxy may hold events back.
+                        await self._start(send, b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"),
+                                          (b"x-accel-buffering", b"no"))
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except Exception as error:
+            await self._fail(send, api_error(error))
+            return
+        await send({"type": "http.response.body", "body": self._end})
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        if not self._has_started:
+            raise error
+        await send({"type": "http.response.body", "body": event(error.body) + self._end})
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + compact(data).encode() + b"\n\n"
+
+
+def api_error(error: Exception) -> ApiError:
+    """What the client is told of an exception. What it must not see is logged instead."""
+    match error:
+        case ApiError():
+            return error
+        case ValueError():
+            return bad_value(error)
+        case EngineError():
+            log.error("a request failed with the engine: %s", error)
+            return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
+        case RequestError():
+            log.error("%s", error)
+            return ApiError(500, "the request failed while it ran; the server's log says why")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, INTERNAL)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(task: asyncio.Future[None]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,190 @@
+"""What a server refuses, and how: errors in OpenAI's form, keys, sizes, a full queue, deadlines, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from outrider.engine.async_llm import AsyncLLM
+from tests.server.rig import MODEL, Served, serving, tiny_engine
+
+CHAT = [{"role": "user", "content": "hi"}]
+LONG = {"prompt": "x", "max_tokens": 190, "ignore_eos": True, "speculative": False}
+
+
+def slow_llm(seconds: float = 0.02) -> AsyncLLM:
+    """Every step takes a while, so that requests meet."""
+    rig = tiny_engine(max_num_seqs=2)
+    inner = rig.engine.step
+    rig.engine.step = lambda: (time.sleep(seconds), inner())[1]  # type: ignore[method-assign]
+    return AsyncLLM.around(rig.engine)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(slow_llm, max_num_queued_reqs=2, max_body_bytes=20_000, max_prompts=3) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Served]:
+    with serving(api_key=("first", "second"), request_timeout=0.5) as served:
+        yield served
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("temperature", "hot", "temperature"), ("temperature", -1, "temperature must be a number from 0"),
+    ("n", True, "n: "), ("n", 1000, "n must be"), ("top_p", 2, "top_p must be"), ("max_tokens", 0, "max_tokens"),
+    ("logprobs", 99, "max_logprobs"), ("stop", 5, "stop: "), ("logit_bias", {"x": 1}, "token ids"),
+    ("logit_bias", {"5": 1e9}, "logit_bias"), ("prompt", [], "prompt"), ("prompt", [[]], "empty"),
+    ("prompt", [999999], "vocabulary"), ("prompt", ["a"] * 4, "at most 3"), ("prompt", None, "prompt"),
+    ("prompt", "x" * 300, "max_model_len"), ("temprature", 1, "did you mean temperature"),
+    ("stream_options", {"include_usage": True}, "stream=true"), ("best_of", 3, "best_of is not supported"),
+    ("response_format", {"type": "json_object"}, "structured output"), ("guided_json", {}, "structured output"),
+    ("echo", True, "echo is not supported"), ("priority", 2**40, "priority must be"), ("seed", 2**70, "seed must be"),
+    ("suffix", "end", "suffix is not supported"), ("speculative", -2, "speculative"), ("cache_salt", 5, "cache_salt"),
+])  # fmt: skip
+def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, words: str) -> None:
+    error = served.error("/v1/completions", **({"prompt": "hello"} | {field: value}))
+    assert words in error["message"], error
+    assert error["param"] in (field, None) or field == "prompt"
+    assert "/" not in error["message"] and "Traceback" not in error["message"]
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"), ({"messages": "x"}, "messages"),
+    ({"top_logprobs": 2}, "logprobs=true"), ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+    ({"chat_template_kwargs": {"messages": []}}, "must not set messages"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "same thing"), ({"functions": []}, "use tools"),
+    ({"response_format": {"type": "json_schema"}}, "structured output"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "chat_template_kwargs"),
+])  # fmt: skip
+def test_a_bad_chat_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
+    assert words in served.error("/v1/chat/completions", **({"messages": CHAT} | fields))["message"]
+
+
+def test_values_that_change_nothing_are_taken(served: Served) -> None:
+    answer = served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, response_format={"type": "text"},
+                         store=False, service_tier="auto", best_of=None, user="me", stop=None)
+    assert answer.status_code == 200, answer.text
+
+
+def test_other_mistakes_have_their_own_status(served: Served) -> None:
+    assert served.error("/v1/completions", 404, prompt="x", model="other")["param"] == "model"
+    assert served.error("/v1/nothing", 404)["type"] == "NotFoundError"
+    assert served.http.get("/v1/completions").json()["error"]["code"] == 405
+    assert served.error("/v1/embeddings", 400, input="x")["message"] == "embeddings are not supported yet"
+    for body in (b"{", b"\xff\xfe", b"[1]", b"", b"null", b'{"prompt": 1e999}', b"[" * 5000):
+        answer = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, (body, answer.text)
+    assert served.error("/detokenize", tokens=[-1])["param"] == "tokens"
+    assert served.error("/tokenize", prompt="a", messages=CHAT)["param"] == "prompt"
+
+
+def test_a_body_that_is_too_large_is_refused(served: Served) -> None:
+    assert served.error("/v1/completions", 413, prompt="x" * 30_000)["type"] == "RequestTooLargeError"
+    chunks = (b'{"prompt": "' if i == 0 else b"x" * 1000 for i in range(40))  # without a declared length
+    assert served.http.post("/v1/completions", content=chunks).status_code == 413
+
+
+def test_a_full_queue_answers_429_and_the_rest_is_served(served: Served) -> None:
+    with served.http.stream("POST", "/v1/completions", json=LONG | {"n": 4, "stream": True}) as stream:
+        assert stream.status_code == 200
+        lines = stream.iter_lines()  # kept: without it the client would close the stream
+        next(lines)
+        refused = served.post("/v1/completions", prompt="x")
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert served.http.get("/ready").status_code == 429 and served.http.get("/health").status_code == 200
+        assert served.http.get("/load").json() == {"server_load": 4}
+        with pytest.raises(openai.RateLimitError, match="try again later"):
+            served.client().completions.create(model=MODEL, prompt="x")
+    served.assert_idle()
+    assert served.post("/v1/completions", prompt="x").status_code == 200
+    assert "vllm:requests_refused_total" in served.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> None:
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                    + str(len(body)).encode() + b"\r\n\r\n" + body)
+        served.wait_for(lambda: served.llm.engine.scheduler.num_running == 1)
+    before = served.llm.engine.stats.num_steps
+    served.assert_idle()
+    assert served.llm.engine.stats.num_steps - before < 100, "it was not ended but ran out"
+
+
+def test_a_reader_that_does_not_read_blocks_nobody(served: Served) -> None:
+    with served.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "logprobs": 5}):
+        began = time.monotonic()
+        assert served.post("/v1/completions", prompt="y", max_tokens=4).status_code == 200
+        assert time.monotonic() - began < 30
+    served.assert_idle()
+
+
+def test_many_at_once_are_all_answered(served: Served) -> None:
+    statuses: list[int] = []
+    ask = {"prompt": "many", "max_tokens": 3}
+    threads = [threading.Thread(target=lambda: statuses.append(served.post("/v1/completions", **ask).status_code))
+               for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(statuses) == 12 and set(statuses) <= {200, 429} and 200 in statuses
+    served.assert_idle()
+
+
+def test_every_route_but_health_wants_a_key(guarded: Served) -> None:
+    open_routes = {"/health", "/ready", "/ping"}
+    for route in guarded.http.get("/openapi.json", headers={"Authorization": "Bearer first"}).json()["paths"]:
+        for method in ("GET", "POST"):
+            status = guarded.http.request(method, route.replace("{name}", "x")).status_code
+            assert (status == 401) == (route not in open_routes), (method, route, status)
+    assert guarded.http.get("/nothing").status_code == 401
+    for header in ("Bearer third", "first", "Basic first", "Bearer firs", "Bearer firstt"):
+        assert guarded.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("third").models.list()
+    assert list(guarded.client("first").models.list()) and list(guarded.client("second").models.list())
+
+
+def test_prefix_hits_do_not_cross_keys_or_salts(guarded: Served) -> None:
+    def hits(key: str, **extra: Any) -> int:
+        answer = guarded.client(key).completions.create(model=MODEL, prompt="secret " * 10, max_tokens=1,
+                                                        extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert hits("first") == 0 and hits("first") > 0
+    assert hits("second") == 0 and hits("second") > 0
+    assert hits("first", cache_salt="a") == 0 and hits("first", cache_salt="a") > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_a_request(guarded: Served, stream: bool) -> None:
+    inner = guarded.llm.engine.step
+    guarded.llm.engine.step = lambda: (time.sleep(0.05), inner())[1]  # type: ignore[method-assign]
+    try:
+        answer = guarded.http.post("/v1/completions", json=LONG | {"stream": stream},
+                                   headers={"Authorization": "Bearer first"})
+    finally:
+        guarded.llm.engine.step = inner  # type: ignore[method-assign]
+    assert "took longer than 0.5 seconds" in answer.text
+    assert answer.status_code == (200 if stream else 504)
+    assert not stream or answer.text.endswith("data: [DONE]\n\n")
+    guarded.assert_idle()
+
+
+def test_no_web_page_may_call_it_unless_allowed(served: Served) -> None:
+    answer = served.http.get("/v1/models", headers={"Origin": "https://page.example"})
+    assert not any(name.startswith("access-control") for name in answer.headers)

@@ -1,0 +1,107 @@
+"""`outrider serve` as a process: flags and files, a worker of its own, signals, and a clean end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from outrider.cli import build_parser, main
+from outrider.commands.serve import apply_file, server_config
+from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
+
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-pages", "64", "--max-model-len", "96", "--max-num-seqs", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_folder(tmp_path_factory.mktemp("served") / "tiny-bytes", CONFIGS["llama"])
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def started(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "outrider.cli", "serve", str(folder), "--port", "0", *FLAGS, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ, OUTRIDER_API_KEY="k"))
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r"tiny-bytes at (http://\S+)", line)
+    assert found, line + process.stderr.read()
+    return process, found[1]
+
+
+def wait_healthy(process: subprocess.Popen[str], url: str) -> None:
+    for _ in range(1200):
+        if process.poll() is None and httpx.get(f"{url}/health").status_code == 200:
+            return
+        assert process.poll() is None
+        time.sleep(0.05)
+    raise AssertionError("not healthy in time")
+
+
+def test_it_serves_starts_a_killed_worker_again_and_drains_on_sigterm(folder: Path) -> None:
+    process, url = started(folder)
+    key = {"Authorization": "Bearer k"}
+    try:
+        assert httpx.get(f"{url}/health").status_code in (503, 200)  # it listens while it loads
+        wait_healthy(process, url)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "tiny-bytes"
+        kill_worker(process, url, key)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, "the worker has a process of its own"
+        body = {"prompt": "hello", "max_tokens": 80, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=60) as stream:
+            lines = stream.iter_lines()
+            text = next(lines)
+            process.send_signal(signal.SIGTERM)
+            text += "".join(lines)
+        assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]"), "the stream was cut off"
+        assert process.wait(30) == 0
+        assert not psutil.wait_procs(children, timeout=10)[1]
+    finally:
+        process.kill()
+
+
+def kill_worker(process: subprocess.Popen[str], url: str, key: dict[str, str]) -> None:
+    """Returns when requests are served again."""
+    worker = next(c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline()))
+    worker.kill()
+    for _ in range(600):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=key, timeout=60)
+        assert answer.status_code in (200, 503) and "/" not in answer.json().get("error", {}).get("message", "")
+        if answer.status_code == 200:
+            break
+        time.sleep(0.1)
+    assert re.search(r"vllm:engine_restarts_total\{.*\} 1\n", httpx.get(f"{url}/metrics", headers=key).text)
+
+
+def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("prot: 8000")
+    for argv, words in [(["--prot", "1"], "did you mean --port"), (["--port", "70000"], "port must be"),
+                        (["--max-num-queued", "1"], "did you mean --max-num-queued-reqs"),
+                        (["--config", str(tmp_path / "bad.yaml")], "did you mean port"),
+                        (["--uvicorn-log-level", "loud"], "critical, error"),
+                        (["no/such/model", "--port", "0"], "no/such/model")]:
+        assert main(["serve", *argv]) == 2, argv
+        assert words in capsys.readouterr().err
+
+
+def test_a_file_gives_what_the_flags_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("model: folder\nport: 9000\nmax-num-seqs: 7\napi_key: one\nserved-model-name: [a, b]\n"
+                    "speculative-config: {method: ngram, num_speculative_tokens: 2}\n")
+    args = build_parser().parse(["serve", "--config", str(path), "--port", "9001"])
+    apply_file(args, path)
+    config = server_config(args)
+    assert (args.model, args.max_num_seqs, config.port) == ("folder", 7, 9001)
+    assert config.api_key == ("one",) and config.served_model_name == ("a", "b")
+    assert args.speculative_config["method"] == "ngram"
