@@ -1,6 +1,6 @@
 """The self-attention block that the families share: one product for q, k and v, norms, rope, attention, output.
 
-Does not know where keys and values lie: `attend` does.
+The block does not know where keys and values lie; `attend` does.
 """
 
 from __future__ import annotations

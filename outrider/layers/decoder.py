@@ -1,6 +1,6 @@
 """The decoder layer that most families share.
 
-It has one body for every device and number of token rows; faster layers for some of them are built by `layers.fuse`.
+It has one body for every device and number of token rows; `layers.fuse` builds faster layers for some cases.
 """
 
 from __future__ import annotations

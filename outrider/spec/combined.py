@@ -1,4 +1,4 @@
-"""Several drafters in one: the first that has a guess for a request gives it."""
+"""CombinedDrafter: several drafters in one. Each request gets the drafts of the first drafter that has any for it."""
 
 from __future__ import annotations
 
