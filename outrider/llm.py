@@ -12,7 +12,7 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt, encode_prompt
-from outrider.engine.request_loop import Ask, RequestLoop
+from outrider.engine.request_loop import Ask, Caller, RequestLoop
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 
@@ -43,8 +43,9 @@ class LLM:
                  priority: int | Sequence[int] = 0) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
         a lower `priority` are served first; one number for all prompts, or one for each."""
-        ids = self._add(prompts, sampling_params, priority)
-        with closing(self._loop.follow(ids)) as outputs:
+        caller = Caller()
+        ids = self._add(caller, prompts, sampling_params, priority)
+        with closing(self._loop.follow(caller)) as outputs:
             done = {output.request_id: output for output in outputs if output.finished}
         return [done[request_id] for request_id in ids]
 
@@ -54,7 +55,9 @@ class LLM:
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
         does whatever `before_step` raises."""
-        return self._loop.follow(self._add(prompts, sampling_params, priority), before_step)
+        caller = Caller()
+        self._add(caller, prompts, sampling_params, priority)
+        return self._loop.follow(caller, before_step)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                priority: int = 0) -> Iterator[RequestOutput]:
@@ -87,12 +90,12 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-             priority: int | Sequence[int]) -> list[str]:
+    def _add(self, caller: Caller, prompts: Prompt | Sequence[Prompt],
+             params: SamplingParams | Sequence[SamplingParams] | None, priority: int | Sequence[int]) -> list[str]:
         encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
-        own_params = _per_prompt("sampling_params", params or SamplingParams(), len(encoded))
+        own_params = _per_prompt("sampling_params", SamplingParams() if params is None else params, len(encoded))
         own_priority = _per_prompt("priority", priority, len(encoded))
-        return self._loop.add([Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
+        return self._loop.add(caller, [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

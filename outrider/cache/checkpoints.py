@@ -172,9 +172,9 @@ class Checkpoints:
             if checkpoint.last_step <= step:  # no later step can write it
                 self._move(checkpoint, DROPPED)
 
-    def drop_promised(self) -> None:
-        """Drop checkpoints of ended requests after a failed step, which leaves the content of their rows unknown."""
-        for checkpoint in self._in_state(FOLDING, PROMISED):
+    def drop_open(self) -> None:
+        """Drop all open checkpoints after a failed step, which leaves the content of rows and pages unknown."""
+        for checkpoint in list(self._open.values()):
             self._move(checkpoint, DROPPED)
 
     def retire(self, request_id: int, digest_at: DigestAt, num_tokens: int, settled: int, folded: int, *,

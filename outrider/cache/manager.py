@@ -202,11 +202,12 @@ class CacheManager:
             self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
                 request_id, tokens_of(request_id))(boundary))
 
-    def fail_step(self, step: int) -> None:
-        """Drop checkpoints whose content is unknown after a failed step: its own, and those that later steps write
-        for requests that have ended."""
-        self.settle_checkpoints(step, [], lambda _: ())
-        self.checkpoints.drop_promised()
+    def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
+        """Called after a failed step, when no request has a row any more. The step and those after it may have written
+        anything, so only pages published before it stay. `clear_pages`: pages that these steps were to clear."""
+        self.checkpoints.drop_open()
+        self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
+        self._granted = Granted()
 
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:

@@ -7,9 +7,11 @@ owned (held by one or more requests). The pool does not know tokens, tensors or 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from outrider.core import NULL_PAGE
 
+UNCLEAN = -2  # instead of the last group: the bytes of several
 PageKey = tuple[int, bytes]  # group, chained hash of the tokens up to the page's end
 
 
@@ -86,6 +88,11 @@ class PagePool:
             self._blank.append(known)
         self._page_of[key] = page
         self._key[page] = key
+
+    def mark_unclean(self, pages: Sequence[int]) -> None:
+        """Pages that may still hold the bytes of another group: the next group to get one must clear it."""
+        for page in pages:
+            self._last_group[page] = UNCLEAN
 
     def blank_pages(self) -> list[int]:
         return list(self._blank)

@@ -110,6 +110,28 @@ class RequestOutput:
         if end is not None:
             sample.finish_reason, sample.stop_reason, sample.error = end
 
+    def cut_back(self) -> dict[int, list[int]]:
+        """Leaves each sample that has not finished the tokens that surely did not end it: all that are whole but the
+        last. Returns them by sample."""
+        known: dict[int, list[int]] = {}
+        for sample in self.outputs:
+            if sample.finish_reason is None:
+                whole = len(sample.token_ids) if sample.logprobs is None else len(sample.logprobs)
+                count = max(min(whole, len(sample.token_ids)) - 1, 0)
+                del sample.token_ids[count:]
+                if sample.logprobs is not None:
+                    del sample.logprobs[count:]
+                known[sample.index] = list(sample.token_ids)
+        if self.prompt_logprobs is not None and 0 in known:  # they come again, with the first sample
+            self.prompt_logprobs = [None]
+        return known
+
+    def fail(self, error: str) -> None:
+        """Samples that have not finished end with an error."""
+        for sample in self.outputs:
+            if sample.finish_reason is None:
+                sample.finish_reason, sample.error = "error", error
+
     def copy(self) -> RequestOutput:
         """The output as it is now, with lists of its own."""
         samples = [replace(s, token_ids=list(s.token_ids), logprobs=None if s.logprobs is None else list(s.logprobs))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import INT32, INT64, Count, NotEmpty, Range, Text, TokenId, check_fields
+from outrider.core.fields import INT32, INT64, Count, NotEmpty, Range, Text, TokenId, check_fields, shown
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # of one prompt
@@ -127,3 +127,10 @@ def request_seed(engine_seed: int, num_accepted: int) -> int:
     It has 53 bits, because every JSON reader keeps such an integer exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
+
+
+def check_params(given: object) -> SamplingParams:
+    """`sampling_params` as a caller gave them."""
+    if not isinstance(given, SamplingParams):
+        raise ValueError(f"sampling_params must be a SamplingParams, got {shown(given)}")
+    return given

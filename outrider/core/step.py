@@ -79,6 +79,7 @@ class Uncaptured(enum.Enum):
     """Why a step ran without replaying a captured one."""
 
     NO_GRAPHS = "no graphs on this device, or eager by setting"
+    NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"
     FOLDS = "folds rows that ended"
     SEVERAL_CHECKPOINTS = "several checkpoints of one request"
     SAMPLING_PARAMETERS = "sampling parameters that need kernels, which this model or device has none of"
@@ -123,6 +124,7 @@ class ScheduledBatch:
     folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused
     num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
     propose: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
+    generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
 
     @property

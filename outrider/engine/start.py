@@ -32,12 +32,15 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None) -> Engine:
     """An engine for a worker that has started. It belongs to the engine from now on."""
     info, speculative = worker.info, config.speculative
-    cache = CacheManager(info.layout, info.num_pages, info.limits, enable_prefix_caching=config.enable_prefix_caching,
-                         lookahead=info.lookahead)
     has_suffixes = speculative is not None and "suffix" in speculative.methods
-    scheduler = Scheduler(cache, info.limits, drafts=_draft_counts(info),
-                          host_drafter=SuffixDrafter() if has_suffixes else None)
-    return Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
+
+    def make_scheduler(generation: int) -> Scheduler:
+        cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
+                             enable_prefix_caching=config.enable_prefix_caching)
+        return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
+                         host_drafter=SuffixDrafter() if has_suffixes else None)
+
+    return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
 
 

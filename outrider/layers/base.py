@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, AttentionLayer
+from outrider.mixers import Attend
 
 
 class Module:
@@ -107,15 +106,11 @@ class LayeredModule(Module):
     """A model or a draft head. Fused layers may replace elements of its `layers`."""
 
     layers: Sequence[DecoderLayer] = ()
-    attention_layers: list[AttentionLayer]
+    attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
     dtype: torch.dtype
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(layer.index, self._cache_spec(layer)) for layer in self.attention_layers]
-
-    def _cache_spec(self, layer: AttentionLayer) -> FullSpec:
-        geometry = (layer.num_kv_heads, layer.head_dim, self.dtype.itemsize)
-        return FullSpec(*geometry) if layer.window is None else SlidingSpec(*geometry, layer.window)
+        return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model does not use it."""

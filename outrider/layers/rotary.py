@@ -81,6 +81,14 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin).to(x.dtype)
 
 
+def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotates x [tokens, heads, rotary_dim | rest] whose rotating dimensions lie in pairs (0 and 1, 2 and 3). Returns
+    them sorted as `rotate` has them, the first of each pair before the second: products of such heads are the same."""
+    rotary_dim = angles.table.shape[1]
+    pairs = x[..., :rotary_dim].unflatten(-1, (-1, 2))
+    return rotate(torch.cat((pairs[..., 0], pairs[..., 1], x[..., rotary_dim:]), dim=-1), angles)
+
+
 def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
     exponents = torch.arange(0, params.rotary_dim, 2, dtype=dtype) / params.rotary_dim
     return 1.0 / (params.theta**exponents)
@@ -123,14 +131,16 @@ def _yarn_dim(params: RopeParams, turns: float) -> float:
 
 
 def _yarn_magnitude(params: RopeParams) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if params.factor <= 1 else 0.1 * weight * math.log(params.factor) + 1.0
-
     if params.attention_factor is not None:
         return params.attention_factor
     if params.mscale and params.mscale_all_dim:
-        return mscale(params.mscale) / mscale(params.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(params.factor, params.mscale) / yarn_mscale(params.factor, params.mscale_all_dim)
+    return yarn_mscale(params.factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """The magnitude by which attention stays as sharp in a context that is `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 # Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Dynamic is served within its original length

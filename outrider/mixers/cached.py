@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.cache.kinds import FullSpec, PagedSpec, SlidingSpec
+from outrider.cache.groups import CacheLayout
+from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.batch import BatchView
+from outrider.mixers.latent.base import LatentMixer
 from outrider.mixers.paged.base import Backend, PagedMixer
 from outrider.mixers.pool import DevicePool
 
@@ -43,12 +45,22 @@ class LayerParams(Protocol):
 
 
 MakeMixer = Callable[[Sequence[Any], DevicePool, Backend], Mixer]
-_MIXERS: dict[type[PagedSpec], MakeMixer] = {FullSpec: PagedMixer, SlidingSpec: PagedMixer}
+_MIXERS: dict[type[PagedSpec], MakeMixer] = {
+    FullSpec: PagedMixer,
+    SlidingSpec: PagedMixer,
+    LatentSpec: LatentMixer,
+    IndexedLatentSpec: LatentMixer,
+}
 
 
 def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
     """Let `make(layers, pool, backend)` serve the layers whose first cache claim has this type of spec."""
     _MIXERS[spec] = make
+
+
+def can_capture(layout: CacheLayout) -> bool:
+    """Whether steps over these groups can be captured: a mixer says if its own cannot."""
+    return all(getattr(_MIXERS.get(type(group.spec)), "is_capturable", True) for group in layout.groups)
 
 
 class CachedLayers:

@@ -53,8 +53,11 @@ class Sizes:
 
 def refuse_unsupported(config: ConfigReader) -> None:
     """Keys that change the arithmetic of any model and that no model here implements."""
-    if config.values.get("quantization_config") is not None:
-        raise config.refusal("quantization_config", "only unquantised weights are; load an unquantised checkpoint")
+    quantization = config.get("quantization_config", dict, {})
+    is_block_scaled = (quantization.get("quant_method"), quantization.get("weight_block_size")) == ("fp8", [128, 128])
+    if quantization and not is_block_scaled:  # the files' reader makes plain numbers of those
+        raise config.refusal("quantization_config", "only unquantised weights and fp8 with scales of 128 x 128 blocks "
+                             "are; load such a checkpoint")
     config.must_equal("pretraining_tp", 1, default=1)
 
 

@@ -284,7 +284,7 @@ class Gemma4(Decoder):
         return found is not None and int(found[1]) < self.num_layers and self.shapes[int(found[1])].reads is not None
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(shape.attention.index, self._cache_spec(shape.attention), shape.reads)
+        return [LayerCache(shape.attention.index, shape.attention.cache_spec(self.dtype.itemsize), shape.reads)
                 for shape in self.shapes]
 
     def owner(self, kind: str) -> LayerShape | None:

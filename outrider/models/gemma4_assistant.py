@@ -118,7 +118,8 @@ class Gemma4Assistant(DraftHead):
         return self.target.without_suppressed(logits)  # what the target cannot say is not worth a guess
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(s.attention.index, self._cache_spec(s.attention), s.reads) for s in self.shapes]
+        return [LayerCache(s.attention.index, s.attention.cache_spec(self.dtype.itemsize), s.reads)
+                for s in self.shapes]
 
 
 def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,

@@ -15,9 +15,10 @@ import torch
 
 from outrider.kernels import ops
 from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
-from outrider.mixers import Attend, AttentionLayer
+from outrider.mixers import Attend, AttentionLayer, EveryPosition, LatentLayer
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
+from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama, LlamaLayer
@@ -26,7 +27,7 @@ from outrider.models.qwen3_next import Qwen3Next
 
 PREDICTED = "num_nextn_predict_layers"
 # Decoder layers whose attention has this number (and the next ones, if several attend), and how they attend.
-LayerFactory = Callable[[int], tuple[list[DecoderLayer], list[AttentionLayer]]]
+LayerFactory = Callable[[int], tuple[list[DecoderLayer], Sequence[AttentionLayer | LatentLayer]]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MTPNames:
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     projection: str = "mtp.fc"
     layers: str = "mtp.layers"
+    first_layer: int = 0  # the number of the first one below `layers`
     norm: str = "mtp.norm"
     shared: tuple[str, ...] = ()  # copies of what is the target's, which are not read
 
@@ -71,7 +73,8 @@ class MTPHead(DraftHead):
         self.made_for = description.num_predicted
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
-        self.layers, self.attention_layers = description.layers(first_layer)
+        self.layers, attention_layers = description.layers(first_layer)
+        self.attention_layers = list(attention_layers)
         self.rotary = SlotRotary(target.rotaries[self.layers[0].rotary])
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -80,7 +83,7 @@ class MTPHead(DraftHead):
             (names.embedding_norm, self.embedding_norm),
             (names.hidden_norm, self.hidden_norm),
             (names.projection, self.projection),
-            *((f"{names.layers}.{index}", layer) for index, layer in enumerate(self.layers)),
+            *((f"{names.layers}.{number}", layer) for number, layer in enumerate(self.layers, names.first_layer)),
             (names.norm, self.norm),
         ]
 
@@ -169,6 +172,25 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
     return MTPDescription(layers, target.sizes.eps, names, num_predicted=None)
 
 
+def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
+    """One more layer with experts, and with an indexer of its own where the target has them. It chooses positions anew
+    in every drafting pass."""
+    target.config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
+    module = f"{target.names.layers}.{target.num_layers}"
+    names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
+                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=target.num_layers,
+                     norm=f"{module}.shared_head.norm",
+                     shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
+
+    def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
+        attends_to = target.indexed_positions() if isinstance(target, DeepseekV32) else EveryPosition()
+        attention = target.latent_layer(index, attends_to)
+        return [target.layer(attention, is_sparse=True)], [attention]
+
+    return MTPDescription(layers, target.sizes.eps, names, zeroes_first_embedding=True)
+
+
 register_mtp(Llama, _describe_llama)
+register_mtp(DeepseekV3, _describe_deepseek)
 register_mtp(Qwen3Next, _describe_qwen)
 register_mtp(NemotronH, _describe_nemotron_h)

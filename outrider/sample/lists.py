@@ -47,6 +47,12 @@ class RowLists:
     def are_placed(self, rows: list[int]) -> bool:
         return self.unplaced.isdisjoint(rows)
 
+    def reset(self) -> None:
+        """No row has a list."""
+        self._arena = Arena(self._arena.size)
+        self._starts.clear()
+        self.unplaced.clear()
+
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
         """Writes the lists of the request that takes a row; those of its last owner are given back."""
         self.unplaced.discard(row)

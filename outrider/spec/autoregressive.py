@@ -103,6 +103,9 @@ class AutoregressiveDrafter(Drafter):
             for tensor in (self._state.valid_from, self._state.filled):
                 tensor.index_fill_(0, rows, self._first_slot)
 
+    def reset(self) -> None:
+        self._admitted = []
+
     @property
     def has_slots_to_fill(self) -> bool:
         return bool(self._admitted)

@@ -80,6 +80,9 @@ class Drafter:
     def admit(self, admissions: list[Admission]) -> None:
         """Called when requests take rows, before the step that first schedules them."""
 
+    def reset(self) -> None:
+        """No row has an owner any more: forget what was kept of them until the next step."""
+
     @property
     def has_slots_to_fill(self) -> bool:
         """Whether the next step must fill slots of rows that were just admitted. Such a step runs uncaptured."""

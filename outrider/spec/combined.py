@@ -36,6 +36,10 @@ class CombinedDrafter(Drafter):
         for drafter in self._drafters:
             drafter.admit(admissions)
 
+    def reset(self) -> None:
+        for drafter in self._drafters:
+            drafter.reset()
+
     @property
     def has_slots_to_fill(self) -> bool:
         return any(drafter.has_slots_to_fill for drafter in self._drafters)

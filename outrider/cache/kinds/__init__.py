@@ -12,6 +12,7 @@ from outrider.cache.kinds.base import (
     register_kind,
 )
 from outrider.cache.kinds.full import FullKind, FullSpec
+from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
 
@@ -21,7 +22,9 @@ __all__ = [
     "Capacity",
     "FullKind",
     "FullSpec",
+    "IndexedLatentSpec",
     "Kind",
+    "LatentSpec",
     "PagedSpec",
     "Part",
     "RecurrentKind",
@@ -36,3 +39,5 @@ __all__ = [
 
 register_kind(FullSpec, FullKind)
 register_kind(SlidingSpec, SlidingKind)
+register_kind(LatentSpec, FullKind)
+register_kind(IndexedLatentSpec, FullKind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, moe, reference, step
+from outrider.kernels import drafting, latent, moe, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
@@ -107,6 +107,13 @@ paged_attention = Operation(
     reference.paged_attention,
     native_kernel("outrider.kernels.native:paged_attention", FLOAT32, checks.takes_paged_attention),
 )
+
+# Latent attention and its indexer
+
+write_entries = Operation(latent.write_entries)
+choose_positions = Operation(latent.choose_positions)
+latent_attention = Operation(latent.latent_attention)
+dense_latent_attention = Operation(latent.dense_latent_attention)
 
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every

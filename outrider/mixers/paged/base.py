@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from outrider.cache.groups import Group
+from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.batch import BatchView
 from outrider.mixers.pool import DevicePool
@@ -30,6 +31,10 @@ class AttentionLayer:
     window: int | None = None  # a query at p sees keys p - window + 1 to p
     softcap: float | None = None
     writes: bool = True  # False: reads the cache of another layer and must not write
+
+    def cache_spec(self, itemsize: int) -> FullSpec:
+        geometry = (self.num_kv_heads, self.head_dim, itemsize)
+        return FullSpec(*geometry) if self.window is None else SlidingSpec(*geometry, self.window)
 
 
 @dataclass(frozen=True)

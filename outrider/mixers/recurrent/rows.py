@@ -63,6 +63,12 @@ class RecurrentRows:
 
     # Before a step
 
+    def reset(self) -> None:
+        """No row has an owner, drafts to fold or pages to write."""
+        self.pending.zero_()
+        self._row_pages.zero_()
+        self._row_checkpoint.clear()
+
     def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
         """Bring ended rows with pending drafts to their last boundary, before other requests take the rows.
         computed [ROWS]. Returns whether each reached it [folds]."""
