@@ -117,7 +117,7 @@ class Gemma3(Decoder):
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
-    """`layer_types`, or the older `sliding_window_pattern`: every so many layers one sees everything."""
+    """The windows by `layer_types`, or by the older `sliding_window_pattern`: every n-th layer has full attention."""
     num_layers = config.required("num_hidden_layers", int)
     pattern = config.get("sliding_window_pattern", int, 6, least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]

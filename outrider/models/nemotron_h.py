@@ -1,6 +1,6 @@
-"""NemotronH: layers of one part each, named by a pattern: Mamba-2, attention without positions, MLP, experts.
+"""NemotronH: every layer has one part, which a pattern names: Mamba-2, attention without positions, MLP, experts.
 
-Every layer adds mixer(norm(x)) to the residual stream. MLPs and experts take no gate: down(relu(up(x)) squared).
+A layer adds part(norm(x)) to the residual stream. MLPs and experts have no gate: down(relu(up(x)) squared).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
 class UnplacedAttention(SelfAttention):
-    """Attention that knows no positions but the order that causality gives."""
+    """Attention without a rope: positions matter only through causality."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         layer = self.layer
@@ -99,7 +99,7 @@ class NemotronH(HybridDecoder):
         sizes = Sizes.read(config, head_dim=128)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.shape = read_shape(config)
-        # A rope of no dimensions: layers are handed angles and nobody looks at them.
+        # A rope of no dimensions: layers are given angles and ignore them.
         nothing = RopeParams("default", theta=1.0, rotary_dim=0, original_len=sizes.max_positions)
         self.rotaries = [Rotary(nothing, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]

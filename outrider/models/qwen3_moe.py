@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those the config leaves dense.
 
-One file for the family; everything about experts that others share is in the layers.
+Experts are in `layers.moe`, which other families share.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_sparse(config: ConfigReader, index: int) -> bool:
 
 
 def read_window(config: ConfigReader) -> int | None:
-    """The window of all layers, if they slide."""
+    """The window of all layers; None if they have full attention."""
     if not config.get("use_sliding_window", bool, False):
         return None
     window = config.optional("sliding_window", int)

@@ -132,7 +132,7 @@ class Qwen3Next(HybridDecoder):
 
 
 def read_kinds(config: ConfigReader) -> list[str]:
-    """The kind of each layer: `layer_types`, or every so many attend."""
+    """The kind of each layer: `layer_types`, or attention in every `full_attention_interval`-th layer."""
     num_layers = config.required("num_hidden_layers", int)
     interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Where models come from: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
+"""Sources of models: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(model: str | Path, revision: str | None = None, weights: bool = True) -> ModelSource:
-    """Finds a model's files and fetches them if need be. `weights=False` fetches no weights from the hub."""
+    """Find a model's files, and fetch them if they are not here. `weights=False` fetches no weights from the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _local_folder(path)
