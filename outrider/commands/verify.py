@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import Difference, describe, differences, explain
-from outrider.commands.loading import Loaded, bar, load
+from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
 from outrider.engine.engine import Engine
+from outrider.engine.progress import bar
 from outrider.llm import LLM
 from outrider.runner.worker import Worker
 
