@@ -28,7 +28,7 @@ class Conversation:
         self.messages = list(self._system)
 
     def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Adds a turn. What was said before an interrupt is kept; a refused question leaves no trace."""
+        """Add a turn. Text that came before an interrupt is kept; a refused question leaves no trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
         output = RequestOutput("0", text, [], [])  # if it is interrupted before the first token
         said = ""

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(as_json(output)) if args.json else _as_text(output, len(asks) > 1))
     if args.stats:
         print(stats_line(ran), file=sys.stderr)
-    raise_failed(ran.outputs)  # after what there is
+    raise_failed(ran.outputs)  # after the outputs that succeeded are shown
     return 0
 
 
@@ -85,7 +85,7 @@ def _encode(tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> list[i
 
 
 class _Stream:
-    """Prints what a growing text has gained."""
+    """Prints a growing text as it grows."""
 
     def __init__(self) -> None:
         self._shown = 0
