@@ -89,7 +89,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
     config = engine_config(args)
     device = pick_device(config.device)
-    source = resolve(config.model, weights=False)
+    source = resolve(config.model, config.revision, False, config.download_dir)
     dtype = pick_dtype(config.dtype, source, device)
     model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len, source=source.name)
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens

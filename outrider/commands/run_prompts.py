@@ -13,9 +13,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from outrider.commands.loading import bar
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.engine.progress import bar
 from outrider.engine.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM

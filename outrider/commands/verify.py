@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import Difference, describe, differences, explain
-from outrider.commands.loading import Loaded, bar, load
+from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_prompts import PROMPTS
@@ -27,6 +27,7 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.progress import bar
 from outrider.llm import LLM
 from outrider.runner.worker import Worker
 

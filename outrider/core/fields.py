@@ -94,7 +94,7 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist."""
+    """The end of an error message: the name that was probably meant, if there is one."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 

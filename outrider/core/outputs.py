@@ -27,6 +27,13 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the sample's tokens, if the request asked for `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+
 
 @dataclass
 class RequestMetrics:
@@ -139,6 +146,10 @@ class RequestOutput:
         metrics = replace(self.metrics, accepted_per_position=list(self.metrics.accepted_per_position))
         prompt = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
         return replace(self, outputs=samples, prompt_logprobs=prompt, metrics=metrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.metrics.num_cached_tokens
 
     @property
     def finished(self) -> bool:
