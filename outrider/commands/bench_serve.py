@@ -1,7 +1,7 @@
 """`outrider bench serve`: load for any server with OpenAI's API, closed loop or at an arrival rate, and its times.
 
 Requests are streamed. Times are those of a client: to the first event with text (TTFT), between events (ITL), per
-output token after the first (TPOT), and of the whole request (E2EL). Names follow vLLM's benchmark. The last line is JSON.
+output token after the first (TPOT), and of the whole request (E2EL). Names follow vLLM's benchmark.
 """
 
 from __future__ import annotations
