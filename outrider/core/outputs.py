@@ -1,4 +1,4 @@
-"""What a caller gets back, and the increments it grows by. Names follow vLLM's where they mean the same. No torch."""
+"""Outputs of requests, and the increments they grow by. Names follow vLLM's where they mean the same. No torch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the sample's tokens, if the request asked for `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+
 
 @dataclass
 class RequestMetrics:
@@ -49,19 +56,19 @@ class RequestMetrics:
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
 
     def observe_drafts(self, num_accepted: int) -> None:
-        """One step's accepted drafts: they are the first ones of the draft."""
+        """Count one step's accepted drafts, which are always the first ones of the draft."""
         self.accepted_per_position += [0] * (num_accepted - len(self.accepted_per_position))
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
 
 
 class SampleKey(NamedTuple):
-    """Which sample of which request, and what all samples of that request share."""
+    """The sample of a request that an increment belongs to, with the data that all samples of the request share."""
 
     request_id: str
     sample_index: int
     seed: int
-    metrics: RequestMetrics  # so far; the engine goes on counting in it
+    metrics: RequestMetrics  # the engine's own object, which goes on counting
 
 
 class SampleEnd(NamedTuple):
@@ -71,7 +78,7 @@ class SampleEnd(NamedTuple):
 
 
 class OutputIncrement(NamedTuple):
-    """What one step added to one sample of a request. A tuple, and a short one: hundreds are made every step."""
+    """The part of a sample that one step added. A short tuple, because hundreds are made every step."""
 
     sample: SampleKey
     token_ids: list[int]
@@ -88,7 +95,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    seed: int | None = None  # given with the request or drawn for it: with it a request gives the same text again
+    seed: int | None = None  # given with the request or drawn for it; the request repeated with it gives the same text
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @classmethod
@@ -147,6 +154,10 @@ class RequestOutput:
         twin.metrics.accepted_per_position = list(self.metrics.accepted_per_position)
         twin.prompt_logprobs = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
         return twin
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.metrics.num_cached_tokens
 
     @property
     def finished(self) -> bool:
