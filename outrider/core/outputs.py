@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from outrider.core.params import SamplingParams
+
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,17 @@ class RequestOutput:
 
     def copy(self) -> RequestOutput:
         """The output as it is now, with lists of its own."""
-        samples = [replace(s, token_ids=list(s.token_ids), logprobs=None if s.logprobs is None else list(s.logprobs))
-                   for s in self.outputs]
-        metrics = replace(self.metrics, accepted_per_position=list(self.metrics.accepted_per_position))
-        prompt = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
-        return replace(self, outputs=samples, prompt_logprobs=prompt, metrics=metrics)
+        twin = _twin(self)
+        twin.outputs = []
+        for sample in self.outputs:
+            own = _twin(sample)
+            own.token_ids = list(sample.token_ids)
+            own.logprobs = None if sample.logprobs is None else list(sample.logprobs)
+            twin.outputs.append(own)
+        twin.metrics = _twin(self.metrics)
+        twin.metrics.accepted_per_position = list(self.metrics.accepted_per_position)
+        twin.prompt_logprobs = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
+        return twin
 
     @property
     def num_cached_tokens(self) -> int:
@@ -157,3 +165,11 @@ class RequestOutput:
             if output.finish_reason is None:
                 return False
         return True
+
+
+def _twin(instance: Shared) -> Shared:
+    """A copy that shares its fields. A server makes one for every run of every stream, and dataclasses.replace takes
+    ten times as long."""
+    twin = object.__new__(type(instance))
+    twin.__dict__.update(instance.__dict__)
+    return twin
