@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
+from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
-from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
