@@ -1,7 +1,8 @@
 """`outrider bench throughput` and `latency`: random prompts of given shapes, no prefix hits. Last line: JSON.
 
-Throughput stands beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, and are
-those other engines are measured with: one stream of numbers, 64 for a warm-up, then those of every shape in turn.
+Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
+engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
+every shape in turn.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, Ran, run_prompts
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.layers.base import find_modules
-from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.core import RequestOutput, SamplingParams
+from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.device import pick_device
@@ -85,7 +84,7 @@ class Workload:
 
 
 def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
-    """The warm-up, and one for every shape."""
+    """The workload of the warm-up, and one for every shape."""
     source = random.Random(seed)
     highest = min(HIGHEST_ID, vocab_size - 1)
     lowest = min(LOWEST_ID, highest)
@@ -154,13 +153,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_file(name: str | None) -> None:
-    """Before anything is measured."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if name is not None and not Path(name).resolve().parent.is_dir():
         raise UsageError(f"--save-result: there is no folder {Path(name).resolve().parent}")
 
 
 def _process_seconds() -> float | None:
-    """Since the process began, where the system says when that was."""
+    """Seconds since the process began; None if the system does not say when that was."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 2)
@@ -227,8 +226,8 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
 
 
 def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
-    """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
-    counting disturbs no measurement."""
+    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. Counted in a
+    shorter run of its own, eagerly, so that counting disturbs no measurement."""
     model = worker.device_step.model
     routers = find_modules([model], Router)
     if not routers:
@@ -266,7 +265,7 @@ def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
 
 
 def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
-    """Per request: (time, tokens so far) at arrival and after every run."""
+    """Yields for each request the pairs (time, tokens so far) at arrival and after every run."""
     runs: dict[str, list[tuple[float, int]]] = {}
 
     def note(output: RequestOutput) -> None:
@@ -284,7 +283,7 @@ def _asked(params: SamplingParams) -> dict[str, Any]:
 
 
 def _percentile(seconds: Sequence[float], percent: int) -> float | None:
-    """In ms."""
+    """The percentile in milliseconds."""
     if not seconds:
         return None
     if len(seconds) == 1:

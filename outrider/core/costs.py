@@ -1,4 +1,4 @@
-"""What steps cost, as measured at start-up. Plain data: the worker measures it and the scheduler decides by it."""
+"""Measured costs of steps, as plain data: the worker measures at start-up, the scheduler chooses drafts by them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from outrider.core.params import SamplingParams
 
 
 class DraftCost(NamedTuple):
-    """Seconds of a proposal for so many requests."""
+    """Seconds that a drafter needs to propose drafts for `requests` requests."""
 
     requests: int
-    first: float  # the pass that consumes the step, with its draft
-    each: float  # every further draft
+    first: float  # the pass over the step's tokens, which yields the first draft
+    each: float  # each further draft
 
 
 class ReadCost(NamedTuple):
-    """Seconds for each token of context that a step reads; of the last `window` of them only."""
+    """Seconds for each token of context that a step reads. With a window, only the last `window` tokens count."""
 
     window: int | None
     seconds: float
@@ -42,15 +42,17 @@ class SamplerLoad(enum.IntEnum):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step by its tokens, and of the drafter by its requests: sorted points, linear in between."""
+    """Seconds of a step by its number of tokens, and of the drafter by its number of requests.
+
+    Both are sorted points; values between two points are interpolated linearly."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    drafting: tuple[DraftCost, ...] = ()  # none: a proposal costs nothing worth counting
-    reading: tuple[ReadCost, ...] = ()  # beside `seconds`
-    row_seconds: float = 0.0  # of reading and writing one request's recurrent states, beside `seconds`
-    logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the sampler by load, beside `seconds`
-    is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
+    drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
+    reading: tuple[ReadCost, ...] = ()  # added to `seconds`
+    row_seconds: float = 0.0  # reading and writing one request's recurrent states, added to `seconds`
+    logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
+    is_padded: bool = False  # captured steps: every request has the same number of tokens
 
     def step(self, tokens: int, requests: int = 1) -> float:
         if self.is_padded:

@@ -15,9 +15,11 @@ from itertools import count
 from typing import Any
 
 from outrider.config import config_for
+from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.engine.engine import Engine
+from outrider.core.params import SamplingParams, check_params
+from outrider.engine.engine import Engine, EngineError
+from outrider.engine.front import Front, refuse_adapter
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -25,15 +27,11 @@ from outrider.engine.text import Tokenizer
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 
 
-class EngineError(RuntimeError):
-    """The engine has failed or was shut down; no request can be served any more. The cause is chained."""
-
-
 class RequestError(RuntimeError):
     """One request failed while it ran, as its output's `error` says."""
 
 
-class AsyncLLM:
+class AsyncLLM(Front):
     """`async for output in llm.generate(prompt, params)`: the growing output of one prompt, after every few runs.
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
@@ -55,12 +53,15 @@ class AsyncLLM:
         self._ids = count()
         self._owner = _Owner(engine)
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-                       request_id: str | None = None, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str | None = None, *, lora_request: None = None,
+                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
-        encoded = await self._encode(prompt)
+        refuse_adapter(lora_request)
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
-        params = sampling_params or SamplingParams()
+        params = check_params(SamplingParams() if sampling_params is None else sampling_params)
+        check_value("request_id", Text, request_id)
+        encoded = await self._encode(prompt)
         output = RequestOutput.empty(request_id, encoded.text, encoded.token_ids, params)
         stream = _Stream(output, asyncio.get_running_loop())
 
@@ -89,6 +90,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its reader gets what there is, with finish_reason "abort". An unknown id is no error."""
+        check_value("request_id", Text, request_id)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -229,7 +231,7 @@ class _Owner:
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
         try:
             add()
-        except (ValueError, TypeError) as error:  # refused, with nothing changed
+        except Exception as error:  # refused, with nothing changed
             _tell(stream.loop, stream.fail, error)
             return
         self._streams[stream.request_id] = stream

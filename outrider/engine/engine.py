@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
-from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, request_seed
+from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
@@ -28,6 +28,10 @@ from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler, Update
 
 log = logging.getLogger("outrider")
+
+
+class EngineError(RuntimeError):
+    """The engine has failed or was shut down; no request can be served any more. The cause is chained."""
 
 
 class CheckedRequest(NamedTuple):
@@ -45,7 +49,7 @@ class _Live:
 
     request_id: str
     metrics: RequestMetrics
-    scheduler_ids: list[int]  # of its samples
+    samples: list[tuple[Request, SampleOutput]]
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
 
@@ -53,17 +57,19 @@ class _Live:
 class Engine:
     """Single-threaded: one owner calls `add`, `step` and `abort`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, limits: Limits, *, tokenizer: Tokenizer | None = None,
-                 eos_ids: tuple[int, ...] = (), seed: int = 0, max_logprobs: int = 20,
-                 submits_early: bool = False) -> None:
-        """submits_early: with one step in flight, the next one is queued before the last one's tokens go out."""
-        self.scheduler = scheduler
+    def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
+                 tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
+                 max_logprobs: int = 20, submits_early: bool = False) -> None:
+        """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
+        queued before the last one's tokens go out."""
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler(0)
         self.runner = runner
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
@@ -72,6 +78,12 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, SampleOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._is_step_missing = False  # the last one in flight never reached the worker
+        self._error: EngineError | WorkerDied | None = None  # why no step can run any more
+
+    @property
+    def has_ended(self) -> bool:
+        return self._error is not None
 
     @property
     def has_work(self) -> bool:
@@ -96,31 +108,51 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
             cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
-        self.queue(request_id, self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt))
-
-    def queue(self, request_id: str, checked: CheckedRequest) -> None:
-        """Raises ValueError, with nothing changed, if the id is in use or the pool too small."""
         check_value("request_id", Text, request_id)
-        if request_id in self._live:
-            raise ValueError(f"request id {request_id!r} is in use")
-        token_ids, params, priority, cache_salt = checked
-        seed = request_seed(self._seed, self._num_accepted) if params.seed is None else params.seed
-        live = _Live(request_id, RequestMetrics(arrival_time=time.perf_counter()), [], None, params.n)
-        for request in [self._new_request(token_ids, params, seed, i, priority, cache_salt) for i in range(params.n)]:
-            self.scheduler.add(request)
-            key = SampleKey(request_id, request.input.sample_index, seed, live.metrics)
-            self._samples[request.id] = live, SampleOutput(key, params, self.tokenizer)
-            live.scheduler_ids.append(request.id)
-        if params.prompt_logprobs is not None:
-            live.prompt_logprobs = PromptLogprobsOutput(len(token_ids), self._decode)
-        self._live[request_id] = live
-        self._num_accepted += 1
-        self.stats.add(len(token_ids), params.n)
+        self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)})
+
+    def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
+        """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
+        Returns the requests with the seeds that were drawn for them."""
+        self._check_running()
+        for request_id in checked:
+            if request_id in self._live:
+                raise ValueError(f"request id {request_id!r} is in use")
+        seeded = {request_id: self._with_seed(asked, self._num_accepted + index)
+                  for index, (request_id, asked) in enumerate(checked.items())}
+        self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
+        self._num_accepted += len(seeded)
+        for asked in seeded.values():
+            self.stats.add(len(asked.token_ids), asked.params.n)
+        return seeded
+
+    def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
+        """Go on with a request after `reset`. `known`: the first tokens of those of its samples that have not ended.
+        Returns their texts so far."""
+        live = self._new_live(request_id, queued)
+        live.samples = [own for own in live.samples if own[0].input.sample_index in known]
+        live.num_left = len(known)
+        texts = {}
+        for request, sample in live.samples:
+            index = request.input.sample_index
+            request.token_ids += known[index]
+            texts[index] = sample.replay(known[index])
+        self._enter([live] if known else [])
+        return texts
 
     def abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        for scheduler_id in live.scheduler_ids if live else []:
-            self.scheduler.end(scheduler_id, Finish.ABORT)
+        for request, _ in live.samples if live else []:
+            self.scheduler.end(request.id, Finish.ABORT)
+
+    def reset(self) -> None:
+        """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
+        on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
+        of the new generation and is forgotten with it."""
+        scheduler = self._make_scheduler(self.scheduler.generation + 1)
+        scheduler.cache.pool.mark_unclean(range(1, scheduler.cache.pool.num_pages))
+        self._in_flight, self._live, self._samples = deque(), {}, {}
+        self._is_step_missing, self.scheduler = False, scheduler
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
               cache_salt: str | None = None) -> CheckedRequest:
@@ -128,8 +160,7 @@ class Engine:
         limits = self.limits
         check_value("priority", Priority, priority)
         check_value("cache_salt", str | None, cache_salt)
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
+        params = check_params(params)
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -150,13 +181,14 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_token_ids(params, self._eos_ids, limits)
+        check_token_ids(params, self.eos_ids, limits)
         return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
 
     def step(self) -> list[OutputIncrement]:
         """Advance by one step; returns what it added to requests, and the ends of requests."""
+        self._check_running()
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
         increments: list[OutputIncrement] = []
@@ -173,48 +205,93 @@ class Engine:
         return increments
 
     def close(self) -> None:
-        with suppress(WorkerDied):  # its requests have heard of it, or nobody waits for them
-            while self._in_flight:
-                self._take_result()
+        """Waits for the steps in flight. Requests that still run are never answered."""
+        if self._error is None:
+            self._error = EngineError("the engine was closed")
         if self._stats_log is not None:
             self._stats_log.close()
+            self._stats_log = None
         self.runner.close()
 
     # Inside
 
     def _submit(self) -> bool:
         """Schedule and queue the next step, if there is anything to compute."""
+        if self._is_step_missing:
+            return False
         batch = self.scheduler.schedule()
         if batch is None:
             return False
         self.stats.observe_batch(batch)
-        self._in_flight.append(self.runner.submit(batch))
+        try:
+            future = self.runner.submit(batch)
+        except Exception as error:  # it has not reached the worker, which must not go on without it
+            future = Future()
+            future.set_exception(error)
+            self._is_step_missing = True
+        self._in_flight.append(future)
         return True
 
     def _take_result(self) -> list[Update]:
-        """Wait for the oldest step in flight. It leaves the queue only then: an interrupt must not lose it."""
         try:
             result = self._in_flight[0].result()
         except WorkerDied as error:
-            while self._in_flight:
-                self._in_flight.popleft()
-                self.scheduler.fail_step(str(error))
+            self._error = WorkerDied(f"the engine has ended: {error}")
             raise
-        except Exception as error:  # whatever a step died of, it is the end of its requests and not of the engine
-            log.exception("a step failed")
-            self._in_flight.popleft()
-            self.scheduler.fail_step(f"a step failed: {error!r}")
+        except Exception as error:  # whatever a step died of, it is not the end of the engine
+            self._recover(error)
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
         return self.scheduler.update(result)
 
-    def _new_request(self, prompt: list[int], params: SamplingParams, seed: int, index: int, priority: int,
-                     salt: str | None) -> Request:
-        limit = self.limits.max_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        asked = RequestInput(params, min(limit, self.limits.max_len), seed, self._eos_ids, index, priority,
-                             () if salt is None else (f"salt={salt}",))
-        return Request(next(self._ids), prompt, asked)
+    def _recover(self, error: Exception) -> None:
+        """A step failed. The scheduler begins again when those after it are over too, which are cancelled or run to no
+        effect."""
+        log.error("a step failed", exc_info=error)
+        while self._in_flight:
+            try:
+                self._in_flight.popleft().result()
+            except WorkerDied as death:
+                self._error = WorkerDied(f"the engine has ended: {death}")
+                raise
+            except Exception:  # cancelled, or failed too: the first failure counts
+                continue
+        self._is_step_missing = False
+        self.scheduler.recover(f"a step failed: {error!r}")
+
+    def _check_running(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+
+    def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
+        """`num_before`: requests that were accepted before it."""
+        if asked.params.seed is not None:
+            return asked
+        return asked._replace(params=replace(asked.params, seed=request_seed(self._seed, num_before)))
+
+    def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
+        """A request and its way out, which nobody knows yet."""
+        token_ids, params, priority, cache_salt = queued
+        assert params.seed is not None
+        limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+        keys = () if cache_salt is None else (f"salt={cache_salt}",)
+        metrics = RequestMetrics(arrival_time=time.perf_counter())
+        samples = []
+        for index in range(params.n):
+            own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
+                               keys)
+            request = Request(next(self._ids), token_ids, own)
+            key = SampleKey(request_id, index, params.seed, metrics)
+            samples.append((request, SampleOutput(key, params, self.tokenizer)))
+        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self._decode)
+        return _Live(request_id, metrics, samples, prompt, params.n)
+
+    def _enter(self, lives: Sequence[_Live]) -> None:
+        """All of them, or none."""
+        self.scheduler.add(*(request for live in lives for request, _ in live.samples))
+        self._live |= {live.request_id: live for live in lives}
+        self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
 
     def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
         request, result = update

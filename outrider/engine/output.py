@@ -54,6 +54,12 @@ class SampleOutput:
         end = SampleEnd(result.finish.reason, run[-1] if by_id else None, result.error)
         return OutputIncrement(self._key, run, text, logprobs, end)
 
+    def replay(self, token_ids: list[int]) -> str:
+        """Takes tokens again that have gone out before. Returns their text, as far as it has gone out too."""
+        if self._detokenizer is None:
+            return ""
+        return self._stops.feed(self._detokenizer.feed(token_ids)).text
+
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         """The host ends the request."""
         self.is_finished = True

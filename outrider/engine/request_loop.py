@@ -2,17 +2,23 @@
 
 Several callers may follow their requests in turn. Whoever asks next steps the engine for all of them; what a step
 added to another caller's request is kept until that caller looks.
+
+An interrupt may land on any line, also while another one is cleaned up after. So the engine is only ever touched while
+`_is_mid_change` is set; whoever finds it set forgets the engine's state and goes on from the outputs that callers have.
+A caller is known by a weak reference: the requests of one that is gone are dropped by whoever comes next.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.engine.engine import Engine
+from outrider.engine.engine import CheckedRequest, Engine
 from outrider.engine.prompts import EncodedPrompt
 
 
@@ -24,67 +30,127 @@ class Ask(NamedTuple):
     priority: int = 0
 
 
+class Caller:
+    """Whoever follows some requests, for as long as it does."""
+
+    def __init__(self) -> None:
+        self.left: set[str] = set()  # requests that it waits for
+
+
+@dataclass
+class _Followed:
+    """A request that runs, or whose caller has not seen its end."""
+
+    queued: CheckedRequest
+    output: RequestOutput
+    caller: weakref.ref[Caller]
+
+    @property
+    def is_wanted(self) -> bool:
+        caller = self.caller()
+        return caller is not None and self.output.request_id in caller.left
+
+
 class RequestLoop:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ids = count()
-        self._outputs: dict[str, RequestOutput] = {}  # of requests that run, or whose caller has not seen the end
+        self._followed: dict[str, _Followed] = {}
         self._changed: dict[str, None] = {}  # those whose caller has not looked yet
+        self._is_mid_change = False  # the engine, or an output, is between two states
 
-    def add(self, asks: Sequence[Ask]) -> list[str]:
+    def add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
         """Ids of the requests. One that cannot be served raises ValueError before any is started."""
-        checked = [self._engine.check(ask.prompt.token_ids, ask.params, priority=ask.priority,
-                                      cache_salt=ask.prompt.cache_salt) for ask in asks]
-        ids: list[str] = []
+        self._tidy()
+        texts, checked = {}, {}
+        for ask in asks:
+            request_id = str(next(self._ids))
+            texts[request_id] = ask.prompt.text
+            checked[request_id] = self._engine.check(ask.prompt.token_ids, ask.params, priority=ask.priority,
+                                                     cache_salt=ask.prompt.cache_salt)
+        caller.left.update(checked)
+        self._is_mid_change = True
         try:
-            for ask, request in zip(asks, checked, strict=True):
-                request_id = str(next(self._ids))
-                self._engine.queue(request_id, request)
-                ids.append(request_id)
-                self._outputs[request_id] = RequestOutput.empty(request_id, ask.prompt.text, request.token_ids,
-                                                                request.params)
-        except BaseException:
-            self._abort(ids)
+            queued = self._engine.queue(checked)
+        except Exception:  # refused, with nothing changed
+            self._is_mid_change = False
             raise
-        return ids
+        for request_id, own in queued.items():
+            output = RequestOutput.empty(request_id, texts[request_id], own.token_ids, own.params)
+            self._followed[request_id] = _Followed(own, output, weakref.ref(caller))
+        self._is_mid_change = False
+        return list(queued)
 
-    def follow(self, ids: Sequence[str],
+    def follow(self, caller: Caller,
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
-        """The requests' outputs, whenever a step has changed one, until all are finished. They grow in place. Requests
-        that still run when the iterator is closed, or fails, are aborted. `before_step` may raise, to end them."""
-        left = set(ids)
+        """The outputs of a caller's requests, whenever a step has changed one, until all are finished. They grow in
+        place. Requests that still run when the iterator is closed, or fails, are aborted. `before_step` may raise, to
+        end them."""
         try:
-            while left:
-                if left.isdisjoint(self._changed):
+            while caller.left:
+                if caller.left.isdisjoint(self._changed):
                     if before_step is not None:
                         before_step()
                     self._step()
-                for request_id in [i for i in self._changed if i in left]:
+                for request_id in [i for i in self._changed if i in caller.left]:
+                    output = self._followed[request_id].output
                     del self._changed[request_id]
-                    output = self._outputs[request_id]
                     if output.finished:
-                        left.remove(request_id)
-                        del self._outputs[request_id]
+                        caller.left.remove(request_id)
+                        del self._followed[request_id]
                     yield output
         finally:
-            self._abort(left)
+            caller.left.clear()
+            self._tidy()
 
     def _step(self) -> None:
+        self._tidy()
+        self._is_mid_change = True
+        self._step_engine()
+        self._is_mid_change = False
+
+    def _step_engine(self) -> None:
         for increment in self._engine.step():
             request_id = increment.sample.request_id
-            output = self._outputs.get(request_id)
-            if output is not None:
-                output.grow(increment)
+            followed = self._followed.get(request_id)
+            if followed is not None:
+                followed.output.grow(increment)
                 self._changed[request_id] = None
 
-    def _abort(self, ids: Sequence[str] | set[str]) -> None:
-        if not ids:
-            return
+    # After interrupts, and after callers that have left
+
+    def _tidy(self) -> None:
+        """Bring engine and outputs into one consistent state, from any state. May be interrupted and begun again."""
+        unwanted = [request_id for request_id, own in self._followed.items() if not own.is_wanted]
+        if (unwanted or self._is_mid_change) and not self._engine.has_ended:
+            if self._is_mid_change:
+                self._rebuild()
+            else:
+                self._is_mid_change = True
+                self._abort(unwanted)
+            self._is_mid_change = False
+        for request_id in unwanted:
+            self._followed.pop(request_id, None)
+            self._changed.pop(request_id, None)
+
+    def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             self._engine.abort(request_id)
-        self._step()  # their ends
+        self._step_engine()  # their ends
         while self._engine.has_work and not self._engine.has_requests:
-            self._step()
-        for request_id in ids:
-            self._outputs.pop(request_id, None)
-            self._changed.pop(request_id, None)
+            self._step_engine()
+
+    def _rebuild(self) -> None:
+        """The engine forgets everything; requests that are still wanted begin again where their outputs stand."""
+        self._engine.reset()
+        for request_id, followed in self._followed.items():
+            if not followed.is_wanted:
+                continue
+            output = followed.output
+            try:
+                for sample, text in self._engine.resume(request_id, followed.queued, output.cut_back()).items():
+                    output.outputs[sample].text = text
+            except Exception as error:  # its own text fails: the others go on
+                output.fail(f"the output failed: {error!r}")
+            if output.finished:
+                self._changed[request_id] = None

@@ -26,7 +26,8 @@ from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import WorkerDied, WorkerInfo
 
 CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
-TORCH_FREE = ("builtins", "outrider.core", "outrider.models.sources", "outrider.models.config_reader")
+TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.models.sources",
+              "outrider.models.config_reader")
 log = logging.getLogger("outrider")
 
 
@@ -82,6 +83,10 @@ class WorkerProcess:
             self._pipe.send(batch)
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
+        except Exception:  # a batch that cannot be pickled: the child has not seen it
+            with self._lock:
+                self._waiting.remove(future)
+            raise
         return future
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from outrider.core.costs import StepCosts
 
 
 class Runner(Protocol):
-    """Steps run in the order they are submitted. What passes in and out is plain data."""
+    """Steps run in the order they are submitted. What passes in and out is plain data. When a step fails, those of its
+    generation that were submitted after it have no effect; most of them raise StepCancelled."""
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
 
@@ -23,7 +24,11 @@ class Runner(Protocol):
 
 
 class WorkerDied(RuntimeError):
-    """The process that holds the device has ended: no step can run any more."""
+    """The process that holds the device has ended, or the device is lost: no step can run any more."""
+
+
+class StepCancelled(RuntimeError):
+    """The step did not run, because one before it had failed."""
 
 
 @dataclass(frozen=True)

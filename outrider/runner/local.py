@@ -14,6 +14,7 @@ import torch
 
 from outrider.core import ScheduledBatch, StepResult, Uncaptured
 from outrider.runner.batch import PaddedSize
+from outrider.runner.generations import Generations
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
 
@@ -39,7 +40,9 @@ class LocalRunner:
         self.device_step = step
         self._padding = padding or Padding()
         self._before_step = before_step  # tests: poison free pages
+        self._generations = Generations(step)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-runner")
+        self._thread.submit(int)  # the one thread starts now: an interrupt of a later submit cannot start a second
         self.num_padded_steps = 0
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
@@ -51,10 +54,11 @@ class LocalRunner:
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
         start = time.perf_counter()
-        if self._before_step is not None:
-            self._before_step(batch)
-        self.device_step.apply_host_writes(batch)
-        size = self._padding.size_for(batch)
-        self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
-        result = self.device_step.run(batch, size)
-        return read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
+        with self._generations.running(batch):
+            if self._before_step is not None:
+                self._before_step(batch)
+            self.device_step.apply_host_writes(batch)
+            size = self._padding.size_for(batch)
+            self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
+            result = self.device_step.run(batch, size)
+            return read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)

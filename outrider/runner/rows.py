@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite, ScheduledBatch
+from outrider.core import NULL_PAGE, NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite, ScheduledBatch
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
@@ -32,6 +32,12 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
+
+    def reset(self) -> None:
+        """No row has an owner."""
+        self._by_row = {NULL_ROW: self._by_row[NULL_ROW]}
+        self._not_plain.clear()
+        self._prompt_lens.clear()
 
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
@@ -68,7 +74,16 @@ class RowState:
             for group in groups
         ]
 
+    def reset(self) -> None:
+        """No row has an owner: whatever names one before it is admitted anew has no tokens and reaches no page."""
+        for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
+            tensor.zero_()
+        self.sampling.lists.reset()
+        self.params.reset()
+
     def admit(self, admissions: list[Admission]) -> None:
+        """A row's page table is null until `write_pages`, the last of its admission: a row that is half admitted must
+        not reach the pages of its last owner."""
         if not admissions:
             return
         for admission in admissions:
@@ -76,6 +91,8 @@ class RowState:
             self.tokens[admission.row, : len(admission.token_ids)] = tokens
         fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
+        for table in self.page_tables:
+            table.index_fill_(0, rows, NULL_PAGE)
         self.known.index_copy_(0, rows, known)
         self.computed.index_copy_(0, rows, computed)
         self.num_drafts.index_fill_(0, rows, 0)

@@ -112,6 +112,14 @@ class DeviceStep:
         """Whether kernels sample, with any parameters, by what rows hold."""
         return self.state.device.type == "cuda" and ops.has_triton() and self.model.dtype != torch.float64
 
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget all rows: after a failed step nobody knows what they hold. The one function over all row state."""
+        self.state.reset()
+        self.recurrent.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
@@ -121,10 +129,10 @@ class DeviceStep:
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
-        self.state.write_pages(scheduled.page_writes)
-        self.state.take_host_drafts(scheduled.host_drafts)
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
+        self.state.take_host_drafts(scheduled.host_drafts)
+        self.state.write_pages(scheduled.page_writes)  # last: see RowState.admit
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         counts = list(shape.logit_counts)

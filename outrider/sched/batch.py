@@ -28,8 +28,8 @@ class Entry(NamedTuple):
 class BatchBuilder:
     """Collects the requests of one batch and advances their bounds."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, generation: int = 0) -> None:
+        self._step, self._generation = step, generation
         self._entries: list[Entry] = []
 
     @property
@@ -81,4 +81,5 @@ class BatchBuilder:
             folds=folds,
             num_pending=num_pending,
             propose=propose,
+            generation=self._generation,
         )

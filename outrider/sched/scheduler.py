@@ -29,6 +29,7 @@ from outrider.core import (
 )
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan
+from outrider.sched.faults import Suspects
 from outrider.sched.request import Request, State
 
 
@@ -57,7 +58,7 @@ class Update(NamedTuple):
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
-                 host_drafter: HostDrafter | None = None) -> None:
+                 host_drafter: HostDrafter | None = None, generation: int = 0) -> None:
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
@@ -74,6 +75,9 @@ class Scheduler:
         self._arrival_of: dict[int, int] = {}
         self._running: list[Request] = []
         self._requests: dict[int, Request] = {}
+        self._held_back: list[tuple[int, int, Request]] = []  # wait until the requests on trial are done
+        self._suspects = Suspects()
+        self._generation = generation
         self._free_rows = list(range(limits.max_requests, 0, -1))
         self._in_flight: OrderedDict[int, ScheduledBatch] = OrderedDict()
         self._admissions: list[Admission] = []
@@ -87,7 +91,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held_back)
+
+    @property
+    def generation(self) -> int:
+        return self._generation
 
     @property
     def num_in_flight(self) -> int:
@@ -95,13 +103,16 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
+        return bool(self._running or self._waiting or self._held_back or self._in_flight) or self.cache.has_folds
 
-    def add(self, request: Request) -> None:
-        self.cache.check_fits(request.end_len)
-        self._requests[request.id] = request
-        self._arrival_of[request.id] = next(self._arrivals)
-        self._wait(request)
+    def add(self, *requests: Request) -> None:
+        """All of them, or none: whatever can be refused is asked for before the first one waits."""
+        for request in requests:
+            self.cache.check_fits(request.end_len)
+        for request in requests:
+            self._requests[request.id] = request
+            self._arrival_of[request.id] = next(self._arrivals)
+            self._wait(request)
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
         """End a request from the host: an abort, a stop string, an error. Results in flight for it are dropped."""
@@ -114,7 +125,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to compute before a result comes back."""
-        batch = BatchBuilder(self.stats.num_steps)
+        if self._suspects:
+            self._try_suspects()
+        batch = BatchBuilder(self.stats.num_steps, self._generation)
         budget = self.limits.max_batched_tokens
         running = list(self._running)
         plan = self._plan_drafts()
@@ -177,16 +190,23 @@ class Scheduler:
             updates.append(Update(request, part))
         return updates
 
-    def fail_step(self, error: str) -> None:
-        """The oldest step in flight died. What the device holds of the rows of that time is unknown now, so whoever has
-        one ends; a row taken later was written anew."""
-        step, _ = self._in_flight.popitem(last=False)
-        self.cache.fail_step(step)
-        later = [*self._admissions, *(a for batch in self._in_flight.values() for a in batch.admissions)]
-        rows = {admission.row for admission in later}
-        for request in [r for r in self._running if r.row not in rows]:
-            request.error = error
-            self._end(request, Finish.ERROR)
+    def recover(self, error: str) -> None:
+        """The oldest step in flight failed, and none runs any more. Nobody knows what the device holds of any row, nor
+        what these steps wrote: whoever has a row begins again from its settled tokens, in a new generation of steps.
+        The request that is to blame ends, once that is known."""
+        batches = list(self._in_flight.values())
+        self._in_flight.clear()
+        self._generation += 1
+        self._admissions, self._host_drafts = [], []
+        failed = zip(batches[0].request_ids, batches[0].epochs, batches[0].bounds, strict=True)
+        points = {request_id: bound for request_id, epoch, bound in failed
+                  if request_id in self._requests and self._requests[request_id].epoch == epoch}
+        for request in list(self._running):
+            self._give_up_row(request)
+        self.cache.forget_unsettled([page for batch in batches for page in batch.clear_pages])
+        for request_id in self._suspects.fail(points):
+            self.end(request_id, Finish.ERROR, error)
+        self._try_suspects(is_new=True)
 
     def take_ended_early(self) -> list[Request]:
         """Requests that the host ended since the last call."""
@@ -280,11 +300,29 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Give its row and pages back; it is computed again from its settled tokens."""
+        self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=False)
+        self._give_up_row(request)
+
+    def _give_up_row(self, request: Request) -> None:
+        """As `_preempt`, but what steps in flight may have written is left to nobody."""
         self.stats.num_preemptions += 1
         request.stats.num_preemptions += 1
-        self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=False)
         self._release(request)
         self._wait(request)
+
+    def _try_suspects(self, is_new: bool = False) -> None:
+        """Before a step, and after a failed one (`is_new`): those who are not on trial wait."""
+        computed = {request.id: request.settled.at_least for request in self._requests.values()}
+        if not (self._suspects.clear(computed) or is_new):
+            return
+        on_trial = self._suspects.on_trial
+        if on_trial is not None:
+            for request in [r for r in self._running if r.id not in on_trial]:
+                self._preempt(request)
+        entries = [*self._waiting, *self._held_back]
+        self._waiting = [e for e in entries if on_trial is None or e[2].id in on_trial]
+        self._held_back = [e for e in entries if on_trial is not None and e[2].id not in on_trial]
+        heapq.heapify(self._waiting)
 
     def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
@@ -322,7 +360,7 @@ class Scheduler:
                 stats.num_accepted += part.num_accepted
             if self._drafts is not None:
                 self._drafts.observe(request, part, drafts)
-        if settled.at_least >= request.next_event:
+        if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:
             request.error = part.error
@@ -337,12 +375,14 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            self._held_back = [entry for entry in self._held_back if entry[2] is not request]
             heapq.heapify(self._waiting)
         request.state = State.FINISHED
         self.cache.forget(request.id)
         if self._host_drafter is not None:
             self._host_drafter.finish(request.id, request.token_ids)
         del self._requests[request.id], self._arrival_of[request.id]
+        self._suspects.forget(request.id)
         if self._drafts is not None:
             self._drafts.forget(request)
         if early:
@@ -360,4 +400,9 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         request.state = State.WAITING
-        heapq.heappush(self._waiting, (request.input.priority, self._arrival_of[request.id], request))
+        entry = (request.input.priority, self._arrival_of[request.id], request)
+        on_trial = self._suspects.on_trial
+        if on_trial is None or request.id in on_trial:
+            heapq.heappush(self._waiting, entry)
+        else:
+            self._held_back.append(entry)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 
 
 class _Shifted:
-    """Attention for a model that numbers its layers from 0."""
+    """Access to the layers' caches for a model that numbers its layers from 0."""
 
     def __init__(self, attend: Attend, first: int) -> None:
         self._attend, self._first = attend, first

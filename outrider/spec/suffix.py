@@ -1,7 +1,7 @@
-"""Suffix lookup on the host: what followed the longest matching suffix, in the request's own tokens or in outputs that
-finished recently. No torch here.
+"""SuffixDrafter: proposes the tokens that followed the longest matching suffix, in the request's own tokens or in
+outputs that finished recently. Runs on the host, without torch.
 
-The host sees only settled tokens, so its drafts continue the last result; the device drops what was accepted since.
+The host sees only settled tokens, so its drafts continue the last result; the device drops those accepted since.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-ANCHOR = 3  # tokens that find candidates; shorter suffixes say too little
-LONGEST = 64  # a longer match is not looked for
-MAX_CANDIDATES = 32  # latest occurrences compared
+ANCHOR = 3  # tokens of the n-gram that finds candidates; shorter suffixes match too often
+LONGEST = 64  # longest match that is looked for
+MAX_CANDIDATES = 32  # latest occurrences that are compared
 
 
 class _Indexed:
@@ -32,7 +32,7 @@ class _Indexed:
 
 
 class SuffixDrafter:
-    """`propose` for running requests; `finish` keeps a request's tokens for others to match."""
+    """`propose` drafts for running requests; `finish` keeps a request's tokens for others to match."""
 
     def __init__(self, num_kept: int = 64) -> None:
         self._own: dict[int, _Indexed] = {}

@@ -359,9 +359,10 @@ def test_a_failed_step_leaves_nothing_to_begin_from() -> None:
     drive(sched, state)
     drive(sched, state, accepted=3)
     assert sched.schedule() is not None
-    sched.fail_step("lost")
-    assert not sched.has_work and sched.cache.usage() == 0
+    sched.recover("lost")
+    assert sched.num_waiting == 1 and sched.num_in_flight == 0 and sched.cache.usage() == 0
     sched.check_integrity()
+    sched.end(0, Finish.ABORT)
     sched.add(request(1, [*TOKENS[:13], 5, 5, 5, 5, 5]))
     assert drive(sched, state).admissions[0].computed == 12, "the prompt's, which had been reported"
 
@@ -372,7 +373,7 @@ def test_a_fold_whose_step_failed_is_forgotten() -> None:
     drive(sched, state)
     drive(sched, state, accepted=3, finish=Finish.STOP)
     assert sched.schedule() is not None
-    sched.fail_step("lost")
+    sched.recover("lost")
     assert sched.cache.usage() == 0 and not sched.has_work
 
 
@@ -390,9 +391,8 @@ def test_a_failed_step_spoils_what_later_ones_write_of_ended_requests() -> None:
     sched._requests[0].token_ids.append(5)  # as if it were known
     sched.end(0, Finish.ABORT)
     assert sched.cache.usage() > 0, "what the second step may write is waited for"
-    sched.fail_step("lost")
-    assert sched.cache.usage() == 0
-    sched.update(StepResult(second.step, play(second, state).requests, checkpoints=[second.checkpoints[0].id]))
+    sched.recover("lost")
+    assert sched.cache.usage() == 0 and not sched.has_work, "the second step counts as little as the first"
     sched.check_integrity()
     sched.add(request(1, [*TOKENS[:17], 5, 5, 5, 5, 5]))
     assert drive(sched, state).admissions[0].computed == 16

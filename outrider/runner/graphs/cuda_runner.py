@@ -14,10 +14,13 @@ import torch
 
 from outrider.core import Limits, ScheduledBatch, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
+from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
+from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.warm_up import compile_steps
+from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
 from outrider.runner.results import read_result, with_asked_logprobs
@@ -41,7 +44,10 @@ class PendingStep(Future[StepResult]):
         self._done.record()
 
     def result(self, timeout: float | None = None) -> StepResult:
-        self._done.synchronize()
+        try:
+            self._done.synchronize()
+        except Exception as error:
+            raise _explained(error) from error
         late = self._device_result
         host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
         return read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
@@ -52,6 +58,15 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _explained(error: Exception) -> Exception:
+    """The error itself, unless the device answers nothing any more: some errors leave it unusable."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return WorkerDied(f"the device is lost: {error}")
+    return error
 
 
 def _failed(error: Exception) -> Future[StepResult]:
@@ -66,7 +81,10 @@ class CudaRunner:
         self.device_step = step
         self._limits = limits
         self._padding = padding or Padding()
-        self.graphs = StepGraphs(step, limits) if use_graphs else None
+        self._generations = Generations(step)
+        is_capturable = can_capture(step.pool.layout)
+        self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
+        self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
         self.num_replays = 0
         self.num_eager = 0
         self.num_padded_steps = 0
@@ -82,18 +100,21 @@ class CudaRunner:
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
         try:
-            return self._queue(batch)
+            with self._generations.running(batch):
+                return self._queue(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # what the step had taken may lie in pieces that serve nobody
             return _failed(StepOutOfMemory(error))
-        except Exception as error:
+        except StepCancelled as error:
             return _failed(error)
+        except Exception as error:
+            return _failed(_explained(error))
 
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
         if self.graphs is None:
-            return self._run_eagerly(batch, Uncaptured.NO_GRAPHS)
+            return self._run_eagerly(batch, self._eager_reason)
         key = self.graphs.keys.key_for(batch, self.device_step.state)
         if isinstance(key, Uncaptured):
             return self._run_eagerly(batch, key)

@@ -1,0 +1,34 @@
+"""Generations: which steps still count. A step that fails takes along all later ones of its generation.
+
+The host answers a failed step with a batch of a new generation, in which every request is admitted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.core import ScheduledBatch
+from outrider.runner.interface import StepCancelled
+from outrider.runner.step import DeviceStep
+
+
+class Generations:
+    def __init__(self, step: DeviceStep) -> None:
+        self._step = step
+        self._current = 0
+        self._has_failed = False
+
+    @contextmanager
+    def running(self, batch: ScheduledBatch) -> Iterator[None]:
+        """Around everything that a step does to the device. Raises StepCancelled where nothing may be done."""
+        if batch.generation == self._current and self._has_failed:
+            raise StepCancelled("a step before this one failed")
+        try:
+            if batch.generation != self._current:
+                self._current, self._has_failed = batch.generation, False
+                self._step.reset()
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise

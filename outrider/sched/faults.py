@@ -1,0 +1,70 @@
+"""Suspects: which of the requests whose steps failed is to blame. No torch, no tokens, no pages.
+
+A step may fail by chance, or because of one request's data. The requests of a failed step are suspects until each has
+come further than the step would have brought it:
+
+    first failure    all are computed again together, beside everybody else
+    second failure   the requests of that step are tried in two halves, one after the other; nobody else runs meanwhile
+    a half fails     it is halved again, and so on; a step that held one suspect alone has found the culprit
+
+So a request that fails whenever it runs takes part in at most 2 + log2(requests) failed steps, and its mates too. Where
+steps fail only because of how many requests they hold (memory), every half passes: each time that happens again, the
+halves run longer before they are put together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+MAX_FAILURES = 50  # failed steps that one request may take part in, whatever else speaks for it
+
+
+class Suspects:
+    def __init__(self) -> None:
+        self._points: dict[int, int] = {}  # by request: computed tokens with which it is cleared
+        self._trials: list[list[int]] = []  # requests that run without others; the first of them now
+        self._num_failures: Counter[int] = Counter()  # by request, over its whole life
+        self._num_acquittals: Counter[int] = Counter()  # trials that it has passed
+
+    def __bool__(self) -> bool:
+        return bool(self._points or self._trials)
+
+    @property
+    def on_trial(self) -> list[int] | None:
+        """The only requests that may run now; None if all may."""
+        return self._trials[0] if self._trials else None
+
+    def fail(self, points: Mapping[int, int]) -> list[int]:
+        """A step failed that would have brought its requests to so many computed tokens, at most. Returns the requests
+        that must end."""
+        requests = list(points)
+        is_repeated = any(request in self._points for request in requests)
+        self._points |= {request: point + self._extension(request) for request, point in points.items()}
+        self._num_failures.update(requests)
+        if is_repeated and len(requests) == 1:
+            return requests
+        if is_repeated:
+            half = len(requests) // 2
+            others = [[r for r in trial if r not in points] for trial in self._trials]
+            self._trials = [requests[:half], requests[half:], *filter(None, others)]
+        return [request for request in requests if self._num_failures[request] >= MAX_FAILURES]
+
+    def forget(self, request: int) -> None:
+        """The request has ended."""
+        self._points.pop(request, None)
+        self._num_failures.pop(request, None)
+        self._num_acquittals.pop(request, None)
+
+    def clear(self, computed: Mapping[int, int]) -> bool:
+        """`computed`: settled tokens of each request. Returns whether others are on trial now, or nobody any more."""
+        self._points = {request: point for request, point in self._points.items() if computed[request] < point}
+        before = self.on_trial
+        while self._trials and not any(request in self._points for request in self._trials[0]):
+            self._num_acquittals.update(request for request in self._trials.pop(0) if request in computed)
+        return self.on_trial is not before
+
+    def _extension(self, request: int) -> int:
+        """Tokens beyond the failed step that the request must compute to be cleared."""
+        passed = self._num_acquittals[request]
+        return 4 ** (passed + 1) if passed else 0

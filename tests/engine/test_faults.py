@@ -1,0 +1,161 @@
+"""Faults stay where they happen: a step fails at a random place, and every request but the one to blame gives the
+tokens of an engine in which nothing fails, in that round and in later ones.
+
+The rigs live for many rounds with few pages and a prefix cache, so that whatever a failed step leaves behind is found
+by somebody. Every blank page is poisoned before every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+from outrider.models.base import Model
+from outrider.spec.base import Drafter
+from outrider.spec.ngram import NgramDrafter
+from outrider.spec.scripted import ScriptedDrafter
+from tests.engine.fault_injector import Fault, FaultInjector
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model
+from tests.engine.recurrent_rig import hybrid
+from tests.spec.hybrid_rig import FAMILIES, hybrid_of, mtp_of
+
+K = 3
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "max_position_embeddings": 256, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@functools.cache
+def model_of(family: str) -> Model:
+    if family == "moe":
+        return random_model(MOE, torch.float64, 7)
+    if family in FAMILIES:
+        return hybrid_of(family)
+    return hybrid(family) if family in ("mamba2", "gated_delta") else tiny_model(family)
+
+
+@functools.cache
+def asks_of(family: str) -> list[Ask]:
+    """Prompts that share prefixes, greedy and drawn."""
+    vocab = model_of(family).vocab_size
+    stem = prompt_of(1, 34, vocab)
+    prompts = [stem, [*stem[:32], 5, 6, 7], stem[:17], prompt_of(2, 5, vocab) * 6, prompt_of(3, 20, vocab),
+               [*stem, *prompt_of(4, 12, vocab)], prompt_of(5, 3, vocab), [*stem[:16], *prompt_of(6, 9, vocab)]]
+    return [Ask(prompt, greedy(5 + i) if i % 2 else SamplingParams(seed=i, max_tokens=4 + i))
+            for i, prompt in enumerate(prompts)]
+
+
+@functools.cache
+def expected_of(family: str) -> list[list[int]]:
+    with Rig(model_of(family), overlap=False, enable_prefix_caching=False) as rig:
+        return [output.outputs[0].token_ids for output in rig.run(asks_of(family))]
+
+
+def drafter_of(name: str, family: str) -> Drafter | None:
+    match name:
+        case "ngram":
+            return NgramDrafter(K, min_n=1, max_n=4)
+        case "mtp":
+            return mtp_of(model_of(family), K)
+        case "scripted":  # right, but for every fourth token
+            answers = {tuple(ask.prompt): answer
+                       for ask, answer in zip(asks_of(family), expected_of(family), strict=True)}
+            return ScriptedDrafter(K, lambda prompt, _: [
+                (token + (i % 4 == 3)) % 24 for i, token in enumerate(answers.get(prompt, []))])
+    return None
+
+
+@dataclass
+class Tally:
+    num_cases: int = 0
+    num_tokens: int = 0
+    num_culprits: int = 0
+    injected: Counter[str] = None  # type: ignore[assignment]
+
+
+def run_cases(family: str, depth: int, drafter: str, num_cases: int, seed: int,
+              monkeypatch: pytest.MonkeyPatch) -> Tally:
+    rng, asks, expected = Random(seed), asks_of(family), expected_of(family)
+    tally = Tally()
+    settings: dict[str, Any] = {"max_num_seqs": 3, "num_pages": 30, "max_num_batched_tokens": 24}
+    if model_of(family).cache_layers() and family not in ("llama", "sliding", "gemma3", "moe"):
+        settings |= {"num_pages": 60, "checkpoint_interval": 16}
+    with Rig(model_of(family), depth=depth, drafter=drafter_of(drafter, family), **settings) as rig:
+        injector = FaultInjector(rig, monkeypatch)
+        for case in range(num_cases):
+            chosen = [rng.randrange(len(asks)) for _ in range(rng.randint(1, 5))]
+            blamed = rng.choice([None, None, rng.randrange(len(chosen))])
+            fault = Fault(rng.choice(injector.places), rng.randrange(0, 12))
+            if blamed is not None:
+                rig_id = next_request_id(rig) + blamed
+                prompt = len(asks[chosen[blamed]].prompt)
+                fault = Fault(rng.choice([p for p in injector.places if "emit" not in p and "fold" not in p]),
+                              rng.randrange(0, 2), rig_id, rng.choice([0, prompt // 2, prompt + 1]))
+            injector.arm(None if case % 5 == 4 else fault)
+            before = injector.num_injected.total()
+            outputs = rig.run([asks[i] for i in chosen])
+            injector.arm(None)
+            num_injected = injector.num_injected.total() - before
+            errors = [i for i, output in enumerate(outputs) if output.outputs[0].error is not None]
+            allowed = [blamed] if blamed is not None else []
+            if fault.place == "before emit" and num_injected:
+                assert len(errors) == 1, "a sample whose text fails ends, and nobody else"
+                allowed = errors
+            assert set(errors) <= set(allowed), (case, fault, [o.outputs[0].error for o in outputs])
+            if blamed is not None and num_injected > 1:
+                assert errors == [blamed], (case, fault, num_injected, "whoever makes every step fail is found")
+                tally.num_culprits += 1
+            for i, output in zip(chosen, outputs, strict=True):
+                sample = output.outputs[0]
+                wanted = expected[i] if sample.error is None else expected[i][: len(sample.token_ids)]
+                assert sample.token_ids == wanted, (case, fault, i)
+                tally.num_tokens += len(sample.token_ids)
+            tally.num_cases += 1
+            rig.batches.clear()
+            rig.results.clear()
+            rig._blank.clear()
+        tally.injected = injector.num_injected
+        assert rig.scheduler.cache.stats.hit_tokens > 0 or num_cases < 20
+        assert rig.scheduler.stats.max_steps_in_flight == depth
+    return tally
+
+
+def next_request_id(rig: Rig) -> int:
+    """The scheduler's id of the request that is added next."""
+    return int(repr(rig.engine._ids)[6:-1])
+
+
+CELLS = {  # family, steps in flight, drafter -> cases
+    ("llama", 1, ""): 40, ("llama", 2, ""): 110, ("llama", 3, "ngram"): 70, ("sliding", 3, ""): 50,
+    ("gemma3", 2, "ngram"): 50, ("moe", 2, ""): 40, ("mamba2", 2, ""): 40, ("gated_delta", 3, "ngram"): 30,
+    ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).rstrip("-"))
+def test_every_request_but_the_culprit_gives_the_references_tokens(
+    cell: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tally = run_cases(*cell, CELLS[cell], 1, monkeypatch)
+    assert tally.injected.total() > CELLS[cell] // 3 and tally.num_culprits > 0
+    print(f"{cell}: {tally.num_cases} cases, {tally.injected.total()} faults, {tally.num_culprits} culprits, "
+          f"{tally.num_tokens} tokens")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).rstrip("-"))
+def test_many_faults(cell: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    places: Counter[str] = Counter()
+    for seed in range(2, 12):
+        with monkeypatch.context() as patch:
+            places += run_cases(*cell, CELLS[cell], seed, patch).injected
+    assert len(places) >= 20, "some places never failed"

@@ -1,0 +1,21 @@
+"""After a failed step pages are published that only that step, or one after it, was to write."""
+
+from __future__ import annotations
+
+from outrider.core import Settled
+from outrider.sched.scheduler import Scheduler
+
+NAME = "failed steps are not forgotten"
+TESTS = ["tests/engine/test_faults.py", "-k", "llama-2 and not many"]
+
+
+def apply() -> None:
+    recover = Scheduler.recover
+
+    def recover_publishing(self: Scheduler, error: str) -> None:
+        for request in self._running:
+            reached = min(request.bound.at_most, len(request.token_ids))
+            self.cache.settle(request.id, Settled(reached), request.token_ids)
+        recover(self, error)
+
+    Scheduler.recover = recover_publishing  # type: ignore[method-assign]
