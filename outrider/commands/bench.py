@@ -29,7 +29,7 @@ from outrider.commands.env import cpu_name
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
-from outrider.commands.run_prompts import Ask, Ran, run_prompts
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
 from outrider.core import RequestOutput, SamplingParams
 from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
@@ -200,7 +200,7 @@ def _check_fits(llm: LLM, work: Workload) -> None:
 def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
     before = llm.engine.stats.copy()
-    best: Ran | None = None
+    best: PromptResults | None = None
     for i in range(rounds):
         ran = run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}")
         best = ran if best is None or ran.seconds < best.seconds else best
