@@ -32,7 +32,7 @@ class Model(LayeredModule, ABC):
     vocab_size: int
     hidden_size: int
     num_layers: int
-    max_positions: int  # as the config says; max_len of an engine may be less
+    max_positions: int  # positions of the config; max_len of an engine may be less
     device: torch.device
     embed_tokens: Embedding
     lm_head: Linear
@@ -67,7 +67,7 @@ class Decoder(Model):
     names = DecoderNames()
     norm_offset = False  # norms scale by 1 + weight
     rotaries: list[Rotary]
-    softcap: float | None = None  # of the logits
+    softcap: float | None = None  # soft limit of the logits
 
     def __init__(
         self,
