@@ -1,4 +1,4 @@
-"""Model: everything the engine and draft heads may ask of a model. Decoder: the loop that decoders share.
+"""Model: the interface of models to the engine and to draft heads. Decoder: the forward that decoders share.
 
 A model knows its weights and its arithmetic. It knows nothing of pages, batches or sampling: attention goes
 through `attend`, and token rows of different requests never meet anywhere else.
@@ -26,8 +26,8 @@ class Hidden(NamedTuple):
 
 
 class Model(LayeredModule, ABC):
-    """A constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the loader, which
-    takes their names from `parts`."""
+    """A model. Its constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the
+    loader, which takes their names from `parts`."""
 
     vocab_size: int
     hidden_size: int
