@@ -1,29 +1,56 @@
 """Outrider: exact speculative decoding for every shape of open-weight model.
 
-Importing the package is cheap; torch is imported on first use of `LLM` or `AsyncLLM`.
+Importing the package is cheap; torch is imported when an engine starts. Names that vLLM has, too, mean the same here.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from outrider.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.beam_search import BeamSearchParams
+    from outrider.config import EngineArgs
+    from outrider.config import EngineArgs as AsyncEngineArgs
+    from outrider.core.outputs import CompletionOutput, RequestOutput
     from outrider.engine.async_llm import AsyncLLM
+    from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from outrider.inputs import TextPrompt, TokensPrompt
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "EngineArgs",
+           "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__"]
+
+# Where a name is that is imported when it is first used.
+HOMES = {
+    "LLM": ("outrider.llm", "LLM"),
+    "AsyncLLM": ("outrider.engine.async_llm", "AsyncLLM"),
+    "AsyncLLMEngine": ("outrider.engine.async_llm", "AsyncLLM"),
+    "AsyncEngineArgs": ("outrider.config", "EngineArgs"),
+    "EngineArgs": ("outrider.config", "EngineArgs"),
+    "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
+    "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
+    "TextPrompt": ("outrider.inputs", "TextPrompt"),
+    "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
+}
+# Names of vLLM that are not here, with what to use instead.
+NOT_HERE = {
+    "LLMEngine": "use LLM, or AsyncLLM where requests come at any time",
+    "PoolingParams": "only text generation is served",
+    "PoolingOutput": "only text generation is served",
+    "EmbeddingRequestOutput": "only text generation is served",
+    "ModelRegistry": "see docs/extending.md",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from outrider.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from outrider.engine.async_llm import AsyncLLM
-
-        return AsyncLLM
+    if name in HOMES:
+        module, attribute = HOMES[name]
+        return getattr(import_module(module), attribute)
+    if name in NOT_HERE:
+        raise ImportError(f"outrider.{name} is not supported: {NOT_HERE[name]}")
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

@@ -6,13 +6,13 @@ backend that are "auto" where the worker starts (`runner/device.py`, `mixers/pag
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
-from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, shown
+from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, did_you_mean, shown
 from outrider.core.params import Seed
+from outrider.core.vllm_settings import translate
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -27,6 +27,9 @@ CPU_CACHE_SHARE = 0.25  # of the memory that is free
 @dataclass(frozen=True)
 class EngineConfig:
     model: Text
+    tokenizer: Text | None = None  # a folder, a GGUF file or a hub id, instead of the model's own
+    revision: Text | None = None  # of a hub id: a branch, a tag or a commit
+    download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N")] = "auto"
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
@@ -49,7 +52,7 @@ class EngineConfig:
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
-    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's own bits, with the same results
+    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
 
     def __post_init__(self) -> None:
         check_fields("", self)
@@ -85,12 +88,16 @@ class EngineConfig:
 
 
 def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig:
-    """The config of a front such as LLM, from its keyword arguments."""
-    known = EngineConfig.__dataclass_fields__
-    for name in settings:
-        if name not in known:
-            raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}")
-    return EngineConfig(model=str(model), **settings)
+    """The config of a front such as LLM, from its keyword arguments, among them those of vLLM."""
+    return EngineConfig(model=str(model), **translate(front, settings, EngineConfig.__dataclass_fields__))
+
+
+@dataclass(frozen=True, init=False)
+class EngineArgs(EngineConfig):
+    """A config by the name that it has in vLLM, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(str(model), **translate("EngineArgs", settings, EngineConfig.__dataclass_fields__))
 
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
@@ -123,9 +130,8 @@ class SpeculativeConfig:
         known = list(cls.__dataclass_fields__)
         for key in given:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"speculative_config: unknown key {shown(key)}{hint} Known are {', '.join(known)}")
+                raise ValueError(f"speculative_config: unknown key {shown(key)}; known are {', '.join(known)}"
+                                 f"{did_you_mean(str(key), known)}")
         config = cls(**({"method": None, "num_speculative_tokens": None} | given))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)
 

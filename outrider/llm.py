@@ -6,11 +6,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
+from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.config import config_for
 from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.front import Front, refuse_adapter
+from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
 from outrider.engine.request_loop import Ask, Caller, RequestLoop
 from outrider.engine.start import start_engine
@@ -19,7 +22,7 @@ from outrider.engine.text import Tokenizer
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(Front):
     """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig."""
 
     def __init__(self, model: str, **settings: Any) -> None:
@@ -38,16 +41,36 @@ class LLM:
         self._name = name
         self._loop = RequestLoop(engine)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
+    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 priority: int | Sequence[int] = 0) -> list[RequestOutput]:
+                 prompt_token_ids: list[int] | list[list[int]] | None = None,
+                 use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
-        a lower `priority` are served first; one number for all prompts, or one for each."""
+        a lower `priority` are served first; one number for all prompts, or one for each. `use_tqdm`: show a bar on a
+        terminal."""
+        refuse_adapter(lora_request)
+        if prompts is not None and prompt_token_ids is not None:
+            raise ValueError("give prompts or prompt_token_ids, not both")
+        given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
         caller = Caller()
-        ids = self._add(caller, prompts, sampling_params, priority)
-        with closing(self._loop.follow(caller)) as outputs:
-            done = {output.request_id: output for output in outputs if output.finished}
+        ids = self._add(caller, given, sampling_params, priority or 0)
+        done: dict[str, RequestOutput] = {}
+        with closing(self._loop.follow(caller)) as outputs, RequestBar(use_tqdm, len(ids)) as progress:
+            for output in outputs:
+                if output.finished:
+                    done[output.request_id] = output
+                    progress.finish(output)
         return [done[request_id] for request_id in ids]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest answers of each prompt, found by following several at once."""
+        encoded = [encode_prompt(prompt, self.get_tokenizer).token_ids for prompt in _as_list(prompts)]
+
+        def generate(beams: list[list[int]], ask: SamplingParams) -> list[RequestOutput]:
+            return self.generate(beams, ask, use_tqdm=False)
+
+        return beam_search(encoded, params, generate, self.engine.tokenizer, self.engine.eos_ids)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -65,18 +88,25 @@ class LLM:
         yield from self.follow([prompt], sampling_params, priority=priority)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             priority: int | Sequence[int] = 0, **options: Any) -> list[RequestOutput]:
-        """One conversation, or several, through the model's chat template."""
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+             use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None, *,
+             priority: int | Sequence[int] | None = None, **options: Any) -> list[RequestOutput]:
+        """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}")
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
-        return self.generate(prompts, sampling_params, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         return self.get_tokenizer().encode_chat(messages, **options)
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str | list[int]:
+        return self.get_tokenizer().apply_chat_template(messages, **options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.need_tokenizer(self._name)

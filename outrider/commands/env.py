@@ -78,7 +78,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """As an engine would plan it, from a model without memory for its weights."""
+    """The memory plan that an engine would make, from a model on the meta device, without weights."""
     from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
     from outrider.formats.gguf import GgufLinear
@@ -89,7 +89,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
     config = engine_config(args)
     device = pick_device(config.device)
-    source = resolve(config.model, weights=False)
+    source = resolve(config.model, config.revision, False, config.download_dir)
     dtype = pick_dtype(config.dtype, source, device)
     model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len, source=source.name)
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _weight_bytes(model: Model, source: ModelSource, keeps_bits: bool) -> int:
-    """`keeps_bits`: where a layer's weight is quantised in the file, the file's bits are kept instead of numbers. A
+    """Bytes of the weights. `keeps_bits`: layers keep the file's bits of quantised weights instead of numbers. A
     product that shares the embedding's weight has the bits beside the numbers."""
     kept = source.kept_bytes() if keeps_bits else {}
     total = 0

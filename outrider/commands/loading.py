@@ -1,23 +1,21 @@
-"""A model loaded once for a command, with a progress bar, and LLMs around it.
+"""Loads a model for a command, with a progress bar, and makes LLMs around it.
 
-A command that compares several engines loads the weights only once. Knows nothing of what the engines then do.
+A command that compares several engines loads the weights only once.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from outrider.config import EngineConfig
-from outrider.engine.start import engine_around, load_tokenizer
+from outrider.engine.progress import bar
+from outrider.engine.start import engine_around, find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.models.loader import Tensors
-from outrider.models.sources import resolve
 from outrider.runner.worker import Prepare, Worker, load_target
 
 NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
@@ -38,7 +36,7 @@ class Loaded:
         return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
-        """`worker`: one that has started, else a new one."""
+        """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
         return LLM.around(engine_around(config, worker or self.worker(config), self.tokenizer), self.name)
 
     def need_tokenizer(self) -> Tokenizer:
@@ -48,9 +46,9 @@ class Loaded:
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
-    """`needs_text`: refuse a model without tokenizer before its weights are read."""
-    source = resolve(config.model, weights=config.load_format != "dummy")
-    tokenizer = load_tokenizer(source)
+    """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
+    source = find_model(config)
+    tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:
         raise ValueError(NO_TOKENIZER.format(source.name))
 
@@ -59,7 +57,3 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
 
     return Loaded(source.name, load_target(config, source, watch), tokenizer, source.eos_token_ids)
 
-
-def bar(items=None, **options):  # type: ignore[no-untyped-def]
-    """A tqdm bar on a terminal, nothing elsewhere."""
-    return tqdm(items, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True, file=sys.stderr, **options)

@@ -11,12 +11,17 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
-from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig
+from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
+from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
-from outrider.core.params import SamplingParams
+from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
+from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
+    "tokenizer": "a folder, a .gguf file or a hub id with the tokenizer, instead of the model's own",
+    "revision": "of a hub id: a branch, a tag or a commit",
+    "download_dir": "where files from the hub are kept",
     "dtype": "type of weights and arithmetic",
     "device": "auto, cpu, cuda or cuda:N",
     "max_model_len": "longest request in tokens, prompt and answer",
@@ -79,14 +84,26 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "tool_call_parser": "how the model writes tool calls",
+    "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
 }
-CHOICES = {"dtype": DTYPES, "load_format": LOAD_FORMATS, "attention_backend": BACKENDS,
-           "logprobs_mode": LOGPROBS_MODES, "uvicorn_log_level": LOG_LEVELS}
+CHOICES: dict[str, Sequence[str]] = {
+    "dtype": [*DTYPES, *VALUES["dtype"]],
+    "load_format": [*LOAD_FORMATS, *VALUES["load_format"]],
+    "attention_backend": BACKENDS,
+    "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
+    "uvicorn_log_level": LOG_LEVELS,
+    "tool_call_parser": sorted(TOOL_FORMATS),
+    "reasoning_parser": sorted(REASONING_FORMATS),
+}
 # Flags of some benchmarks that change the text on purpose.
 BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
 # The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
+# Settings of vLLM's engine that are none here; those that the server has are flags of its own.
+OTHER_SETTINGS = {name: meaning for name, meaning in VLLM_SETTINGS.items()
+                  if name not in ServerConfig.__dataclass_fields__}
 ENGINE_FIELDS = {f.name: f for f in dataclasses.fields(EngineConfig) if f.name != "model"}
 SAMPLING_FIELDS = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name not in NOT_FLAGS}
 # Types of the fields, without their bounds.
@@ -147,12 +164,18 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
     for name, field in ENGINE_FIELDS.items():
         if name not in skip:
             _add_flag(group, field, ENGINE_HELP.get(name, ""))
+    for name, meaning in OTHER_SETTINGS.items():  # accepted or refused by name, and not listed
+        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if meaning.is_switch else {"type": _any_value}
+        group.add_argument("--" + name.replace("_", "-"), **common, **how)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
     """`defaults`: where a command's differ from those of SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
+        if name in skip:
+            continue
         _add_flag(group, field, SAMPLING_HELP.get(name, ""), defaults.get(name, field.default))
     parser.set_defaults(sampling_defaults=defaults)
 
@@ -164,7 +187,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+    settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *OTHER_SETTINGS) if hasattr(args, name)}
     if getattr(args, "synthetic_rates", None) is not None:
         if settings.get("speculative_config") is None:
             raise UsageError("--synthetic-rates goes with --speculative-config")
@@ -179,7 +202,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """`defaults`: for flags that were not given."""
-    return EngineConfig(model=args.model, **(defaults | engine_settings(args)))
+    return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -237,6 +260,14 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def _any_value(text: str) -> Any:
+    """A value as Python or JSON would write it, else the text itself."""
+    try:
+        return json.loads({"None": "null", "True": "true", "False": "false"}.get(text, text))
+    except ValueError:
+        return text
 
 
 def _bias(text: str) -> dict[int, float]:

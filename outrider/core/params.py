@@ -1,29 +1,42 @@
-"""SamplingParams: what a caller may ask of one request. Names follow vLLM where they mean the same.
+"""SamplingParams: the settings of one request. Names follow vLLM where they mean the same.
 
 A field is implemented or refused by name; none is silently ignored.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import INT32, INT64, Count, NotEmpty, Range, Text, TokenId, check_fields, shown
+from outrider.core.fields import (
+    INT32,
+    INT64,
+    Count,
+    NotEmpty,
+    Range,
+    Text,
+    TokenId,
+    check_fields,
+    did_you_mean,
+    shown,
+)
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # of one prompt
+MAX_BIAS = 1e9  # a larger bias decides as much, and stays finite when it is divided by a temperature
 Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
 Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # of a request: smaller ones come first
 
 # Fields of vLLM's SamplingParams that Outrider does not have, with what to do instead.
 REFUSED_FIELDS = {
     "best_of": "use n",
-    "beam_width": "beam search is not supported",
-    "use_beam_search": "beam search is not supported",
-    "length_penalty": "beam search is not supported",
-    "early_stopping": "beam search is not supported",
+    "beam_width": "use LLM.beam_search",
+    "use_beam_search": "use LLM.beam_search",
+    "length_penalty": "use LLM.beam_search",
+    "early_stopping": "use LLM.beam_search",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
     "structured_outputs": "grammars are not supported yet",
     "guided_decoding": "grammars are not supported yet",
@@ -36,12 +49,14 @@ REFUSED_FIELDS = {
     "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
     "include_reasoning": "reasoning is not parsed here",
     "routed_experts_prompt_start": "expert routing is not returned",
-    "skip_clone": "parameters are immutable here",
+    "skip_clone": "the engine always keeps a copy of its own",
 }
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class SamplingParams:
+    """A caller may change fields until the parameters are used: an engine checks them again and keeps a copy."""
+
     n: Annotated[int, Range(1, MAX_SAMPLES)] = 1
     temperature: Annotated[float, Range(0, 1e30)] = 1.0
     top_p: Annotated[float, Range(1e-30, 1)] = 1.0
@@ -57,7 +72,7 @@ class SamplingParams:
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: dict[TokenId, Annotated[float, Range(-100, 100)]] | None = None
+    logit_bias: dict[TokenId, float] | None = None
     bad_words: list[Text] | None = None
     allowed_token_ids: Annotated[list[TokenId], NotEmpty] | None = None
     logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None
@@ -75,12 +90,17 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {name} is not supported: {REFUSED_FIELDS[name]}")
             if name not in cls.__dataclass_fields__:
                 known = ", ".join(sorted(cls.__dataclass_fields__))
-                raise ValueError(f"SamplingParams: unknown field {name!r}; known are {known}")
+                raise ValueError(f"SamplingParams: unknown field {name!r}; known are {known}"
+                                 f"{did_you_mean(name, cls.__dataclass_fields__)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields("SamplingParams: ", self)
         self._check_combinations()
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with these."""
+        return copy.deepcopy(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -93,12 +113,17 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def effective_bias(self) -> dict[int, float]:
+        """`logit_bias` as the sampler adds it."""
+        return {token: max(-MAX_BIAS, min(MAX_BIAS, value)) for token, value in (self.logit_bias or {}).items()}
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @cached_property
     def is_plain(self) -> bool:
-        """Asks for nothing but a draw at its temperature: logits are neither edited, filtered nor reported."""
+        """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         edits = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
         reports = self.logprobs is not None or self.prompt_logprobs is not None
@@ -106,7 +131,7 @@ class SamplingParams:
 
     @property
     def max_drafts(self) -> int | None:
-        """The request's own ceiling on drafts: None leaves it to the engine."""
+        """The request's own ceiling on drafts. None leaves the number to the engine."""
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)
@@ -123,14 +148,14 @@ class SamplingParams:
 
 
 def request_seed(engine_seed: int, num_accepted: int) -> int:
-    """The seed of a request that has none, from the engine's and the number of requests accepted before it.
-    53 bits: every JSON reader keeps such an integer exactly."""
+    """The seed of a request that brings none, made of the engine's seed and the number of requests accepted before it.
+    It has 53 bits, because every JSON reader keeps such an integer exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
 
 
 def check_params(given: object) -> SamplingParams:
-    """`sampling_params` as a caller gave them."""
+    """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
     if not isinstance(given, SamplingParams):
         raise ValueError(f"sampling_params must be a SamplingParams, got {shown(given)}")
-    return given
+    return replace(given)

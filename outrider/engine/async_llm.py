@@ -19,6 +19,7 @@ from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, check_params
 from outrider.engine.engine import Engine, EngineError
+from outrider.engine.front import Front, refuse_adapter
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -30,7 +31,7 @@ class RequestError(RuntimeError):
     """One request failed while it ran, as its output's `error` says."""
 
 
-class AsyncLLM:
+class AsyncLLM(Front):
     """`async for output in llm.generate(prompt, params)`: the growing output of one prompt, after every few runs.
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
@@ -52,9 +53,11 @@ class AsyncLLM:
         self._ids = count()
         self._owner = _Owner(engine)
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-                       request_id: str | None = None, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str | None = None, *, lora_request: None = None,
+                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
+        refuse_adapter(lora_request)
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         params = check_params(SamplingParams() if sampling_params is None else sampling_params)
         check_value("request_id", Text, request_id)

@@ -69,7 +69,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._submits_early = submits_early and limits.steps_in_flight == 1
@@ -160,7 +160,7 @@ class Engine:
         limits = self.limits
         check_value("priority", Priority, priority)
         check_value("cache_salt", str | None, cache_salt)
-        check_params(params)
+        params = check_params(params)
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -181,7 +181,7 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_token_ids(params, self._eos_ids, limits)
+        check_token_ids(params, self.eos_ids, limits)
         return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
     # One step
@@ -279,7 +279,7 @@ class Engine:
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         samples = []
         for index in range(params.n):
-            own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self._eos_ids, index, priority,
+            own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
                                keys)
             request = Request(next(self._ids), token_ids, own)
             key = SampleKey(request_id, index, params.seed, metrics)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from outrider.core.fields import check_value, shown
+from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.engine.text import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+ONLY_TEXT = "only text and token ids are served"
 
 
 class EncodedPrompt(NamedTuple):
@@ -25,6 +27,10 @@ def encode_prompt(prompt: Prompt, get_tokenizer: Callable[[], Tokenizer]) -> Enc
         if text is None and token_ids is None:
             raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids', got "
                              f"{', '.join(map(str, prompt)) or 'nothing'}")
+        for key in prompt:
+            if key not in PROMPT_KEYS and prompt[key] is not None:
+                raise ValueError(f"a prompt's {shown(key)} is not supported: {ONLY_TEXT}; known are "
+                                 f"{', '.join(PROMPT_KEYS)}{did_you_mean(str(key), PROMPT_KEYS)}")
         check_value("prompt_token_ids", list | tuple | None, token_ids)
         check_value("prompt", str | None, text)
         token_ids = get_tokenizer().encode(text) if token_ids is None else list(token_ids)

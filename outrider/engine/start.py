@@ -9,7 +9,7 @@ from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.engine.worker_process import WorkerProcess
-from outrider.models.sources import ModelSource, resolve
+from outrider.models.sources import ModelSource, resolve, tokenizer_files
 from outrider.runner.interface import FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
 from outrider.sched.scheduler import Scheduler
@@ -20,8 +20,8 @@ log = logging.getLogger("outrider")
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
-    source = resolve(config.model, weights=config.load_format != "dummy")
-    tokenizer = load_tokenizer(source)
+    source = find_model(config)
+    tokenizer = load_tokenizer(config, source)
     if in_process:
         return engine_around(config, WorkerProcess(config, source), tokenizer)
     from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives in this process
@@ -53,8 +53,15 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
     return None
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer | None:
+def find_model(config: EngineConfig) -> ModelSource:
+    """The files of the model, fetched if need be."""
+    return resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
+
+
+def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
     """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    if config.tokenizer is not None:
+        return Tokenizer.load(tokenizer_files(config.tokenizer, config.revision, config.download_dir))
     try:
         return Tokenizer.load(source.tokenizer())
     except TokenizerError as error:

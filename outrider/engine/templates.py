@@ -18,9 +18,12 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+
+from outrider.core.fields import did_you_mean, shown
 
 Message = Mapping[str, Any]
 MAX_SECONDS = 5.0
@@ -44,6 +47,14 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
         except Exception as error:  # of Jinja's parser or Python's compiler: too deep, a number of too many digits
             raise ChatTemplateError(f"the chat template is not valid: {_told(error)}") from error
+        self._variables = find_undeclared_variables(self._env.parse(text))
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Refuses what the template would ignore."""
+        for name in names:
+            if name not in self._variables:
+                raise ChatTemplateError(f"{name} is not supported: the model's chat template does not use it"
+                                        f"{did_you_mean(name, self._variables)}")
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
         variables = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -60,6 +71,32 @@ class ChatTemplate:
 @lru_cache(maxsize=16)
 def compiled_template(text: str) -> ChatTemplate:
     return ChatTemplate(text)  # compiling costs milliseconds, and a server renders the same one for every chat
+
+
+def with_plain_content(message: Message) -> Message:
+    """A message whose content is text; parts of text, as OpenAI's API has them, are joined by line ends."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ChatTemplateError(f"a part {shown(kind)} of a message is not supported: only parts of type 'text' "
+                                    "are, with their 'text'")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
+    """A rendered chat without what the template writes after the last message, so that the answer continues it."""
+    last = str(messages[-1].get("content") or "").strip() if messages else ""
+    end = rendered.rfind(last) + len(last)
+    if not last or end < len(last):
+        raise ChatTemplateError("continue_final_message needs a last message with text, which the template keeps")
+    return rendered[:end]
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -16,7 +16,13 @@ import tokenizers
 
 from outrider.core.fields import check_value
 from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
-from outrider.engine.templates import ChatTemplateError, Message, compiled_template
+from outrider.engine.templates import (
+    ChatTemplateError,
+    Message,
+    compiled_template,
+    up_to_the_end_of,
+    with_plain_content,
+)
 
 __all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 
@@ -116,16 +122,31 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template.
+        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template. Further
+        `variables`, also as `chat_template_kwargs`, must be some that the template uses.
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
         messages = list(messages) if isinstance(messages, Iterable) else messages
         check_value("messages", list[dict[str, Any]], messages)
+        messages = [with_plain_content(message) for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
-        values = {"tools": tools, "documents": None, **self.special_tokens, **variables}
-        return template.render(messages, add_generation_prompt, values)
+        asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}
+        template.check_variables(name for name, value in asked.items() if value is not None and value != [])
+        values = {"documents": None, **self.special_tokens, **asked}
+        if not continue_final_message:
+            return template.render(messages, add_generation_prompt, values)
+        return up_to_the_end_of(messages, template.render(messages, False, values))
+
+    def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
+                            tokenize: bool = True, add_generation_prompt: bool = False,
+                            **options: Any) -> str | list[int]:
+        """As the method of this name of a transformers tokenizer."""
+        text = self.render_chat(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def encode_chat(self, messages: Iterable[Message], **options: Any) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself; none are added."""

@@ -1,4 +1,4 @@
-"""Plain torch twins of the kernels: the specification of each operation, and what runs where no kernel does.
+"""Plain torch twins of the kernels. They are the specification of each operation, and run where no kernel does.
 
 Any device and floating type; 16-bit inputs are computed in float32. Fixed-shape tensor operations only: nothing
 here reads a device value on the host. Knows nothing of layers, models or batches.
@@ -233,10 +233,11 @@ def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Ten
 
 def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
-    """What followed the last time a row's text ended like this: ([requests, most] tokens, [requests] how many of them).
+    """The tokens that followed an earlier occurrence of a row's last tokens: ([requests, most] tokens, [requests] how
+    many of them are meant).
 
-    tokens [ROWS, length], of which known [ROWS] are the text, or `width` where that is less. The longest suffix of
-    max_n down to min_n tokens that occurred before wins, the latest occurrence of it if there are several.
+    tokens [ROWS, length], of which the first known [ROWS], or `width` if that is less, are the text. The longest suffix
+    of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
     """
     history = tokens[rows, :width]
     length = known[rows].clamp_max(width)

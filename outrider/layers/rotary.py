@@ -1,6 +1,6 @@
 """Rotary position embedding: tables for the lengths an engine serves, and the rotation itself (half-split).
 
-Knows the scalings that depend on the position alone. Where they stand in a config is for `models.config` to know.
+This file has the scalings that depend on the position alone; `models.config` reads their parameters from a config.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin).to(x.dtype)
 
 
+def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotates x [tokens, heads, rotary_dim | rest] whose rotating dimensions lie in pairs (0 and 1, 2 and 3). Returns
+    them sorted as `rotate` has them, the first of each pair before the second: products of such heads are the same."""
+    rotary_dim = angles.table.shape[1]
+    pairs = x[..., :rotary_dim].unflatten(-1, (-1, 2))
+    return rotate(torch.cat((pairs[..., 0], pairs[..., 1], x[..., rotary_dim:]), dim=-1), angles)
+
+
 def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
     exponents = torch.arange(0, params.rotary_dim, 2, dtype=dtype) / params.rotary_dim
     return 1.0 / (params.theta**exponents)
@@ -95,7 +103,7 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Frequencies of long waves are divided by `factor`, those of short waves kept, and those between blended."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
     blend = (turns - params.low_freq_factor) / (params.high_freq_factor - params.low_freq_factor)
@@ -103,7 +111,7 @@ def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """As llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
+    """Like llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
     low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
     if params.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -116,24 +124,27 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:
-    """The dimension, as a fraction, whose wave makes so many turns within the original length."""
+    """The dimension, as a fraction, whose wave makes `turns` full turns within the original length."""
     return (
         params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
     )
 
 
 def _yarn_magnitude(params: RopeParams) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if params.factor <= 1 else 0.1 * weight * math.log(params.factor) + 1.0
-
     if params.attention_factor is not None:
         return params.attention_factor
     if params.mscale and params.mscale_all_dim:
-        return mscale(params.mscale) / mscale(params.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(params.factor, params.mscale) / yarn_mscale(params.factor, params.mscale_all_dim)
+    return yarn_mscale(params.factor, 1.0)
 
 
-# Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Within its original length dynamic is default.
+def yarn_mscale(factor: float, weight: float) -> float:
+    """The magnitude by which attention stays as sharp in a context that is `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+# Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Dynamic is served within its original length
+# only, where it equals default.
 FREQUENCIES: dict[str, Callable[[RopeParams, torch.dtype], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,

@@ -12,13 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.layers.base import LayeredModule, Module
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear
-from outrider.layers.norm import Delta, RMSNorm, copy_stream
-from outrider.layers.rotary import Rotary
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, Rotary, copy_stream
+from outrider.mixers import Attend, AttentionLayer
 from outrider.models.config import ConfigReader, Sizes
 
 

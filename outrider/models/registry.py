@@ -1,4 +1,4 @@
-"""Which class serves an architecture: from a config to a model without its weights."""
+"""The table from architectures to model classes, and build_model: from a config to a model without its weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.config import ConfigReader
+from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
@@ -31,6 +32,9 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
     "NemotronHForCausalLM": NemotronH,
     "BambaForCausalLM": Bamba,
+    "DeepseekV3ForCausalLM": DeepseekV3,
+    "DeepseekV32ForCausalLM": DeepseekV32,
+    "GlmMoeDsaForCausalLM": GlmMoeDsa,
     "Gemma3ForCausalLM": Gemma3,
     "Gemma4ForCausalLM": Gemma4,
     "Gemma4ForConditionalGeneration": Gemma4,

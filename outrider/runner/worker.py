@@ -16,6 +16,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, fill_model
 from outrider.models.registry import build_model
@@ -105,7 +106,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
         step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                          use_graphs=not config.enforce_eager, page_extra_bytes=extra,
+                                          use_graphs=not config.enforce_eager and can_capture(parts.layout),
+                                          page_extra_bytes=extra,
                                           takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory)
@@ -133,10 +135,11 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
     costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
-    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s",
+    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
-                       for n, first, each in costs.drafting) or "nothing")
+                       for n, first, each in costs.drafting) or "nothing",
+             *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
     return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
 

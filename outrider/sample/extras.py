@@ -174,7 +174,7 @@ def _span(logit_rows: tuple[int, ...], start: int, stop: int) -> slice:
 
 
 def _logit_bias(layout: Layout, device: torch.device) -> tuple[tuple[int, ...], LogitBias | None]:
-    asked = [(p.logit_bias, own) for p, own in layout if p.logit_bias]
+    asked = [(p.effective_bias, own) for p, own in layout if p.logit_bias]
     entries = [(r, token, value) for bias, own in asked for r in own for token, value in bias.items()]
     if not entries:
         return (), None

@@ -61,7 +61,7 @@ class RowLists:
         if params.allowed_token_ids is not None:
             self.allowed[row].copy_(to_device(_mask_words(params.allowed_token_ids, self._vocab), torch.int32,
                                               self._device))
-        bias, words = _bias_ints(params.logit_bias or {}), _word_ints(params.bad_words_token_ids)
+        bias, words = _bias_ints(params.effective_bias), _word_ints(params.bad_words_token_ids)
         return ListPlaces(self._place(row, bias), len(bias) // 2, self._place(row, words),
                           len(params.bad_words_token_ids))
 

@@ -8,33 +8,60 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
 from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
+from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact, event
 
+PROMPT_END = 16  # tokens of the prompt in which a template may have opened a region
+
 
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
-    _check(body)
+    _check(body, service.config.tool_call_parser)
     service.check_load()
-    prompt = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt)
-    asks = service.asks(body, [prompt], tenant, max_tokens=_max_tokens(body),
-                        logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    run = _Chat(service, body, asks, model)
-    timeout = service.config.request_timeout
+    config = service.config
+    tools = None if body.tool_choice == "none" else body.tools
+    prompt = await service.encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+    more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
+    more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    choices = _parsed_choices(service, body, prompt)
+    if choices:
+        more["skip_special_tokens"] = False  # markers often are special tokens
+    run = _Chat(service, body, service.asks(body, [prompt], tenant, **more), model, choices)
+    timeout = config.request_timeout
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
-def _check(body: ChatRequest) -> None:
+def _parsed_choices(service: Service, body: ChatRequest, prompt: list[int]) -> list[ParsedChoice]:
+    """One for each sample; none if all text is content."""
+    tools = (body.tools or []) if body.tool_choice != "none" else []
+    tool_format = service.config.tool_call_parser if tools else None
+    reasoning = service.config.reasoning_parser
+    if tool_format is None and reasoning is None:
+        return []
+    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    parsers = [output_parser(tool_format, reasoning, schemas=schemas, prompt_end=end) for _ in range(body.n or 1)]
+    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format)
+            for parser in parsers if parser is not None]
+
+
+def _check(body: ChatRequest, tool_format: str | None) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    if body.tools:
-        raise ApiError(400, "tools are not supported by this server", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice must be none or auto", param="tool_choice")
+        raise ApiError(400, "tool_choice must be none or auto: a required or named call needs structured output, which "
+                            "is not supported yet", param="tool_choice")
+    if body.tools and body.tool_choice != "none" and tool_format is None:
+        raise ApiError(400, "this server was started without --tool-call-parser and cannot read tool calls: leave out "
+                            "tools, or set tool_choice to none", param="tools")
+    if body.tool_choice == "auto" and not body.tools:
+        raise ApiError(400, "tool_choice is for requests with tools", param="tool_choice")
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -46,8 +73,9 @@ def _max_tokens(body: ChatRequest) -> int | None:
 class _Chat:
     """One request to the route, from its checked ask to its answer."""
 
-    def __init__(self, service: Service, body: ChatRequest, asks: Sequence[Ask], model: str) -> None:
-        self._service, self._body, self._asks = service, body, asks
+    def __init__(self, service: Service, body: ChatRequest, asks: Sequence[Ask], model: str,
+                 choices: Sequence[ParsedChoice]) -> None:
+        self._service, self._body, self._asks, self._choices = service, body, asks, choices
         self._id = new_id("chatcmpl")
         self._model, self._created = model, int(time.time())
         self._usage = Usage(asks)
@@ -76,7 +104,7 @@ class _Chat:
         async with aclosing(self._service.run(self._asks, self._id)) as outputs:
             async for i, output in outputs:
                 self._usage.update(i, output)
-                chunks = [self._chunk(head, change) for change in reader.read(output)]
+                chunks = [chunk for change in reader.read(output) for chunk in self._chunks(head, change)]
                 if not has_begun:
                     has_begun = True
                     role = compact({"role": "assistant", "content": ""})
@@ -90,8 +118,16 @@ class _Chat:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _chunk(self, head: str, change: Change) -> str:
+    def _chunks(self, head: str, change: Change) -> list[str]:
         delta = f'{{"content":{compact(change.text)}}}' if change.text else "{}"
+        finish = change.finish_reason
+        chunks = []
+        if self._choices:
+            choice = self._choices[change.choice]
+            deltas = choice.deltas(change.text, finish is not None)
+            delta = compact(deltas.pop()) if deltas and finish is None else "{}"
+            chunks = [self._frame(head, change.choice, compact(each)) for each in deltas]
+            finish = choice.finish_reason(finish)
         more = ""
         if change.logprobs is not None:
             more = f',"logprobs":{compact(self._logprobs(change.token_ids, change.logprobs))}'
@@ -99,7 +135,9 @@ class _Chat:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
-        return self._frame(head, change.choice, delta, change.finish_reason, more)
+        if delta != "{}" or finish or more:
+            chunks.append(self._frame(head, change.choice, delta, finish, more))
+        return chunks
 
     def _frame(self, head: str, index: int, delta: str, finish: str | None = None, more: str = "") -> str:
         """Put together by hand: there is one for every run of every stream."""
@@ -108,9 +146,13 @@ class _Chat:
                 f"{usage}}}\n\n")
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
-        choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": None,
-                                  "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        finish = sample.finish_reason
+        if self._choices:
+            message = self._choices[sample.index].message(sample.text)
+            finish = self._choices[sample.index].finish_reason(finish)
+        choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": None, "finish_reason": finish,
+                                  "stop_reason": sample.stop_reason}
         if sample.logprobs is not None:
             choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs)
         if self._body.return_token_ids:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields
+from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -25,6 +26,8 @@ class ServerConfig:
     shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
     stall_timeout: Annotated[float, Range(0.1, 1e9)] = 120.0  # seconds without a step until /health fails
     max_restarts: Annotated[int, Range(0, INT32)] = 3  # of a failed engine, within ten minutes
+    tool_call_parser: Annotated[str, OneOf(sorted(TOOL_FORMATS))] | None = None  # none: requests with tools are refused
+    reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
     uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"
 
     def __post_init__(self) -> None:

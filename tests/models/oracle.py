@@ -1,7 +1,7 @@
 """Tiny random models saved by transformers, and a dense attention to run ours without pages.
 
 Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `HYBRID_FAMILIES`,
-`DenseAttend` and `greedy` from here.
+`LATENT_FAMILIES`, `DenseAttend` and `greedy` from here.
 """
 
 from __future__ import annotations
@@ -163,7 +163,33 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-_ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+# With fewer heads many scores are exactly 0, and which of them transformers chooses is not said.
+_INDEX: dict[str, Any] = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 16}
+_LATENT_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("DeepseekV3", _LATENT | {"rope_parameters": _LATENT_YARN}),
+    "deepseek_v3_direct": ("DeepseekV3", _LATENT | {"q_lora_rank": None, "attention_bias": True, "n_group": 1,
+                                                    "topk_group": 1}),
+    "deepseek_v32": ("DeepseekV32", _LATENT | _INDEX | {"rope_parameters": _LATENT_YARN}),
+    "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
+                                                     "indexer_types": ["full", "shared", "full", "shared"]}),
+}  # fmt: skip
+_ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 _TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 
 

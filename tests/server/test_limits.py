@@ -43,7 +43,7 @@ def guarded() -> Iterator[Served]:
     ("temperature", "hot", "temperature"), ("temperature", -1, "temperature must be a number from 0"),
     ("n", True, "n: "), ("n", 1000, "n must be"), ("top_p", 2, "top_p must be"), ("max_tokens", 0, "max_tokens"),
     ("logprobs", 99, "max_logprobs"), ("stop", 5, "stop: "), ("logit_bias", {"x": 1}, "token ids"),
-    ("logit_bias", {"5": 1e9}, "logit_bias"), ("prompt", [], "prompt"), ("prompt", [[]], "empty"),
+    ("logit_bias", {"5": 1e99}, "logit_bias"), ("prompt", [], "prompt"), ("prompt", [[]], "empty"),
     ("prompt", [999999], "vocabulary"), ("prompt", ["a"] * 4, "at most 3"), ("prompt", None, "prompt"),
     ("prompt", "x" * 300, "max_model_len"), ("temprature", 1, "did you mean temperature"),
     ("stream_options", {"include_usage": True}, "stream=true"), ("best_of", 3, "best_of is not supported"),

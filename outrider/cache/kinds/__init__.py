@@ -1,5 +1,5 @@
-"""Kinds of cache, one file each: what a layer declares, how many pages a request may hold, which prefixes cached pages
-serve, and which pages a commit frees. `register_kind` adds one from outside the package."""
+"""Kinds of cache, one file each. A kind has a spec, which layers declare, and answers how many pages a request may
+hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
 
 from outrider.cache.kinds.base import (
     MODEL_DTYPE,
@@ -12,6 +12,7 @@ from outrider.cache.kinds.base import (
     register_kind,
 )
 from outrider.cache.kinds.full import FullKind, FullSpec
+from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
 
@@ -21,7 +22,9 @@ __all__ = [
     "Capacity",
     "FullKind",
     "FullSpec",
+    "IndexedLatentSpec",
     "Kind",
+    "LatentSpec",
     "PagedSpec",
     "Part",
     "RecurrentKind",
@@ -36,3 +39,5 @@ __all__ = [
 
 register_kind(FullSpec, FullKind)
 register_kind(SlidingSpec, SlidingKind)
+register_kind(LatentSpec, FullKind)
+register_kind(IndexedLatentSpec, FullKind)

@@ -1,8 +1,8 @@
-"""The table of operations: what each means (a torch reference), and the kernels that carry it out.
+"""The table of operations: each has a torch reference, which defines it, and kernels that carry it out.
 
 A row names the reference, then kernels in the order in which they are asked, each with the dtypes that it serves and
-the question that its arguments must answer with yes. Native code serves the CPU and Triton a GPU. Operations are called
-like their references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
+a condition on its arguments (`takes`). Native code serves the CPU and Triton a GPU. Operations are called like their
+references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, moe, reference, step
+from outrider.kernels import drafting, latent, moe, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions
 from outrider.kernels.ops.operation import (
@@ -62,7 +62,7 @@ add_rms_norm = Operation(
 
 def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    factor: float = 1.0) -> torch.Tensor:
-    """residual becomes factor * residual + norm(x) in place; returns the norm of that."""
+    """Set residual to factor * residual + norm(x) in place. Returns the norm of the result."""
     if factor != 1.0:
         residual.mul_(factor)
     return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)
@@ -107,6 +107,13 @@ paged_attention = Operation(
     reference.paged_attention,
     native_kernel("outrider.kernels.native:paged_attention", FLOAT32, checks.takes_paged_attention),
 )
+
+# Latent attention and its indexer
+
+write_entries = Operation(latent.write_entries)
+choose_positions = Operation(latent.choose_positions)
+latent_attention = Operation(latent.latent_attention)
+dense_latent_attention = Operation(latent.dense_latent_attention)
 
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every

@@ -27,7 +27,7 @@ _INTS = ["lengths", "live", "key_starts"]
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Rows and keys per tile, and what the compiler is told."""
+    """Rows and keys per tile, and options of the compiler."""
 
     block_n: int
     max_rows: int  # rows of the largest tile, where one query's heads fit

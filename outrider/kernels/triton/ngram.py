@@ -80,7 +80,7 @@ def _best_kernel(
 def find_ngram(
     tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, num_wanted: int, min_n: int, max_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As reference.find_ngram; tokens that are not meant are 0."""
+    """See `reference.find_ngram`. Tokens past the count are 0."""
     name, device, int64, requests = "find_ngram", tokens.device, (torch.int64,), rows.shape[0]
     require_tensor(name, "tokens", tokens, (None, None), device, int64)
     require_tensor(name, "known", known, (tokens.shape[0],), device, int64)

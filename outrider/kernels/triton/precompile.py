@@ -88,7 +88,8 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """What the compiler sees of a tensor. The tensor itself would keep its memory until all kernels are compiled."""
+    """A tensor's properties that the compiler looks at. The tensor itself would keep its memory until all kernels are
+    compiled."""
 
     dtype: torch.dtype
     address: int

@@ -120,7 +120,7 @@ def save_state(state, at, request, element, valid, saves, layer_word, num_pages,
 def save_rows(
     state, at, request, row, n, has_row, has_n, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
 ):
-    """As `save_state`, for rows `row` [D] of a state with all of their N columns. A row lies in one page or in two:
+    """Like `save_state`, for rows `row` [D] of a state with all of their N columns. A row lies in one page or in two:
     pages are looked up by row, which takes far fewer registers than by element."""
     tl.static_assert(N <= PAGE_WORDS)
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):

@@ -93,7 +93,7 @@ def _thin_kernel(
 
 @dataclass(frozen=True)
 class ThinConfig:
-    """Weight rows and columns per tile, and what the compiler is told."""
+    """Weight rows and columns per tile, and options of the compiler."""
 
     block_n: int
     block_k: int

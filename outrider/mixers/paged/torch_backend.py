@@ -1,4 +1,4 @@
-"""The `torch` backend: plain, any device, any float type. The reference the others are measured against.
+"""The `torch` backend: plain torch for any device and any float type. It is the reference of the other backends.
 
 Requests with few tokens are attended together, padded to their longest; longer ones one by one. Gathered keys and
 values beyond a request's length are zeroed, since 0 x NaN is NaN and free pages may hold anything.
@@ -15,7 +15,7 @@ from outrider.kernels.reference import contain_non_finite
 from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, VisibleKeys, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
 
-SHORT_QUERY = 16  # requests of at most so many tokens are attended together
+SHORT_QUERY = 16  # requests of at most this many tokens are attended together
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Part:
     positions: torch.Tensor  # [requests, query]
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
-    visible: VisibleKeys  # of these requests
+    visible: VisibleKeys  # keys that these requests see
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TorchBackend(Backend):
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
         slots = view.slots(group)
-        live_rows = (slots >= 0).nonzero().squeeze(1)  # a plan of this backend may read the device
+        live_rows = (slots >= 0).nonzero().squeeze(1)  # waits for the device, which a plan of this backend may do
         lengths = view.lengths.tolist()
         starts = view.query_starts.tolist()
         lens = view.queries.lens if isinstance(view.queries, ExactQueries) else view.query_starts.diff().tolist()

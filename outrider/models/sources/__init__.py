@@ -1,22 +1,26 @@
-"""Where models come from: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
+"""Sources of models: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from outrider.core.fields import did_you_mean
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.folder import folder_source
 from outrider.models.sources.smollm2 import smollm2_file
 
-__all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve"]
+__all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve", "tokenizer_files"]
 
 DEFAULT_MODEL = "smollm2"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve(model: str | Path, revision: str | None = None, weights: bool = True) -> ModelSource:
-    """Finds a model's files and fetches them if need be. `weights=False` fetches no weights from the hub."""
+def resolve(model: str | Path, revision: str | None = None, weights: bool = True,
+            download_dir: str | None = None) -> ModelSource:
+    """Find a model's files, and fetch them if they are not here. `weights=False` fetches no weights from the hub.
+    `download_dir`: the folder for files of the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _local_folder(path)
@@ -28,10 +32,17 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         raise SourceError(f"there is no file or folder {name}")
     if not HUB_ID.fullmatch(name):
-        raise SourceError(f"{name!r} is neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}")
+        raise SourceError(f"{name!r} is neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}"
+                          f"{did_you_mean(name, [DEFAULT_MODEL])}")
     from outrider.models.sources.hub import hub_folder  # importing the hub's library takes half a second
 
-    return folder_source(hub_folder(name, revision, weights), name=name)
+    return folder_source(hub_folder(name, revision, weights, download_dir), name=name)
+
+
+def tokenizer_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | dict[str, Any]:
+    """A tokenizer of its own: a folder that need not hold a model, or a model's."""
+    path = Path(name).expanduser()
+    return path if path.is_dir() else resolve(name, revision, False, download_dir).tokenizer()
 
 
 def _local_folder(path: Path) -> ModelSource:

@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata and where each tensor lies.
 
-The gguf library decodes the tensors; its reader makes an array per metadata string, which takes seconds for a
-vocabulary, and it does not say what is wrong with a cut file. Knows nothing of models.
+The gguf library decodes the tensors. Its own reader of headers is not used: it makes an array per metadata string,
+which takes seconds for a vocabulary, and does not say what is wrong with a cut file. This file knows nothing of models.
 """
 
 from __future__ import annotations

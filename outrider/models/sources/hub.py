@@ -25,12 +25,14 @@ DESCRIPTIONS = ["*.json", "*.jinja"]
 LOCAL = "Or give a local folder or .gguf file."
 
 
-def hub_folder(model: str, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a hub id, fetched if need be."""
+def hub_folder(model: str, revision: str | None = None, weights: bool = True,
+               download_dir: str | None = None) -> Path:
+    """The local folder of a hub id, fetched if need be. `download_dir`: instead of the hub's cache folder."""
     patterns = DESCRIPTIONS + WEIGHTS if weights else DESCRIPTIONS
     # Subfolders hold other forms of the same weights (original/, onnx/).
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        folder = snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=patterns,
+                                   ignore_patterns=["*/*"])
     except GatedRepoError as error:
         raise SourceError(f"{model} is gated: accept its terms on the hub and log in (`hf auth login`, or HF_TOKEN)") \
             from error

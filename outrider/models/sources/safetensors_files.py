@@ -11,23 +11,33 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.models.sources.base import WeightError
+from outrider.models.sources.block_scaled import SCALES, dequantize_blocks
 
 MAPPED_BYTES = 32 << 20  # of one file read before it is opened anew, which drops the pages read so far
 
 
 def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json.
+    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json. Weights with
+    scales for their blocks come as plain numbers.
 
     Largest first: a tensor is in memory twice while it is copied, and what the model has not yet been given is not
     in memory at all, so the largest costs nothing extra when it comes first."""
     sizes = [(size, name, path) for path, names in _files(Path(folder)).items() for name, size in _sizes(path, names)]
     sizes.sort(key=lambda item: (-item[0], item[1]))
+    path_of = {name: path for _, name, path in sizes}
     handles: dict[Path, Any] = {}
     mapped = 0
     for size, name, path in sizes:
+        if name.endswith(SCALES) and name.removesuffix(SCALES) in path_of:
+            continue  # goes with its weight
         if path not in handles:
             handles[path] = _open(path)
-        yield name, _tensor(handles[path], name, path)
+        tensor = _tensor(handles[path], name, path)
+        if name + SCALES in path_of:
+            scales = path_of[name + SCALES]
+            tensor = dequantize_blocks(name, tensor, _tensor(_open(scales), name + SCALES, scales))
+        yield name, tensor
+        del tensor  # before the next one is read
         mapped += size
         if mapped >= MAPPED_BYTES:
             handles.clear()

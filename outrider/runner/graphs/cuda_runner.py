@@ -14,6 +14,7 @@ import torch
 
 from outrider.core import Limits, ScheduledBatch, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
+from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
@@ -81,7 +82,9 @@ class CudaRunner:
         self._limits = limits
         self._padding = padding or Padding()
         self._generations = Generations(step)
-        self.graphs = StepGraphs(step, limits) if use_graphs else None
+        is_capturable = can_capture(step.pool.layout)
+        self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
+        self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
         self.num_replays = 0
         self.num_eager = 0
         self.num_padded_steps = 0
@@ -111,7 +114,7 @@ class CudaRunner:
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
         if self.graphs is None:
-            return self._run_eagerly(batch, Uncaptured.NO_GRAPHS)
+            return self._run_eagerly(batch, self._eager_reason)
         key = self.graphs.keys.key_for(batch, self.device_step.state)
         if isinstance(key, Uncaptured):
             return self._run_eagerly(batch, key)

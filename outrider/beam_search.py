@@ -1,0 +1,88 @@
+"""Beam search over `generate`: each round asks for one token of every beam with its likeliest followers.
+
+The prefix cache keeps what beams have in common, so a round computes one token a beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeAlias
+
+from outrider.core.fields import INT32, Count, Range, check_fields
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.engine.text import Tokenizer
+
+MAX_BEAMS = 64
+Generate: TypeAlias = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+
+
+@dataclass
+class BeamSearchParams:
+    beam_width: Annotated[int, Range(1, MAX_BEAMS)]
+    max_tokens: Count
+    ignore_eos: bool = False
+    temperature: Annotated[float, Range(0, 0)] = 0.0  # beams follow the model's own log-probabilities
+    length_penalty: Annotated[float, Range(-INT32, INT32)] = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields("BeamSearchParams: ", self)
+
+
+@dataclass
+class BeamSearchSequence:
+    tokens: list[int]  # the prompt's and the answer's
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    num_prompt_tokens: int = field(default=0, repr=False)
+
+    def score(self, length_penalty: float) -> float:
+        length = max(1, len(self.tokens) - (self.finish_reason == "stop"))
+        return self.cum_logprob / length**length_penalty
+
+
+@dataclass
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # the best first
+
+
+def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Generate, tokenizer: Tokenizer | None,
+                eos_ids: tuple[int, ...]) -> list[BeamSearchOutput]:
+    """The `beam_width` best sequences of every prompt, by log-probability over length."""
+    check_fields("BeamSearchParams: ", params)
+    ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
+                         detokenize=False)
+    running = [[BeamSearchSequence(list(prompt), num_prompt_tokens=len(prompt))] for prompt in prompts]
+    ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
+    for _ in range(params.max_tokens):
+        outputs = iter(generate([beam.tokens for beams in running for beam in beams], ask))
+        for index, beams in enumerate(running):
+            followers = [_follow(beam, next(outputs), eos_ids, params.ignore_eos) for beam in beams]
+            found = sorted((beam for own in followers for beam in own), key=lambda beam: -beam.cum_logprob)
+            ended[index] += [beam for beam in found if beam.finish_reason is not None]
+            running[index] = [beam for beam in found if beam.finish_reason is None][: params.beam_width]
+        if not any(running):
+            break
+    return [BeamSearchOutput(_best(own + [replace(beam, finish_reason="length") for beam in left], params, tokenizer))
+            for own, left in zip(ended, running, strict=True)]
+
+
+def _follow(beam: BeamSearchSequence, output: RequestOutput, eos_ids: tuple[int, ...],
+            ignore_eos: bool) -> list[BeamSearchSequence]:
+    """A beam with each of the likeliest next tokens."""
+    (entry,) = output.outputs[0].logprobs or [{}]
+    return [replace(beam, tokens=[*beam.tokens, token], cum_logprob=beam.cum_logprob + value.logprob,
+                    finish_reason="stop" if token in eos_ids and not ignore_eos else None)
+            for token, value in entry.items()]
+
+
+def _best(beams: list[BeamSearchSequence], params: BeamSearchParams,
+          tokenizer: Tokenizer | None) -> list[BeamSearchSequence]:
+    best = sorted(beams, key=lambda beam: -beam.score(params.length_penalty))[: params.beam_width]
+    for beam in best if tokenizer is not None else []:
+        is_cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        beam.text = tokenizer.decode(beam.tokens[:-1] if is_cut else beam.tokens)  # type: ignore[union-attr]
+    return best

@@ -1,0 +1,34 @@
+"""Latent attention: one compressed vector of every token, shared by all heads, and perhaps an index key beside it.
+
+Both parts lie in the same pages and are found by the same page table. Pages stay until the request ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.cache.kinds.base import PagedSpec, Part
+
+
+@dataclass(frozen=True)
+class LatentSpec(PagedSpec):
+    """The compressed keys and values of every token, with the rotated key after them."""
+
+    latent_dim: int
+    rope_dim: int
+    itemsize: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("latent", (self.latent_dim + self.rope_dim,), self.itemsize),)
+
+
+@dataclass(frozen=True)
+class IndexedLatentSpec(LatentSpec):
+    """A latent cache with the keys by which the layer's indexer chooses positions."""
+
+    index_dim: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*super().parts, Part("index_key", (self.index_dim,), self.itemsize))

@@ -1,0 +1,153 @@
+"""Settings of vLLM that have another name or none here: what each means, or what to use instead. No torch.
+
+`translate` turns the settings of a script written for vLLM into Outrider's own. A setting that asks for something that
+is not there is refused by name, and one that makes no difference is explained in one line of the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from outrider.core.fields import did_you_mean, shown
+
+log = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A setting that is called something else here."""
+
+    name: str
+    is_switch: bool = False  # on the command line it has no value
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A setting that is accepted and changes nothing, because of what `words` say."""
+
+    words: str
+    is_switch: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A setting that is not there. Its `neutral` values ask for nothing, and are accepted."""
+
+    instead: str
+    neutral: tuple[Any, ...] = (None,)
+    is_switch: bool = False
+
+
+Meaning: TypeAlias = SameAs | Explained | Refused
+
+NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
+NO_IMAGES = "only text is served"
+NO_POOLING = "only text generation is served"
+NO_GRAMMARS = "grammars are not served: check the text afterwards, or use allowed_token_ids"
+ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
+OWN_CONFIG = "change config.json in a copy of the model's folder"
+OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
+
+VLLM_SETTINGS: dict[str, Meaning] = {
+    "async_scheduling": SameAs("overlap", is_switch=True),
+    "block_size": SameAs("page_size"),
+    "num_gpu_blocks_override": SameAs("num_pages"),
+    "compilation_config": Explained("steps are captured as CUDA graphs unless enforce_eager is set"),
+    "disable_custom_all_reduce": Explained("one engine uses one device", is_switch=True),
+    "disable_log_requests": Explained("requests are not logged", is_switch=True),
+    "disable_log_stats": Explained("speculation is logged at level INFO of the logger 'outrider'", is_switch=True),
+    "enable_chunked_prefill": Explained("long prompts are always computed in chunks of max_num_batched_tokens",
+                                        is_switch=True),
+    "max_seq_len_to_capture": Explained("captured steps serve every length up to max_model_len"),
+    "prefix_caching_hash_algo": Explained("pages are found by one hash, which covers all tokens before them"),
+    "scheduling_policy": Explained("requests are served by priority, then by arrival"),
+    "swap_space": Explained("pages are never swapped to the host: a preempted request is computed again"),
+    "trust_remote_code": Explained("no remote code is ever run: model families are built in", is_switch=True),
+    "use_v2_block_manager": Explained("there is one page manager", is_switch=True),
+    "allowed_local_media_path": Refused(NO_IMAGES, (None, "")),
+    "calculate_kv_scales": Refused("the cache keeps the model's dtype", (None, False), is_switch=True),
+    "convert": Refused(NO_POOLING, (None, "auto", "none")),
+    "cpu_offload_gb": Refused("weights lie on one device: choose a smaller model or a quantised file", (None, 0)),
+    "config_format": Refused("config.json and GGUF metadata are read", (None, "auto", "hf")),
+    "data_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "disable_cascade_attn": Refused("there is no cascade attention to switch", (None, True), is_switch=True),
+    "disable_sliding_window": Refused("a model attends as it was trained", (None, False), is_switch=True),
+    "distributed_executor_backend": Refused(ONE_DEVICE, (None, "mp", "uni")),
+    "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
+    "enable_lora": Refused(NO_ADAPTERS, (None, False), is_switch=True),
+    "enable_prompt_embeds": Refused("give text or token ids", (None, False), is_switch=True),
+    "enable_sleep_mode": Refused("close the engine and start another", (None, False), is_switch=True),
+    "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
+    "guided_decoding_backend": Refused(NO_GRAMMARS),
+    "hf_overrides": Refused(OWN_CONFIG, (None, {})),
+    "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
+    "kv_cache_dtype": Refused("the cache keeps the model's dtype", (None, "auto")),
+    "kv_transfer_config": Refused("one engine keeps its own cache"),
+    "limit_mm_per_prompt": Refused(NO_IMAGES, (None, {})),
+    "logits_processors": Refused("use logit_bias, bad_words or allowed_token_ids of SamplingParams"),
+    "max_cpu_loras": Refused(NO_ADAPTERS),
+    "max_lora_rank": Refused(NO_ADAPTERS),
+    "max_loras": Refused(NO_ADAPTERS),
+    "mm_processor_kwargs": Refused(NO_IMAGES, (None, {})),
+    "model_impl": Refused("model families are built in", (None, "auto")),
+    "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
+    "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
+    "override_pooler_config": Refused(NO_POOLING),
+    "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "preemption_mode": Refused("a preempted request is computed again", (None, "recompute")),
+    "quantization": Refused(OWN_FORMAT),
+    "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
+    "rope_scaling": Refused(OWN_CONFIG, (None, {})),
+    "rope_theta": Refused(OWN_CONFIG),
+    "runner": Refused(NO_POOLING, (None, "auto", "generate")),
+    "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
+    "skip_tokenizer_init": Refused("prompts of token ids never use the tokenizer", (None, False), is_switch=True),
+    "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
+    "structured_outputs_config": Refused(NO_GRAMMARS),
+    "task": Refused(NO_POOLING, (None, "auto", "generate")),
+    "tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),
+    "tokenizer_mode": Refused("tokenizer.json is read, or a GGUF file's own", (None, "auto")),
+    "tokenizer_revision": Refused("revision names the version of model and tokenizer"),
+    "worker_cls": Refused("there is one worker", (None, "auto")),
+}
+
+# Values that are called something else here, by the setting they belong to.
+VALUES: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "logprobs_mode": {"raw_logprobs": "raw", "processed_logprobs": "processed"},
+    "load_format": {"safetensors": "auto", "gguf": "auto"},
+}
+
+
+def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """The settings by their names here. `front` begins the messages; `known` are the names of Outrider's own."""
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        match VLLM_SETTINGS.get(name):
+            case SameAs(own):
+                if own in given:
+                    raise ValueError(f"{front}: {name} and {own} say the same thing: give one of them")
+                if value is not None:
+                    settings[own] = value
+            case Explained(words):
+                if value is not None:
+                    log.warning("%s=%s makes no difference: %s", name, shown(value), words)
+            case Refused(instead, neutral):
+                if not any(type(value) is type(same) and value == same for same in neutral):
+                    raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
+            case None if name not in known:
+                raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}"
+                                 f"{did_you_mean(name, [*known, *VLLM_SETTINGS])}")
+            case None:
+                settings[name] = _value(name, value)
+    return settings
+
+
+def _value(setting: str, value: Any) -> Any:
+    if setting == "dtype" and type(value).__module__ == "torch":  # torch.float16 itself
+        value = str(value).removeprefix("torch.")
+    return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

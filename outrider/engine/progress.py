@@ -1,0 +1,40 @@
+"""Bars of progress on a terminal, and nothing elsewhere. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from outrider.core.outputs import RequestOutput
+
+
+def bar(items: Any = None, **options: Any) -> Any:
+    """A tqdm bar on a terminal, nothing elsewhere."""
+    return tqdm(items, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True, file=sys.stderr, **options)
+
+
+class RequestBar:
+    """A bar of finished requests with the speed of their tokens. `wanted`: whether to show it, or what makes one."""
+
+    def __init__(self, wanted: bool | Callable[..., Any], num_requests: int) -> None:
+        make = bar if isinstance(wanted, bool) else wanted
+        self._bar = make(total=num_requests, desc="requests", unit="req") if wanted else None
+        self._start, self._num_tokens = time.perf_counter(), 0
+
+    def finish(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        self._bar.set_postfix_str(f"{self._num_tokens / (time.perf_counter() - self._start):.1f} tokens/s", False)
+        self._bar.update(1)
+
+    def __enter__(self) -> RequestBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

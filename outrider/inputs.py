@@ -1,0 +1,16 @@
+"""Prompts as dicts, by the names that vLLM gives them."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]

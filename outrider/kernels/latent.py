@@ -1,0 +1,127 @@
+"""Latent attention and the indexer before it: the torch twins of their kernels.
+
+Everything is in flat token space: token row r of queries, weights, ranges, scores, chosen positions and outputs is
+token r, whether it prefills, verifies or decodes. Rows that see nothing (dead and padded tokens) choose nothing and
+attend to nothing. Shapes follow from those of the arguments alone, and work is cut into chunks of token rows, so that
+memory stays within a budget and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NOT_CHOSEN = -1
+MAX_ELEMENTS = 1 << 24  # of the scores, or of the gathered cache entries, that exist at a time
+
+
+class TokenContexts(NamedTuple):
+    """The part of the cache that each token row sees: positions [first, stop) of its request."""
+
+    page_table: Tensor  # [requests, columns]
+    request_of: Tensor  # [tokens]
+    first: Tensor  # [tokens]
+    stop: Tensor  # [tokens]; not above `first` where the token row sees nothing
+
+    def cut(self, rows: slice) -> TokenContexts:
+        return TokenContexts(self.page_table, self.request_of[rows], self.first[rows], self.stop[rows])
+
+
+def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
+    is_live = (slots >= 0)[:, None]
+    pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
+    # Dead rows put back what the null page's first cell holds.
+    cache[pages, offsets] = torch.where(is_live, entries.to(cache.dtype), cache[pages, offsets])
+
+
+def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
+    """Writes into chosen [tokens, top_k] the visible positions of the highest scores, ascending, then NOT_CHOSEN.
+
+    q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
+    heads of weight * relu(q . key); equal scores go to the lower position."""
+    num_keys, top_k = contexts.page_table.shape[1] * keys.shape[1], chosen.shape[1]
+    if not q.shape[0] == weights.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
+        raise ValueError(f"choose_positions: token rows disagree: queries {q.shape[0]}, weights {weights.shape[0]}, "
+                         f"contexts {contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
+    if num_keys < top_k:
+        raise ValueError(f"choose_positions: {num_keys} positions cannot yield {top_k}; attend to all of them")
+    for rows in _chunks(q.shape[0], num_keys):
+        own = contexts.cut(rows)
+        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long())
+        chosen[rows] = _best(scores, own, top_k)
+
+
+def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
+                     latent_dim: int) -> Tensor:
+    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing.
+
+    q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
+    heads, its latent part their value. Returns [tokens, heads, latent]."""
+    out = q.new_empty(*q.shape[:2], latent_dim)
+    for rows in _chunks(q.shape[0], positions.shape[1] * cache.shape[2]):
+        out[rows] = _attend(q[rows], cache, contexts.cut(rows), positions[rows], scale, latent_dim)
+    return out
+
+
+def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
+                           latent_dim: int) -> Tensor:
+    """Attention over every visible position, all of which are below `num_positions`. Otherwise `latent_attention`."""
+    out = q.new_empty(*q.shape[:2], latent_dim)
+    every = torch.arange(num_positions, device=q.device)
+    for rows in _chunks(q.shape[0], num_positions * cache.shape[2]):
+        own = contexts.cut(rows)
+        positions = torch.where(_is_visible(every, own), every, NOT_CHOSEN)
+        out[rows] = _attend(q[rows], cache, own, positions, scale, latent_dim)
+    return out
+
+
+def _chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
+    step = max(1, MAX_ELEMENTS // row_elements)
+    for begin in range(0, num_rows, step):
+        yield slice(begin, min(begin + step, num_rows))
+
+
+def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
+    """[tokens, positions]"""
+    return (positions >= contexts.first[:, None]) & (positions < contexts.stop[:, None])
+
+
+def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor) -> Tensor:
+    """[rows, positions] the scores of every position, of those that are not visible too. pages [rows, columns]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows, columns, page_tokens = len(q), pages.shape[1], keys.shape[1]
+    scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)
+    step = max(1, MAX_ELEMENTS // (rows * page_tokens * max(q.shape[1:])))
+    for first in range(0, columns, step):
+        own = keys[pages[:, first : first + step]].to(wide)  # [rows, columns, page tokens, dim]
+        dots = torch.einsum("rhd,rcpd->rhcp", q.to(wide), own).relu_()
+        scores[:, first : first + step] = torch.einsum("rh,rhcp->rcp", weights.to(wide), dots)
+    return scores.flatten(1)
+
+
+def _best(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
+    """A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection:
+    it may be NaN."""
+    num_keys = scores.shape[1]
+    is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
+    ranked = torch.where(is_visible, scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    count = (contexts.stop - contexts.first)[:, None]
+    best = torch.where(torch.arange(top_k, device=scores.device) < count, ranked, num_keys).sort(dim=1).values
+    return torch.where(best < num_keys, best, NOT_CHOSEN)
+
+
+def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
+            latent_dim: int) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    is_chosen, at = positions >= 0, positions.clamp_min(0)
+    pages = contexts.page_table[contexts.request_of[:, None], at // cache.shape[1]].long()
+    # A page may hold anything outside the context, and 0 x NaN is NaN.
+    entries = torch.where(is_chosen[..., None], cache[pages, at % cache.shape[1]].to(wide), 0.0)
+    scores = torch.einsum("rhd,rkd->rhk", q.to(wide), entries) * scale
+    shares = scores.masked_fill(~is_chosen[:, None], -torch.inf).softmax(dim=-1)
+    shares = shares.masked_fill(~is_chosen[:, None], 0.0)  # rows that see nothing
+    return torch.einsum("rhk,rkd->rhd", shares, entries[..., :latent_dim]).to(q.dtype)

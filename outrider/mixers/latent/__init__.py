@@ -1,0 +1,1 @@
+"""Latent attention, over the whole context or over positions that an indexer chooses."""

@@ -1,0 +1,137 @@
+"""LatentMixer: layers that keep one compressed vector per token, and how they find the positions they attend to.
+
+Queries arrive in the latent space (the key projection is absorbed into them), so the cache is read as it is stored, by
+requests with any number of token rows. There is no captured form yet: steps run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.cache.groups import Group
+from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
+from outrider.core import Limits
+from outrider.kernels import ops
+from outrider.kernels.latent import TokenContexts
+from outrider.mixers.batch import BatchView, KeysFrom, check_rows
+from outrider.mixers.pool import DevicePool
+
+
+@dataclass(frozen=True)
+class EveryPosition:
+    """The layer attends to its whole context."""
+
+
+@dataclass(frozen=True)
+class IndexedPositions:
+    """The layer has an indexer and attends to the positions that it chooses."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class SharedPositions:
+    """The layer attends to the positions that the last indexer before it chose."""
+
+
+AttendsTo = EveryPosition | IndexedPositions | SharedPositions
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """The arithmetic of one latent attention layer, independent of where its cache lies."""
+
+    index: int
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    scale: float
+    attends_to: AttendsTo
+
+    def cache_spec(self, itemsize: int) -> LatentSpec:
+        if isinstance(self.attends_to, IndexedPositions):
+            return IndexedLatentSpec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
+        return LatentSpec(self.latent_dim, self.rope_dim, itemsize)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group in one step."""
+
+    slots: torch.Tensor  # [tokens]
+    contexts: TokenContexts
+    num_positions: int  # no context is longer
+
+
+class ChosenPositions:
+    """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
+
+    def __init__(self) -> None:
+        self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLatentLayer:
+    """One latent layer in one step, as a model calls it."""
+
+    layer: LatentLayer
+    cache: dict[str, torch.Tensor]
+    plan: GroupPlan
+    chosen: ChosenPositions
+
+    def choose(self, q: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> None:
+        """Stores the index keys [tokens, dim], and chooses positions by q [tokens, heads, dim] and weights [tokens,
+        heads] for this layer and for those after it that share. A context no longer than top_k is taken whole."""
+        assert isinstance(self.layer.attends_to, IndexedPositions)
+        top_k, plan, keys = self.layer.attends_to.top_k, self.plan, self.cache["index_key"]
+        ops.write_entries(key, keys, plan.slots)
+        if plan.num_positions <= top_k:
+            self.chosen.latest = None
+            return
+        self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int64, device=q.device)
+        ops.choose_positions(q, weights, keys, plan.contexts, self.chosen.latest)
+
+    def __call__(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, latent | rope], entries [tokens, latent | rope]. Returns [tokens, heads, latent]."""
+        layer, plan, cache = self.layer, self.plan, self.cache["latent"]
+        ops.write_entries(entries, cache, plan.slots)
+        positions = None if isinstance(layer.attends_to, EveryPosition) else self.chosen.latest
+        if positions is None:
+            return ops.dense_latent_attention(q, cache, plan.contexts, plan.num_positions, layer.scale,
+                                              layer.latent_dim)
+        return ops.latent_attention(q, cache, plan.contexts, positions, layer.scale, layer.latent_dim)
+
+
+class LatentMixer:
+    """A model's latent layers with their parts of the pool."""
+
+    is_capturable = False  # a captured step would read caches of the greatest length there may be
+
+    def __init__(self, layers: Sequence[LatentLayer], pool: DevicePool, backend: Any) -> None:
+        self._layers = [(layer, pool.layer(layer.index), pool.layout.groups_of(layer.index)[0]) for layer in layers]
+        self._groups = {group.index: group for _, _, group in self._layers}
+
+    def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
+        plans = {index: plan_group(view, group) for index, group in self._groups.items()}
+        chosen = ChosenPositions()
+        return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen)
+                for layer, cache, group in self._layers}  # fmt: skip
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
+        """Nothing to share: see `is_capturable`."""
+
+
+def plan_group(view: BatchView, group: Group) -> GroupPlan:
+    check_rows(view, group)
+    slots, first = view.slots(group), torch.zeros_like(view.positions)
+    if isinstance(view.visible, KeysFrom):
+        first = view.visible.starts[view.request_of]
+    stop = torch.where(slots >= 0, torch.minimum(view.positions + 1, view.lengths[view.request_of]), 0)
+    contexts = TokenContexts(view.page_table(group), view.request_of, first, stop)
+    return GroupPlan(slots, contexts, view.max_length.tokens)

@@ -1,0 +1,151 @@
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-MoE-DSA: latent attention, and experts beside shared ones after the first layers.
+
+V3 attends to everything. In V3.2 an indexer in every layer chooses the positions that the layer attends to; in
+GLM-MoE-DSA some layers take the choice of the layer before them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.layers import (
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    GatedMLP,
+    LatentAttention,
+    LatentShape,
+    MoE,
+    PreNormLayer,
+    RopeParams,
+    Rotary,
+    Router,
+    yarn_mscale,
+)
+from outrider.mixers import AttendsTo, EveryPosition, IndexedPositions, LatentLayer, SharedPositions
+from outrider.models.base import Decoder
+from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
+from outrider.models.nemotron_h import read_rule
+
+ACTIVATION = "silu"
+DENSE, SPARSE = "dense", "sparse"
+FULL_INDEX, SHARED_INDEX = "full", "shared"
+
+
+class DeepseekV3(Decoder):
+    """DeepseekV3ForCausalLM, and the base of those whose layers choose positions."""
+
+    index_rotates_pairs = False
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        for key, only in (("hidden_act", ACTIVATION), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
+                          ("moe_layer_freq", 1), ("rope_interleave", True), ("mlp_bias", False)):
+            config.must_equal(key, only, default=only)
+        sizes = Sizes.read(config)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        rope = read_rope(config, config.required("qk_rope_head_dim", int))
+        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.shape = self._read_shape()
+        self._scale = (self.shape.nope_dim + rope.rotary_dim) ** -0.5 * _sharpening(rope)
+        self.is_sparse = read_sparse_layers(config)
+        self.attention_layers = [self.latent_layer(index, self.attends_to(index)) for index in range(sizes.num_layers)]
+        self.layers = [self.layer(attention, is_sparse)
+                       for attention, is_sparse in zip(self.attention_layers, self.is_sparse, strict=True)]  # fmt: skip
+
+    def attends_to(self, index: int) -> AttendsTo:
+        return EveryPosition()
+
+    def ignores(self, name: str) -> bool:
+        """The layer after the last one is the multi-token-prediction module."""
+        return super().ignores(name) or name.startswith(f"{self.names.layers}.{self.num_layers}.")
+
+    def latent_layer(self, index: int, attends_to: AttendsTo) -> LatentLayer:
+        return LatentLayer(index, self.sizes.num_heads, self.config.required("kv_lora_rank", int),
+                           self.config.required("qk_rope_head_dim", int), self._scale, attends_to)
+
+    def layer(self, attention: LatentLayer, is_sparse: bool) -> DecoderLayer:
+        mixer = LatentAttention(attention, self.shape, dtype=self.dtype, device=self.device)
+        feed_forward = self._experts(attention.index) if is_sparse else self._mlp(self.sizes.intermediate_size)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward)
+
+    def _read_shape(self) -> LatentShape:
+        config = self.config
+        return LatentShape(
+            hidden_size=self.sizes.hidden_size,
+            q_rank=config.optional("q_lora_rank", int, least=1),
+            nope_dim=config.required("qk_nope_head_dim", int),
+            value_dim=config.required("v_head_dim", int),
+            has_bias=config.get("attention_bias", bool, False),
+            index_rotates_pairs=config.get("indexer_rope_interleave", bool, self.index_rotates_pairs),
+        )
+
+    def _mlp(self, width: int) -> FeedForward:
+        return GatedMLP(self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype,
+                        device=self.device)
+
+    def _experts(self, index: int) -> MoE:
+        hidden_size, rule = self.sizes.hidden_size, read_rule(self.config)
+        width, num_shared = (self.config.required(key, int) for key in ("moe_intermediate_size", "n_shared_experts"))
+        return MoE(
+            Router(index, hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device),
+            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=self.dtype, device=self.device),
+            shared=self._mlp(num_shared * width),
+        )
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepseekV32ForCausalLM."""
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        config.required("q_lora_rank", int)  # the indexer's queries come from it
+        self.index_kinds = read_index_kinds(config)
+        super().__init__(config, dtype=dtype, device=device, max_len=max_len)
+
+    def attends_to(self, index: int) -> AttendsTo:
+        return SharedPositions() if self.index_kinds[index] == SHARED_INDEX else self.indexed_positions()
+
+    def indexed_positions(self) -> IndexedPositions:
+        config = self.config
+        head_dim, rope_dim = config.required("index_head_dim", int), config.required("qk_rope_head_dim", int)
+        if head_dim < rope_dim:
+            raise config.refusal("index_head_dim", f"its first {rope_dim} dimensions rotate (qk_rope_head_dim)")
+        return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int))
+
+
+class GlmMoeDsa(DeepseekV32):
+    """GlmMoeDsaForCausalLM."""
+
+    index_rotates_pairs = True
+
+
+def read_sparse_layers(config: ConfigReader) -> list[bool]:
+    """Whether each layer has experts: `mlp_layer_types`, or all layers from `first_k_dense_replace` on."""
+    num_layers = config.required("num_hidden_layers", int)
+    num_dense = config.get("first_k_dense_replace", int, 0)
+    kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
+    if len(kinds) != num_layers or set(kinds) - {DENSE, SPARSE}:
+        raise config.refusal("mlp_layer_types", f"it must name {num_layers} layers, each {DENSE} or {SPARSE}")
+    return [kind == SPARSE for kind in kinds]
+
+
+def read_index_kinds(config: ConfigReader) -> list[str]:
+    """Whether each layer chooses positions itself: `indexer_types`, a pattern of F and S, or every n-th layer."""
+    num_layers = config.required("num_hidden_layers", int)
+    key = "indexer_types" if config.values.get("indexer_types") is not None else "index_topk_pattern"
+    frequency, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
+    scheduled = [SHARED_INDEX if max(i - offset + 1, 0) % frequency else FULL_INDEX for i in range(num_layers)]
+    named = {"F": FULL_INDEX, "S": SHARED_INDEX}
+    kinds = [named.get(kind, kind) for kind in config.values.get(key) or scheduled]
+    if len(kinds) != num_layers or set(kinds) - set(named.values()) or kinds[0] != FULL_INDEX:
+        raise config.refusal(key, f"it must name {num_layers} layers, each full or shared, the first one full")
+    return kinds
+
+
+def _sharpening(rope: RopeParams) -> float:
+    """The factor by which yarn multiplies the attention's scale."""
+    return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0

@@ -1,0 +1,6 @@
+"""Parameters of requests, at the place where vLLM has them."""
+
+from outrider.beam_search import BeamSearchParams
+from outrider.core.params import SamplingParams
+
+__all__ = ["BeamSearchParams", "SamplingParams"]

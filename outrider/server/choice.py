@@ -1,0 +1,66 @@
+"""One choice of a chat: events of its parser as deltas of a stream, or as one message."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from outrider.server.parsers import Call, Content, Event, OutputParser, Reasoning
+
+Delta = dict[str, Any]
+
+
+class ParsedChoice:
+    """Reasoning goes out under both names in use: clients read one or the other."""
+
+    def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None) -> None:
+        self._parser = parser
+        self._includes_reasoning = includes_reasoning
+        self._tool_format = tool_format
+        self._num_calls = 0
+
+    def deltas(self, text: str, is_last: bool) -> list[Delta]:
+        return [delta for event in self._events(text, is_last) for delta in self._deltas(event)]
+
+    def message(self, text: str) -> Delta:
+        """The whole text at once."""
+        events = self._events(text, is_last=True)
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [self._call(event) for event in events if isinstance(event, Call)]
+        message: Delta = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if thoughts and self._includes_reasoning:
+            message |= _thoughts(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._num_calls else reason
+
+    def _events(self, text: str, is_last: bool) -> list[Event]:
+        return self._parser.feed(text) + (self._parser.finish() if is_last else [])
+
+    def _deltas(self, event: Event) -> list[Delta]:
+        match event:
+            case Content(text):
+                return [{"content": text}]
+            case Reasoning(text):
+                return [_thoughts(text)] if self._includes_reasoning else []
+            case Call():
+                index = self._num_calls
+                call = self._call(event)
+                arguments, call["function"]["arguments"] = call["function"]["arguments"], ""
+                # Clients join texts that come twice: id, type and name are sent once.
+                return [{"tool_calls": [{"index": index, **call}]},
+                        {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}]
+
+    def _call(self, call: Call) -> Delta:
+        self._num_calls += 1
+        # Mistral's templates take ids of nine letters and digits only.
+        own_id = secrets.token_hex(5)[:9] if self._tool_format == "mistral" else f"call_{secrets.token_hex(12)}"
+        return {"id": own_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _thoughts(text: str) -> Delta:
+    return {"reasoning": text, "reasoning_content": text}

@@ -1,0 +1,238 @@
+"""Scripts in the way that vLLM's documentation teaches, with only the import changed: each runs, or is refused with a
+message that names the feature."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Start-up and shut-down are the same in every script, so one engine serves those that need no settings of their own.
+SETTINGS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "num_pages": 96}
+
+RUNS = {
+    "several prompts": """
+        prompts = ["Hello, my name is", "The capital of France is", "The future of AI is"]
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+        outputs = llm.generate(prompts, params)
+        for prompt, output in zip(prompts, outputs):
+            assert output.prompt == prompt and len(output.outputs[0].token_ids) <= 16
+        """,
+    "no bar": "assert len(llm.generate(['a', 'b'], SamplingParams(max_tokens=2), use_tqdm=False)) == 2",
+    "a bar of one's own": """
+        made = []
+        class Bar:
+            def __init__(self, total, desc, **options): made.append(total)
+            def update(self, n): made.append(n)
+            def set_postfix_str(self, text, refresh=True): pass
+            def close(self): made.append("closed")
+        llm.generate(["a", "b"], SamplingParams(max_tokens=2), use_tqdm=Bar)
+        assert made == [2, 1, 1, "closed"]
+        """,
+    "default parameters": """
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 5
+        (output,) = llm.generate("Hello", params)
+        assert output.finished and len(output.outputs[0].token_ids) <= 5
+        """,
+    "parameters for each prompt": """
+        each = [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)]
+        assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], each)] == [2, 5]
+        """,
+    "token ids as keyword": """
+        outputs = llm.generate(prompt_token_ids=[[5, 6, 7], [8, 9]], sampling_params=SamplingParams(max_tokens=2))
+        assert [o.prompt_token_ids for o in outputs] == [[5, 6, 7], [8, 9]]
+        """,
+    "typed prompts": """
+        from outrider.inputs import TextPrompt, TokensPrompt
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TextPrompt(prompt="hi")],
+                               SamplingParams(max_tokens=2))
+        assert outputs[0].prompt is None and outputs[1].prompt == "hi"
+        """,
+    "a dict with nothing in it that is not text": """
+        llm.generate({"prompt": "hi", "multi_modal_data": None}, SamplingParams(max_tokens=1))
+        """,
+    "log-probabilities": """
+        (output,) = llm.generate("Hello", SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1))
+        sample = output.outputs[0]
+        chosen = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs)]
+        assert math.isclose(sample.cumulative_logprob, sum(chosen)) and output.prompt_logprobs[0] is None
+        """,
+    "cumulative log-probability only where asked": """
+        (output,) = llm.generate("Hello", SamplingParams(max_tokens=3))
+        assert output.outputs[0].cumulative_logprob is None
+        """,
+    "several samples": """
+        (output,) = llm.generate("Once", SamplingParams(n=3, temperature=1.0, max_tokens=4, seed=3))
+        assert [sample.index for sample in output.outputs] == [0, 1, 2]
+        """,
+    "stop strings": """
+        (output,) = llm.generate("Hello", SamplingParams(max_tokens=8, stop=["\\n", "zz"], stop_token_ids=[3]))
+        assert output.outputs[0].finish_reason in ("stop", "length")
+        """,
+    "parameters are changed between calls": """
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        assert len(llm.generate("a", params)[0].outputs[0].token_ids) == 2
+        params.max_tokens = 4
+        assert len(llm.generate("a", params)[0].outputs[0].token_ids) == 4
+        """,
+    "a clone is one's own": """
+        params = SamplingParams(stop_token_ids=[3])
+        other = params.clone()
+        other.stop_token_ids.append(4)
+        assert params.stop_token_ids == [3] and other.stop_token_ids == [3, 4]
+        """,
+    "a bias of any size": """
+        (output,) = llm.generate("a", SamplingParams(max_tokens=3, temperature=0.7, logit_bias={97: 1e6, 98: -1e30},
+                                                     ignore_eos=True))
+        assert output.outputs[0].token_ids == [97, 97, 97]
+        """,
+    "prefix hits are told": """
+        llm.generate("x" * 64, SamplingParams(max_tokens=1))
+        assert llm.generate("x" * 64, SamplingParams(max_tokens=1))[0].num_cached_tokens >= 32
+        """,
+    "priorities": "llm.generate(['a', 'b'], SamplingParams(max_tokens=1), priority=[1, 0], lora_request=None)",
+    "a chat": """
+        messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hi"}]
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False)
+        text = bytes(output.prompt_token_ids).decode()
+        assert text == "<system>You help.</><user>Hi</><assistant>"
+        """,
+    "several chats": """
+        chat = [{"role": "user", "content": "Hi"}]
+        assert len(llm.chat([chat, chat, chat], SamplingParams(max_tokens=1))) == 3
+        """,
+    "content in parts": """
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        (output,) = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1))
+        assert bytes(output.prompt_token_ids) == b"<user>one\\ntwo</><assistant>"
+        """,
+    "variables of the template": """
+        (output,) = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1),
+                             chat_template_kwargs={"enable_thinking": True})
+        assert b"(think)" in bytes(output.prompt_token_ids)
+        """,
+    "a template of one's own": """
+        (output,) = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1),
+                             chat_template="{{ messages[0].content }}!", add_generation_prompt=False)
+        assert bytes(output.prompt_token_ids) == b"Hi!"
+        """,
+    "the last message is continued": """
+        (output,) = llm.chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}],
+                             SamplingParams(max_tokens=1), add_generation_prompt=False, continue_final_message=True)
+        assert bytes(output.prompt_token_ids) == b"<user>Hi</><assistant>Well,"
+        """,
+    "the tokenizer's template": """
+        text = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False,
+                                                       add_generation_prompt=True)
+        assert text == "<user>Hi</><assistant>"
+        assert llm.apply_chat_template([{"role": "user", "content": "Hi"}]) == list(b"<user>Hi</>")
+        """,
+    "beam search": """
+        from outrider.sampling_params import BeamSearchParams
+        (output,) = llm.beam_search([{"prompt": "Hello"}], BeamSearchParams(beam_width=3, max_tokens=4))
+        scores = [beam.cum_logprob / len(beam.tokens) for beam in output.sequences]
+        assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+        greedy = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, logprobs=1))[0].outputs[0]
+        best = max(beam.cum_logprob for beam in output.sequences)
+        assert best >= greedy.cumulative_logprob - 1e-4 and output.sequences[0].text.startswith("Hello")
+        """,
+    "names at their places": """
+        from outrider import AsyncLLMEngine, CompletionOutput, EngineArgs, RequestOutput
+        from outrider.outputs import RequestOutput as Same
+        from outrider.sampling_params import SamplingParams as SameParams
+        assert RequestOutput is Same and SamplingParams is SameParams
+        """,
+}
+
+REFUSED = {
+    "embeddings": ("llm.embed(['a'])", "LLM.embed is not supported"),
+    "scores": ("llm.score('a', ['b'])", "LLM.score is not supported"),
+    "adapters": ("llm.generate('a', lora_request=object())", "lora_request is not supported: .*merge the adapter"),
+    "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
+    "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
+                         "a part 'image_url' of a message is not supported"),
+    "tools without a template for them": ("llm.chat([{'role': 'user', 'content': 'a'}], tools=[{'type': 'function'}])",
+                                          "tools is not supported: the model's chat template does not use it"),
+    "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",
+                            "enable_thinkin is not supported.*did you mean enable_thinking"),
+    "grammars": ("SamplingParams(guided_decoding={'json': {}})", "guided_decoding is not supported: grammars"),
+    "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
+    "a misspelt parameter": ("SamplingParams(temprature=1)", "unknown field 'temprature'.*did you mean temperature"),
+    "a bad change": ("p = SamplingParams(); p.temperature = -1; llm.generate('a', p)", "temperature must be a number"),
+    "two kinds of prompts": ("llm.generate('a', prompt_token_ids=[[1]])", "give prompts or prompt_token_ids, not both"),
+    "wide beams": ("from outrider import BeamSearchParams\n"
+                   "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
+    "the old engine": ("from outrider import LLMEngine", "LLMEngine is not supported: use LLM"),
+    "pooling": ("from outrider import PoolingParams", "PoolingParams is not supported"),
+    "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
+    "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype='fp8' is not supported"),
+    "an embedding model": ("LLM(model, task='embed')", "task='embed' is not supported"),
+}
+
+
+@pytest.fixture(scope="module")
+def names(model: Path) -> Any:
+    from outrider import LLM, SamplingParams
+
+    with LLM(model=str(model), **SETTINGS, trust_remote_code=True, enforce_eager=True, dtype="float32") as llm:
+        yield {"LLM": LLM, "SamplingParams": SamplingParams, "llm": llm, "model": str(model), "math": math}
+        assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_runs(name: str, names: dict[str, Any]) -> None:
+    exec(textwrap.dedent(RUNS[name]), dict(names))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_is_refused_by_name(name: str, names: dict[str, Any]) -> None:
+    script, message = REFUSED[name]
+    with pytest.raises((ValueError, AttributeError, ImportError), match=message):
+        exec(script, dict(names))
+
+
+ASYNC = """
+import asyncio
+from outrider import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+
+async def main():
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, max_num_seqs=2, max_model_len=64,
+        num_pages=64, disable_log_stats=True))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    seen = []
+    async for output in engine.generate("Hello", params, "request-1"):
+        assert output.request_id == "request-1"
+        seen.append(len(output.outputs[0].token_ids))
+    assert seen[-1] == 6 and seen == sorted(seen)
+    engine.shutdown()
+
+asyncio.run(main())
+"""
+ARGUMENTS = """
+from dataclasses import asdict
+from outrider import LLM, EngineArgs, SamplingParams
+
+args = EngineArgs(model=model, block_size=32, max_num_seqs=2, max_model_len=64, num_pages=64, swap_space=4)
+with LLM(**asdict(args) | {"seed": 3}) as llm:
+    assert llm.generate("Hello", SamplingParams(max_tokens=2))[0].finished
+"""
+OTHER_TOKENIZER = """
+import shutil
+from pathlib import Path
+from outrider import LLM, SamplingParams
+
+folder = Path(model).parent / "bare"
+shutil.copytree(model, folder)
+(folder / "tokenizer.json").unlink()
+with LLM(str(folder), tokenizer=model, max_num_seqs=2, max_model_len=64, num_pages=64) as llm:
+    assert llm.generate("Hello", SamplingParams(max_tokens=2))[0].prompt_token_ids == list(b"Hello")
+"""
+
+
+@pytest.mark.parametrize("script", [ASYNC, ARGUMENTS, OTHER_TOKENIZER], ids=["async", "arguments", "tokenizer"])
+def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
+    exec(script, {"model": str(model)})

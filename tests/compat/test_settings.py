@@ -1,0 +1,81 @@
+"""Settings as scripts for vLLM give them: taken over, explained in one line, or refused with what to use instead."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from outrider import cli
+from outrider.commands.parser import ENGINE_FIELDS, engine_config
+from outrider.config import EngineConfig, config_for
+from outrider.core.vllm_settings import VLLM_SETTINGS, Explained, Refused, SameAs
+
+
+def test_settings_that_mean_the_same_are_taken_over() -> None:
+    config = config_for("LLM", "m", {"block_size": 32, "async_scheduling": False, "dtype": "half",
+                                     "logprobs_mode": "processed_logprobs", "tokenizer": "t", "revision": "r",
+                                     "download_dir": "d", "quantization": None, "kv_cache_dtype": "auto",
+                                     "tensor_parallel_size": 1})
+    assert config == EngineConfig("m", page_size=32, overlap=False, dtype="float16", logprobs_mode="processed",
+                                  tokenizer="t", revision="r", download_dir="d")
+
+
+@pytest.mark.parametrize("name", [name for name, meaning in VLLM_SETTINGS.items() if isinstance(meaning, Explained)])
+def test_a_setting_that_changes_nothing_is_explained_in_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        assert config_for("LLM", "m", {name: True}) == EngineConfig("m")
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{name}=True makes no difference: ")
+
+
+@pytest.mark.parametrize("name", [name for name, meaning in VLLM_SETTINGS.items() if isinstance(meaning, Refused)])
+def test_a_setting_that_is_not_there_says_what_to_use_instead(name: str) -> None:
+    meaning = VLLM_SETTINGS[name]
+    assert isinstance(meaning, Refused)
+    for value in meaning.neutral:
+        assert config_for("LLM", "m", {name: value}) == EngineConfig("m")
+    with pytest.raises(ValueError, match=f"LLM: {name}='other' is not supported: "):
+        config_for("LLM", "m", {name: "other"})
+
+
+def test_every_other_name_leads_to_a_setting() -> None:
+    assert not VLLM_SETTINGS.keys() & EngineConfig.__dataclass_fields__.keys()
+    assert all(meaning.name in ENGINE_FIELDS for meaning in VLLM_SETTINGS.values() if isinstance(meaning, SameAs))
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("max_model_length", "max_model_len"), ("quantisation", "quantization"),
+                                              ("gpu_memory_utilisation", "gpu_memory_utilization")])
+def test_a_misspelt_setting_gets_a_suggestion(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown setting '{wrong}'; known are .*; did you mean {right}?"):
+        config_for("LLM", "m", {wrong: 1})
+
+
+def test_two_names_of_one_setting_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="block_size and page_size say the same thing"):
+        config_for("LLM", "m", {"block_size": 16, "page_size": 16})
+
+
+def test_one_and_true_are_different_values() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=True is not supported"):
+        config_for("LLM", "m", {"tensor_parallel_size": True})
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: one engine uses one device"),
+    (["--enable-lora"], "enable_lora=True is not supported"),
+    (["--quantization", "awq"], "quantization='awq' is not supported: weights keep the format"),
+    (["--dtype", "halv"], "did you mean half?"),
+])  # fmt: skip
+def test_the_command_line_refuses_them_alike(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "smollm2", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_line_takes_them_alike() -> None:
+    parser = cli.build_parser()
+    argv: list[Any] = ["generate", "--block_size=32", "--trust-remote-code", "m", "--swap-space", "4", "--dtype=half"]
+    args = parser.parse(argv)
+    assert args.model == "m" and args.swap_space == 4 and args.trust_remote_code is True
+    assert engine_config(args) == EngineConfig("m", page_size=32, dtype="float16")
+    assert "--swap-space" not in parser.format_help()

@@ -1,0 +1,48 @@
+"""Tiny models with latent and sparse attention, for tests of whole engines. They need no transformers.
+
+A vocabulary of a few tokens, so that random heads and lookups are right now and then.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from outrider.models.base import Model
+from outrider.spec.base import Drafter
+from outrider.spec.ngram import NgramDrafter
+from outrider.spec.scripted import ScriptedDrafter
+from tests.engine.harness import random_model
+from tests.spec.hybrid_rig import Script, mtp_of
+
+VOCAB, TOP_K = 24, 24
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "max_position_embeddings": 256, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": TOP_K,
+    "index_head_dim": 8, "index_n_heads": 16, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
+    "glm_moe_dsa": _SIZES | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]},
+}
+
+
+@functools.cache
+def latent_of(family: str) -> Model:
+    return random_model(FAMILIES[family], torch.float64, seed=4)
+
+
+def drafter_of(name: str, family: str, k: int, script: Script) -> Drafter:
+    match name:
+        case "mtp":
+            return mtp_of(latent_of(family), k)
+        case "ngram":
+            return NgramDrafter(k, min_n=1, max_n=4)
+        case _:
+            # How many there are changes with the length, so that some scheduled drafts are dead.
+            return ScriptedDrafter(k, script, count=lambda position: k if position % 5 else position % (k + 1))
