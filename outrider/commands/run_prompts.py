@@ -101,7 +101,7 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
                     progress.update()
                 if on_output is not None:
                     on_output(output)
-    done.sort(key=lambda output: int(output.request_id))  # which are given in the order of the prompts
+    done.sort(key=lambda output: int(output.request_id))  # ids are given in the order of the prompts
     ran = PromptResults(done, time.perf_counter() - start)
     if not may_fail:
         raise_failed(ran.outputs)
