@@ -57,14 +57,15 @@ class QuantizedRows:
         return [blocks[..., at : at + 2].contiguous().view(torch.float16).float() for at in offsets]
 
     def dequantize(self) -> Tensor:
-        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
+        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean. In
+        place, so that loading takes no more memory than one weight beside the model."""
         blocks, scales = self._blocks(), self._scales()
         if self.kind == "Q8_0":
-            weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]
+            weights = blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scales[0])
         else:
             nibbles = blocks[..., 2 * len(scales) :]
             values = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
-            weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
+            weights = values.mul_(scales[0]).add_(scales[1]) if self.kind == "Q4_1" else values.sub_(8).mul_(scales[0])
         return weights.view(self.shape)
 
     def matrix(self, bias: Tensor | None) -> native.Matrix:
