@@ -20,7 +20,7 @@ from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "attention.c"))
-HEADER = HERE / "native.h"
+HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
 
@@ -55,7 +55,7 @@ def build() -> Path:
         version = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS, check=True
         ).stdout
-        code = [*(file.read_text() for file in (HEADER, *SOURCES)), layout_source()]
+        code = [*(file.read_text() for file in (*HEADERS, *SOURCES)), layout_source()]
         identity = "\n".join([*code, version, *compiler, *FLAGS, _processor()])
         target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():

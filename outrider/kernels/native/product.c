@@ -3,6 +3,9 @@
  * into the registers, so a product's bits do not depend on how its weight is stored.
  */
 #include "native.h"
+#if defined(__aarch64__)
+#include "blocks_neon.h"
+#endif
 
 #define BLOCK 32    /* weights that share a scale */
 #define MAX_SUMS 16 /* of a tile: the registers hold them, and one tree adds them up where vectors have 16 lanes */
@@ -78,6 +81,10 @@ INLINE void scales(const uint8_t *block, vf *scale, vf *least) {
 /* A block of weights as vectors. A scale has 11 bits and a weight at most 8, so their product is exact and fusing it
  * with the addition of a minimum gives the bits of a product and a sum. */
 INLINE void unpack(const uint8_t *block, vf *w, const int kind) {
+#if defined(__aarch64__)
+    unpack_neon(block, w, kind);
+    return;
+#endif
     vf scale, least;
     scales(block, &scale, &least);
     if (kind == Q8_0) {
@@ -185,8 +192,8 @@ INLINE void product_tile(const Product *p, int64_t t, int live, int64_t o, const
 }
 
 /* Weight rows per tile for each number of token rows: up to 16 sums, which the registers hold and one tree adds up. */
-#if NV == 4
-#define COLS(rows) ((rows) <= 2 ? 8 : (rows) <= 4 ? 4 : (rows) <= 5 ? 3 : 2)
+#if NV == 4 /* with vectors of four lanes, the fetches of eight weight rows take longer than their products */
+#define COLS(rows) ((rows) <= 2 && VL > 4 ? 8 : (rows) <= 4 ? 4 : (rows) <= 5 ? 3 : 2)
 #else
 #define COLS(rows) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
 #endif
@@ -195,7 +202,32 @@ INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
     return (const uint8_t *)p->w.data + o * p->w.row_bytes;
 }
 
+#if defined(__aarch64__)
+/* Weight rows two by two; a last one without a partner is its own. */
+INLINE void product_few_blocks(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
+    const Matrix *m = &p->w;
+    for (int64_t o = from; o < to; o += 2) {
+        vf sums[MAX_SUMS];
+        float totals[MAX_SUMS];
+        int64_t other = o + 1 < to ? o + 1 : o, ahead = o + 3 < to ? 2 * m->row_bytes : 0;
+        multiply_blocks(weight_row(p, o), weight_row(p, other), m->inputs / BLOCK, unit_bytes(kind), ahead, p->x, sums,
+                        rows, kind);
+        UNROLL for (int s = 0; s < MAX_SUMS; s += VL)
+            if (s % 8 < rows) store(totals + s, sum_each(sums + s));
+        for (int r = 0; r < rows; r++)
+            for (int64_t c = o; c <= other; c++)
+                p->y[r * m->outputs + c] = totals[(c - o) * 8 + r] + (m->bias ? m->bias[c] : 0.0f);
+    }
+}
+#endif
+
 INLINE void product_few(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
+#if defined(__aarch64__)
+    if (kind > HALVES) {
+        product_few_blocks(p, from, to, rows, kind);
+        return;
+    }
+#endif
     int64_t o = from;
     for (; o + COLS(rows) <= to; o += COLS(rows)) {
         Weights at = {weight_row(p, o), weight_row(p, o + COLS(rows)), p->w.row_bytes};
