@@ -57,16 +57,20 @@ class QuantizedRows:
         return [blocks[..., at : at + 2].contiguous().view(torch.float16).float() for at in offsets]
 
     def dequantize(self) -> Tensor:
-        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean. In
-        place, so that loading takes no more memory than one weight beside the model."""
+        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
         blocks, scales = self._blocks(), self._scales()
         if self.kind == "Q8_0":
-            weights = blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scales[0])
+            weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]
         else:
             nibbles = blocks[..., 2 * len(scales) :]
             values = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
-            weights = values.mul_(scales[0]).add_(scales[1]) if self.kind == "Q4_1" else values.sub_(8).mul_(scales[0])
+            weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
         return weights.view(self.shape)
+
+    def dequantize_into(self, target: Tensor) -> None:
+        step = max(1, TILE_WEIGHTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
 
     def matrix(self, bias: Tensor | None) -> native.Matrix:
         kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
