@@ -13,9 +13,8 @@ from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
+from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 
 COMMANDS = ("/exit", "/help", "/quit", "/reset")
@@ -34,7 +33,7 @@ class Conversation:
         self.messages = list(self._system)
 
     def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Adds a turn. What was said before an interrupt is kept; a refused question leaves no trace."""
+        """Add a turn. Text that came before an interrupt is kept; a refused question leaves no trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
         output = RequestOutput("0", text, [], [])  # if it is interrupted before the first token
         said = ""

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
-from outrider.commands.run_prompts import Ask, Ran, chat_ids, raise_failed, run_prompts
-from outrider.core.outputs import RequestOutput
+from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
+from outrider.core import RequestOutput
 from outrider.engine.text import Tokenizer
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if args.stats:
         print(stats_line(ran), file=sys.stderr)
-    raise_failed(ran.outputs)  # after what there is
+    raise_failed(ran.outputs)  # after the outputs that succeeded are shown
     return 0
 
 
@@ -84,7 +84,7 @@ def _encode(tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> list[i
 
 
 class _Stream:
-    """Prints what a growing text has gained."""
+    """Prints a growing text as it grows."""
 
     def __init__(self) -> None:
         self._shown = 0
@@ -145,7 +145,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def stats_line(ran: Ran) -> str:
+def stats_line(ran: PromptResults) -> str:
     hits = sum(output.metrics.num_cached_tokens for output in ran.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in ran.outputs)
     line = f"[{ran.num_tokens} tokens in {ran.seconds:.2f} s, {ran.tokens_per_second:.1f} tokens/s; "

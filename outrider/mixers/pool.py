@@ -1,7 +1,7 @@
-"""The pool's device memory: one buffer of equal pages, seen by each layer through its group's geometry.
+"""DevicePool: the device memory of all pages, one buffer of which each layer has views in its group's geometry.
 
-A page's bytes are contiguous over the layers of its group, so that one copy moves it. Which page is whose is not
-known here.
+A page's bytes are contiguous over the layers of its group, so that one copy moves it. The pool does not know which
+request owns a page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DevicePool:
         return views
 
     def _view(self, part: Part, page_tokens: int, start: int) -> torch.Tensor:
-        """A part of one layer, which begins `start` bytes into every page."""
+        """The view of one layer's part, which begins `start` bytes into every page."""
         data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
         assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
         in_page = torch.empty(page_tokens, *part.shape, device="meta")
@@ -43,7 +43,7 @@ class DevicePool:
         self.data.index_fill_(0, pages, 0)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """Tests: what nobody owns must never be seen."""
+        """Fill pages with NaN. Tests poison pages that nobody owns, which no kernel may read."""
         self.data.index_fill_(0, pages, torch.nan)
 
     @property

@@ -18,6 +18,7 @@ from outrider import __version__
 from outrider.core.fields import did_you_mean
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
+from outrider.server.dashboard import dashboard
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import TENANT, Guard
@@ -133,6 +134,12 @@ def _state_routes(service: Service) -> APIRouter:
         await health()
         service.check_load()
         return Response()
+
+    page = dashboard()
+
+    @routes.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return page
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
