@@ -155,6 +155,10 @@ def _add_synthetic(parser: Parser) -> None:
                         help="accept drafts with these probabilities, by position, whatever the model says; as 1,0.5,0")
 
 
+BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",
+                 "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")  # fmt: skip
+
+
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
                  usage="throughput|latency|spec [MODEL] [flags], or serve [flags]")
@@ -173,6 +177,10 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                             help="spread: experts drawn evenly, where random weights would choose the same for every "
                                  "token (default: %(default)s)")
         parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
+        parser.add_argument("--sampled-requests", type=count_flag, metavar="N",
+                            help="the sampling flags go for so many requests of each batch, the others are greedy "
+                                 "(default: all)")
+        add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
         add_engine_flags(parser)
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)

@@ -54,7 +54,7 @@ class Group:
 
 
 class Place(NamedTuple):
-    """Where one claim of a layer lies."""
+    """The place of one claim of a layer in a group's pages."""
 
     group: int
     member: int

@@ -1,4 +1,4 @@
-"""`outrider bench throughput` and `latency`: random prompts of given shapes, greedy, no prefix hits. Last line: JSON.
+"""`outrider bench throughput` and `latency`: random prompts of given shapes, no prefix hits. Last line: JSON.
 
 Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
 engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ import torch
 from outrider import __version__
 from outrider.commands.env import cpu_name
 from outrider.commands.loading import load
-from outrider.commands.parser import UsageError, engine_config
+from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
-from outrider.commands.run_prompts import Ask, Ran, run_prompts
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
 from outrider.core import RequestOutput, SamplingParams
 from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
@@ -45,6 +45,9 @@ WARM_UP = (64, 16)  # tokens in and out
 NANO = "nano"  # many requests of mixed lengths
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
 COUNTED_TOKENS = 16  # answer tokens of the extra run that counts experts
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,15 @@ class Workload:
     shape: Shape
     prompts: list[list[int]]
     output_lens: list[int]
+    sampling: SamplingParams = GREEDY
+    num_sampled: int | None = None  # requests that `sampling` goes for, None for all; the others are greedy
 
     def asks(self) -> list[Ask]:
-        return [Ask(prompt, _params(length)) for prompt, length in zip(self.prompts, self.output_lens, strict=True)]
+        num = len(self.prompts) if self.num_sampled is None else self.num_sampled
+        return [
+            Ask(prompt, replace(self.sampling if i < num else GREEDY, max_tokens=length))
+            for i, (prompt, length) in enumerate(zip(self.prompts, self.output_lens, strict=True))
+        ]
 
 
 def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
@@ -110,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
     with loaded.llm(config, worker) as llm:
         warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
+        sampling = sampling_params(args)
+        work = [replace(one, sampling=sampling, num_sampled=args.sampled_requests) for one in work]
         for one in work:
             _check_fits(llm, one)
         run_prompts(llm, replace(warm_up, output_lens=[1]).asks())
@@ -131,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
               "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
               "speculative_config": config.speculative_config, "routing": args.routing,
+              "sampling": _asked(sampling), "sampled_requests": args.sampled_requests,
               "start_s": round(start_seconds, 2), "process_s": process_seconds,
               "bandwidth_gb_s": round(bandwidth / 1e9, 1), "date": datetime.date.today().isoformat(),
               "card": _card(loaded.device), "versions": _versions(), "results": rows}
@@ -188,7 +200,7 @@ def _check_fits(llm: LLM, work: Workload) -> None:
 def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
     before = llm.engine.stats.copy()
-    best: Ran | None = None
+    best: PromptResults | None = None
     for i in range(rounds):
         ran = run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}")
         best = ran if best is None or ran.seconds < best.seconds else best
@@ -264,8 +276,10 @@ def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, i
     yield from runs.values()
 
 
-def _params(length: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+def _asked(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from a greedy request's."""
+    return {field.name: getattr(params, field.name) for field in fields(params)
+            if getattr(params, field.name) != getattr(GREEDY, field.name)}
 
 
 def _percentile(seconds: Sequence[float], percent: int) -> float | None:

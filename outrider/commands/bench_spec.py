@@ -14,7 +14,7 @@ from pathlib import Path
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
-from outrider.commands.run_prompts import Ask, Ran, run_prompts
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
 from outrider.core import SamplingParams
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
@@ -78,7 +78,7 @@ def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, ba
         run_prompts(llm, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
     before = llms[1].engine.stats.copy()
     speeds: tuple[list[float], list[float]] = ([], [])
-    last: list[Ran] = []
+    last: list[PromptResults] = []
     for i in range(args.rounds):
         last = []
         # Who goes first alternates, so that a machine that warms up favours neither.

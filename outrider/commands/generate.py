@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
-from outrider.commands.run_prompts import Ask, Ran, chat_ids, raise_failed, run_prompts
+from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.core import RequestOutput
 from outrider.engine.text import Tokenizer
 
@@ -116,7 +116,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def stats_line(ran: Ran) -> str:
+def stats_line(ran: PromptResults) -> str:
     hits = sum(output.metrics.num_cached_tokens for output in ran.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in ran.outputs)
     line = f"[{ran.num_tokens} tokens in {ran.seconds:.2f} s, {ran.tokens_per_second:.1f} tokens/s; "

@@ -170,10 +170,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
         group.add_argument("--" + name.replace("_", "-"), **common, **how)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
     """`defaults`: where a command's differ from those of SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
+        if name in skip:
+            continue
         _add_flag(group, field, SAMPLING_HELP.get(name, ""), defaults.get(name, field.default))
     parser.set_defaults(sampling_defaults=defaults)
 

@@ -28,7 +28,7 @@ class Ask:
 
 
 @dataclass
-class Ran:
+class PromptResults:
     outputs: list[RequestOutput]  # in the order of the asks
     seconds: float
 
@@ -84,7 +84,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
-                label: str | None = None, may_fail: bool = False, priority: int = 0) -> Ran:
+                label: str | None = None, may_fail: bool = False, priority: int = 0) -> PromptResults:
     """Run all asks at once, to their ends. A request that cannot be served raises before any is started. A request that
     failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
     done: list[RequestOutput] = []
@@ -101,8 +101,8 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
                     progress.update()
                 if on_output is not None:
                     on_output(output)
-    done.sort(key=lambda output: int(output.request_id))  # which are given in the order of the prompts
-    ran = Ran(done, time.perf_counter() - start)
+    done.sort(key=lambda output: int(output.request_id))  # ids are given in the order of the prompts
+    ran = PromptResults(done, time.perf_counter() - start)
     if not may_fail:
         raise_failed(ran.outputs)
     return ran

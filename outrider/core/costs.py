@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from outrider.core.params import SamplingParams
 
 
 class DraftCost(NamedTuple):
@@ -23,6 +26,20 @@ class ReadCost(NamedTuple):
     seconds: float
 
 
+class SamplerLoad(enum.IntEnum):
+    """How much work a request makes for the sampler, for each of its logit rows."""
+
+    GREEDY = 0
+    DRAW = 1  # noise
+    FULL = 2  # edits, filters or reports
+
+    @classmethod
+    def from_params(cls, params: SamplingParams) -> SamplerLoad:
+        if not params.is_plain:
+            return cls.FULL
+        return cls.GREEDY if params.is_greedy else cls.DRAW
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a step by its number of tokens, and of the drafter by its number of requests.
@@ -34,6 +51,7 @@ class StepCosts:
     drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
     reading: tuple[ReadCost, ...] = ()  # added to `seconds`
     row_seconds: float = 0.0  # reading and writing one request's recurrent states, added to `seconds`
+    logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
     is_padded: bool = False  # captured steps: every request has the same number of tokens
 
     def step(self, tokens: int, requests: int = 1) -> float:
@@ -47,6 +65,10 @@ class StepCosts:
         at = [cost.requests for cost in self.drafting]
         first = _between(at, [cost.first for cost in self.drafting], requests)
         return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
+
+    def sample(self, loads: Iterable[SamplerLoad]) -> float:
+        """Of one logit row for each of the loads."""
+        return sum(map(self.logit_row_seconds.__getitem__, loads))
 
     def read(self, lengths: list[int]) -> float:
         return len(lengths) * self.row_seconds + sum(

@@ -97,6 +97,13 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
     cache.index_put_((page, offset), values)
 
 
+def contain_non_finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [tokens, heads, dim] as they go into a cache. A token that holds what is not finite gets keys of NaN, so
+    that whoever may see it fails, and values of 0, so that nobody else is touched: a weight of 0 times NaN is NaN."""
+    is_finite = (k.isfinite() & v.isfinite()).all(dim=(1, 2), keepdim=True)
+    return torch.where(is_finite, k, torch.nan), torch.where(is_finite, v, 0)
+
+
 def rope_write(
     qkv: Tensor,
     positions: Tensor,
@@ -123,6 +130,7 @@ def rope_write(
     for part, weight in ((q, q_norm), (k, k_norm)):
         normed = part if weight is None else rms_norm(part, weight, eps)
         part.copy_(rotate(_widened(normed), *angles, rotary_dim or dim))
+    k, v = contain_non_finite(k, v)
     write_slots(k_cache, k, slots)
     write_slots(v_cache, v, slots)
 

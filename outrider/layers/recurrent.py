@@ -15,7 +15,7 @@ from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.base import Module, Parameter
-from outrider.mixers import Gates, MixerParams, RecurrentState, Scanned, Stepped
+from outrider.mixers import Gates, MixerParams, RecurrentState, ScanOutput, StepOutput
 
 PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
 
@@ -49,14 +49,14 @@ class ConvMixer(Module, ABC):
     def kernel_params(self) -> MixerParams | None:
         """Parameters for kernels, which work in float32; None if no kernel serves the mixer."""
 
-    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> Stepped:
+    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
         convolved = causal_conv(seen, self.conv_weight, self.conv_bias)[:, 0]
         y, state = self.step_state(state, *self.inputs(convolved, self._widened(gates)))
-        return Stepped(y.flatten(1).to(conv_in.dtype), state, seen[:, 1:])
+        return StepOutput(y.flatten(1).to(conv_in.dtype), state, seen[:, 1:])
 
     def scan(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates, boundaries: list[int],
-             exact: bool = False) -> Scanned:
+             exact: bool = False) -> ScanOutput:
         num_tokens, length = conv_in.shape[0], tail.shape[0]
         assert boundaries == sorted(boundaries) and all(0 <= b <= num_tokens for b in boundaries), boundaries
         seen = torch.cat((tail, conv_in.to(tail.dtype)))
@@ -68,7 +68,7 @@ class ConvMixer(Module, ABC):
             states[stop] = state
             parts.append(y.to(conv_in.dtype))
         states_at = [RecurrentState(states[b], seen[b : b + length]) for b in boundaries]
-        return Scanned(torch.cat(parts), state, seen[num_tokens:], states_at)
+        return ScanOutput(torch.cat(parts), state, seen[num_tokens:], states_at)
 
     def _by_chunks(self, state: Tensor, seen: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
         """seen: [conv_width - 1 + tokens, conv_dim]."""

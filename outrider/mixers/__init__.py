@@ -15,12 +15,12 @@ from outrider.mixers.latent.base import (
     SharedPositions,
 )
 from outrider.mixers.paged.base import AttentionLayer, HeadNorms, PagedLayer
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer, RecurrentMixer, Scanned, Stepped
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer, RecurrentMixer, ScanOutput, StepOutput
 from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundLatentLayer", "CachedLayers", "EveryPosition",
     "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedPositions", "KeysFrom", "LatentLayer",
-    "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "Scanned",
-    "SharedPositions", "Stepped",
+    "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
+    "SharedPositions", "StepOutput",
 ]  # fmt: skip

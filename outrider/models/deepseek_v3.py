@@ -147,5 +147,5 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
 
 
 def _sharpening(rope: RopeParams) -> float:
-    """What yarn multiplies the attention's scale with."""
+    """The factor by which yarn multiplies the attention's scale."""
     return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0

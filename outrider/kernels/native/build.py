@@ -130,7 +130,7 @@ def reason() -> str:
 
 
 def library() -> ctypes.CDLL:
-    """The library, for those who have been told that it is available."""
+    """The library. Call this only if `available()`."""
     found = load()[0]
     assert found is not None
     return found

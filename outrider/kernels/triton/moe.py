@@ -170,7 +170,7 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Pairs, outputs and inputs per tile, and what the compiler is told. A gated product has two tiles of outputs."""
+    """Pairs, outputs and inputs per tile, and options of the compiler. A gated product has two tiles of outputs."""
 
     block_m: int
     block_n: int

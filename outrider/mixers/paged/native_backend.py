@@ -38,6 +38,7 @@ class NativeBackend(Backend):
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
             check_writes(layer)
+            k, v = reference.contain_non_finite(k, v)
             reference.write_slots(cache.k, k, plan.slots)
             reference.write_slots(cache.v, v, plan.slots)
         return self._attend(layer, cache, q, plan)

@@ -25,7 +25,7 @@ RecurrentLayer = Callable[[torch.Tensor, Gates], torch.Tensor]
 returns [tokens, out_dim], with 0 for dead and padded token rows."""
 
 
-class Stepped(NamedTuple):
+class StepOutput(NamedTuple):
     """Result of one more token of each row."""
 
     y: torch.Tensor  # [rows, out_dim] in the model's dtype
@@ -33,7 +33,7 @@ class Stepped(NamedTuple):
     tail: torch.Tensor  # [rows, conv_width - 1, conv_dim]
 
 
-class Scanned(NamedTuple):
+class ScanOutput(NamedTuple):
     """Result of many more tokens of one request."""
 
     y: torch.Tensor  # [tokens, out_dim] in the model's dtype
@@ -64,12 +64,12 @@ class RecurrentMixer(Protocol):
 
     spec: RecurrentSpec
 
-    def step(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates) -> Stepped:
+    def step(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates) -> StepOutput:
         """Compute one token of each of several rows: state [rows, *state_shape], tail [rows, conv_width - 1, conv_dim],
         conv_in [rows, conv_dim], gates [rows, n] each. No row's result depends on another's."""
 
     def scan(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates,
-             boundaries: list[int], exact: bool = False) -> Scanned:
+             boundaries: list[int], exact: bool = False) -> ScanOutput:
         """Compute many tokens of one request, in chunks: state [*state_shape], tail [conv_width - 1, conv_dim], conv_in
         [tokens, conv_dim], gates [tokens, n] each; boundaries do not decrease. However the tokens are split into
         calls, results are equal up to rounding; with `exact` they are those of `step`, bit for bit."""
