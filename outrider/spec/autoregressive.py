@@ -142,13 +142,15 @@ class AutoregressiveDrafter(NetworkDrafter):
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
-        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
+        first = self._cached.bind(view)
+        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
         output, feedback = ops.take_rows(output, feedback, passes.keys.last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.most):
             view = self._batches.further(step, passes, index, drafts[index - 1])
-            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.bind(view))
+            attend = self._cached.bind_after(first, passes.keys.last, view)
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)
             self._draw(step, passes.keys, output, index, drafts)
         return Drafts(drafts.t(), passes.keys.counts)
 
