@@ -284,7 +284,7 @@ class Engine:
             request = Request(next(self._ids), token_ids, own)
             key = SampleKey(request_id, index, params.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))
-        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self._decode)
+        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self.tokenizer)
         return _Live(request_id, metrics, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
@@ -332,9 +332,6 @@ class Engine:
         if not live.num_left:
             metrics.finished_time = time.perf_counter()
             del self._live[live.request_id]
-
-    def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids:
