@@ -1,4 +1,4 @@
-"""Draws docs/architecture.svg: the parts of the engine and what passes between them."""
+"""Draws docs/architecture.svg: the parts of the engine and the data that pass between them."""
 
 # ruff: noqa: E501
 
@@ -21,38 +21,41 @@ def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "", dx: int = 6, dy: 
         parts.append(f'<text x="{(x1 + x2) // 2 + dx}" y="{(y1 + y2) // 2 + dy}" font-size="12" fill="#445">{label}</text>')
 
 
-box(30, 20, 920, 62, "llm.py, cli.py, engine/async_llm.py", ["prompts in; growing RequestOutputs out"], HOST)
-box(30, 112, 920, 92, "engine/: the loop", [
-    "batch = scheduler.schedule()   ->   future = runner.submit(batch)   ->   updates = scheduler.update(result)   ->   emit(runs)",
-    "one step is scheduled before the last one's result is read; text, stop strings and log-probabilities take runs of tokens",
+box(30, 20, 920, 62, "llm.py, engine/async_llm.py, server/, cli.py", ["prompts go in; outputs grow by OutputIncrements"], HOST)
+box(30, 112, 920, 92, "engine/: the loop, without torch", [
+    "batch = scheduler.schedule();   result = runner.submit(batch);   scheduler.update(result);   emit(result)",
+    "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",
 ], HOST)
-box(30, 240, 440, 190, "sched/ and cache/: numbers only, no torch", [
+box(30, 240, 440, 190, "sched/ and cache/: numbers only, without torch", [
     "Scheduler: rows, settled and bound lengths, epochs, priorities",
-    "DraftCounts: measured costs + acceptance -> k per request",
-    "CacheManager: pages per request and group",
-    "  allocated by bound, dropped and published by settled",
+    "DraftCounts: measured costs + acceptance -&gt; drafts per request",
+    "CacheManager: pages per request and group, allocated by",
+    "  bound length, dropped and published by settled length",
     "PagePool: blank | cached | owned, LRU    PageHashes: prefix hits",
-    "kinds: full, sliding window, recurrent: capacity, what may be",
-    "  dropped, what serves a prefix; one function for each number",
+    "cache/kinds/: full, sliding, latent, recurrent; each answers how",
+    "  many pages, which may be dropped, which serve a prefix",
 ], HOST)
-box(510, 240, 440, 400, "runner/: one step on the device, no host reads", [
-    "RowState: tokens, known, computed, drafts, page tables",
-    "  by row; the truth about every length",
-    "inputs: ForwardBatch with padded, scheduled, live counts",
+box(510, 240, 440, 400, "runner/: the worker runs a step on the device", [
+    "RowState: known tokens, drafts, page tables by row; no host reads",
+    "batch.py: ForwardBatch with padded, scheduled, live counts",
+    "graphs/: the whole step is one captured graph per padded size",
 ], DEVICE)
-box(530, 326, 400, 58, "forward: models/ and layers/", ["attend(layer, q, k, v) -> attention/ backend: torch, cpu, triton"], "#fff")
-box(530, 392, 400, 58, "finish: sample/", ["one sampler for k + 1 rows; accept while draft == sampled"], "#fff")
-box(530, 458, 400, 58, "commit", ["the run becomes known, accepted drafts computed"], "#fff")
-box(530, 524, 400, 100, "draft: spec/", [
-    "n-gram, draft model, EAGLE, MTP, Gemma assistant: the same",
-    "batch, their layers in the same pages; never change the text",
-    "captured: the whole step is one graph per padded size",
+box(530, 326, 400, 75, "forward: models/ and layers/", [
+    "formats/ own weights and products (dense, GGUF)",
+    "mixers/ use the cache: paged, latent, recurrent",
 ], "#fff")
-box(30, 470, 440, 78, "kernels/", [
-    "reference.py is the specification; native.c on the CPU,",
-    "triton/ on CUDA; callers never see a launch grid",
+box(530, 409, 400, 58, "finish: sample/", ["one sampler; drafts are accepted while they equal its tokens"], "#fff")
+box(530, 475, 400, 58, "commit: kernels/step.py", ["the run becomes known, accepted drafts become computed"], "#fff")
+box(530, 541, 400, 83, "draft: spec/", [
+    "n-gram, draft model, EAGLE, MTP, Gemma assistant, on the",
+    "same batch and in the same pages; cannot change the text",
+], "#fff")
+box(30, 452, 440, 100, "kernels/: operations", [
+    "kernels/ops is the table: operation -&gt; torch reference (defines it),",
+    "native C code (CPU), Triton kernels (CUDA); the table chooses,",
+    "and callers never see a launch grid",
 ], DATA)
-box(30, 564, 440, 76, "cache/pool.py: device memory", [
+box(30, 564, 440, 76, "mixers/pool.py: device memory of all pages", [
     "equal pages; a page's bytes are contiguous over its group's layers",
 ], DATA)
 arrow(250, 82, 250, 110)

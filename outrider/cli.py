@@ -49,7 +49,8 @@ CHAT_EXAMPLES = """examples:
   outrider chat
   outrider chat path/to/folder --system "Answer in one sentence." --stats
 
-in a chat: /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer.
+in a chat: /reset forgets the conversation, /help lists the commands, /exit (or Ctrl-D) ends, Ctrl-C stops an answer;
+the arrow keys edit the line and bring back earlier ones; a paste of several lines is one message.
 """
 SERVE_EXAMPLES = """examples:
   outrider serve
@@ -58,6 +59,12 @@ SERVE_EXAMPLES = """examples:
   outrider serve --config server.yaml
 
 The server speaks OpenAI's API: docs/serving.md lists its routes.
+"""
+BENCH_SERVE_EXAMPLES = """examples:
+  outrider bench serve --max-concurrency 16
+  outrider bench serve --base-url http://127.0.0.1:8000 --num-prompts 500 --request-rate 10 --goodput ttft:500 tpot:50
+
+The last line of the output is JSON.
 """
 BENCH_EXAMPLES = """examples:
   outrider bench throughput smollm2 --shapes 1x128x256,8x128x256
@@ -125,7 +132,8 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
+    parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
+                        help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
     _add_priority(parser)
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
@@ -149,9 +157,13 @@ def _add_synthetic(parser: Parser) -> None:
                         help="accept drafts with these probabilities, by position, whatever the model says; as 1,0.5,0")
 
 
+BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",
+                 "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")  # fmt: skip
+
+
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
-                 usage="throughput|latency|spec [MODEL] [flags]")
+                 usage="throughput|latency|spec [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True)
     for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
                             ("latency", "time to the first token and between tokens")):
@@ -167,6 +179,10 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                             help="spread: experts drawn evenly, where random weights would choose the same for every "
                                  "token (default: %(default)s)")
         parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
+        parser.add_argument("--sampled-requests", type=count_flag, metavar="N",
+                            help="the sampling flags go for so many requests of each batch, the others are greedy "
+                                 "(default: all)")
+        add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
         add_engine_flags(parser)
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)
@@ -181,6 +197,28 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
+    _add_bench_serve(kinds)
+
+
+def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(kinds, "serve", "load a server of any make and measure what its clients see", BENCH_SERVE_EXAMPLES,
+                  module="bench_serve", usage="[flags]")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
+                        help="the server (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="a model of the server (default: its first)")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the server")
+    parser.add_argument("--chat", action="store_true", help="chats of random words instead of random token ids")
+    for flag, value, text in (("--num-prompts", 64, "requests in all"), ("--input-len", 128, "prompt tokens, or words"),
+                              ("--output-len", 64, "answer tokens"), ("--vocab-size", 1000, "token ids below this")):
+        parser.add_argument(flag, type=count_flag, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+    parser.add_argument("--max-concurrency", type=count_flag, metavar="N", help="most requests at once (closed loop)")
+    parser.add_argument("--request-rate", type=float, metavar="R", help="requests that arrive per second (open loop)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: %(default)s)")
+    parser.add_argument("--stop-at-eos", action="store_true", help="let answers end by themselves")
+    parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="limits of a good request, as ttft:500 tpot:50")
+    parser.add_argument("--seed", type=int, default=0, metavar="N",
+                        help="seed of prompts and arrivals (default: %(default)s)")
+    parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
 
 
 def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -52,7 +52,7 @@ class EngineConfig:
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
-    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's own bits, with the same results
+    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
 
     def __post_init__(self) -> None:
         check_fields("", self)

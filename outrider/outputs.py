@@ -1,4 +1,4 @@
-"""What requests give back, at the place where vLLM has it."""
+"""Outputs of requests, importable from the path that vLLM uses."""
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 

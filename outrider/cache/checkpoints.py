@@ -1,13 +1,14 @@
 """Checkpoints: pages that steps may write recurrent states to, from the grant until the state is known or given up.
 
-Pages are given to a boundary before a step that may reach it, and published only after a step has reported that it
-wrote them: never by a length. They give way to whoever needs pages to run. Tokens and tensors are unknown here.
+A boundary gets pages before a step that may reach it. The pages are published only after a step has reported that it
+wrote them, never because of a length. Requests that need pages to run take them from checkpoints. This file does not
+know tokens or tensors.
 
     handed out --reported--> latest --the request ends--> published
         |--reported, and kept for good------------------> published
         |--the request ends, steps in flight------------> promised --reported--> published
         |--the request ends, drafts wait to be folded---> folding --batch made--> promised
-    Whatever is not published may be dropped, at any time.
+    A checkpoint that is not published may be dropped at any time.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from outrider.core import CheckpointWrite, Limits
 
 class CheckpointState(enum.Enum):
     HANDED_OUT = "handed out"  # steps up to `last_step` may write it for its running request
-    LATEST = "latest"  # written: the running request's latest boundary, and nobody else's yet
+    LATEST = "latest"  # written at the running request's latest boundary; other requests cannot find it yet
     FOLDING = "folding"  # its request has ended, and the next batch folds the row's drafts up to it
     PROMISED = "promised"  # its request has ended, and steps up to `last_step` may still write it
-    PUBLISHED = "published"  # known to all
+    PUBLISHED = "published"  # every request can find it
     DROPPED = "dropped"
 
 
 HANDED_OUT, LATEST, FOLDING, PROMISED, PUBLISHED, DROPPED = CheckpointState
-OWNED = {HANDED_OUT, LATEST}  # by a running request
+OWNED = {HANDED_OUT, LATEST}  # states in which a running request owns the checkpoint
 _MOVES = {
     HANDED_OUT: {LATEST, FOLDING, PROMISED, PUBLISHED, DROPPED},
     LATEST: {PUBLISHED, DROPPED},
@@ -47,10 +48,10 @@ class StateProgress:
     """How many tokens a row's stored state has seen, as far as the host can know. Accepted drafts that wait to be
     folded do not count."""
 
-    settled: int  # confirmed by results
-    before: int  # when the step begins, at least
-    least: int  # when it has stored the state
-    most: int
+    settled: int  # tokens confirmed by results
+    before: int  # least tokens when the step begins
+    least: int  # least tokens when the step has stored the state
+    most: int  # most tokens then
 
 
 @dataclass(slots=True)
@@ -62,9 +63,9 @@ class Checkpoint:
     row: int
     boundary: int
     pages: list[int]
-    last_step: int  # that may write it
+    last_step: int  # the last step that may write it
     state: CheckpointState = HANDED_OUT
-    digest: bytes = b""  # what it will be known by: set when its request has ended
+    digest: bytes = b""  # of the tokens before the boundary; set when its request has ended
 
     @property
     def write(self) -> CheckpointWrite:
@@ -76,7 +77,7 @@ class RequestCheckpoints:
     """A running request's own checkpoints, by boundary."""
 
     row: int
-    known: int  # tokens when it was admitted
+    known: int  # known tokens when the request was admitted
     by_boundary: dict[int, Checkpoint] = field(default_factory=dict)
 
     def in_state(self, state: CheckpointState) -> list[Checkpoint]:
@@ -88,7 +89,7 @@ class Checkpoints:
         self.states, self.kind, self.pool = states, states.kind, pool
         self.capacity = self.kind.capacity(limits)
         self.num_written = self.num_folded = 0
-        self._group = group  # checkpoints as the pool sees them: a group without a page table
+        self._group = group  # to the pool, checkpoints are a group without a page table
         self._ids = count(1)
         self._open: dict[int, Checkpoint] = {}  # neither published nor dropped; by id, oldest first
         self._num_open: Counter[CheckpointState] = Counter()
@@ -105,7 +106,8 @@ class Checkpoints:
         return self._num_open[FOLDING] > 0
 
     def is_promised(self, digest_at: DigestAt, num_tokens: int) -> bool:
-        """A request that has ended left a checkpoint of these tokens that is not reported yet: worth the wait."""
+        """Whether an ended request left a checkpoint of these tokens that no step has reported yet. A new request
+        waits for it rather than compute the tokens again."""
         promised = [c for c in self._in_state(FOLDING, PROMISED) if c.boundary < num_tokens]
         return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
@@ -115,21 +117,21 @@ class Checkpoints:
     # Before a step
 
     def grant(self, step: int, request_id: int, progress: StateProgress) -> list[CheckpointWrite]:
-        """Pages for the boundaries that the step may bring the request's state to, as far as there are any."""
+        """Returns pages for the boundaries that the step may bring the request's state to, if the pool has any."""
         own = self._requests[request_id]
         for checkpoint in own.in_state(HANDED_OUT) if own.by_boundary else ():
             if checkpoint.boundary <= progress.settled:  # passed by a step that did not write it
                 self._move(checkpoint, DROPPED)
         writes: list[CheckpointWrite] = []
         for boundary in self._wanted(own, progress):
-            wanted = own.by_boundary.get(boundary) or self._open_one(request_id, own, boundary)
+            wanted = own.by_boundary.get(boundary) or self._open_checkpoint(request_id, own, boundary)
             if wanted is not None:
                 wanted.last_step = step
                 writes.append(wanted.write)
         return writes
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
-        """Rows that ended with accepted drafts to fold, for the batch that is being made."""
+        """Returns checkpoints of ended rows with accepted drafts to fold, for the batch that is being made."""
         folds = self._in_state(FOLDING)
         for checkpoint in folds:
             checkpoint.last_step = step
@@ -138,8 +140,8 @@ class Checkpoints:
         return [checkpoint.write for checkpoint in folds]
 
     def make_room(self, num_pages: int) -> bool:
-        """So many free pages, by giving up what is open, oldest first. False, with nothing given up, if that is not
-        enough. Reports of it are ignored when they come."""
+        """Drop open checkpoints, oldest first, until `num_pages` pages are free. Returns False, with nothing dropped,
+        if that cannot be reached. Later reports of dropped checkpoints are ignored."""
         if num_pages > self.pool.num_free + self.num_droppable:
             return False
         while self.pool.num_free < num_pages:
@@ -149,12 +151,12 @@ class Checkpoints:
     # After a step
 
     def settle(self, step: int, written: Sequence[int], digest_of: Callable[[int, int], bytes]) -> None:
-        """A step's report. `digest_of` (request, boundary): of a running request's tokens before the boundary."""
+        """Take a step's report. `digest_of(request, boundary)`: digest of a running request's tokens before it."""
         self._settled_step = step
         for checkpoint_id in written:
             checkpoint = self._open.get(checkpoint_id)
             if checkpoint is None:
-                continue  # given up while the step was in flight
+                continue  # dropped while the step was in flight
             self.num_written += 1
             if checkpoint.state is not HANDED_OUT:
                 self._publish(checkpoint, checkpoint.digest)
@@ -167,18 +169,18 @@ class Checkpoints:
             else:
                 self._move(checkpoint, LATEST)
         for checkpoint in self._in_state(PROMISED):
-            if checkpoint.last_step <= step:  # its last chance has passed
+            if checkpoint.last_step <= step:  # no later step can write it
                 self._move(checkpoint, DROPPED)
 
     def drop_open(self) -> None:
-        """A step failed: what rows hold is unknown now, and so is what was or will be written of it."""
+        """Drop all open checkpoints after a failed step, which leaves the content of rows and pages unknown."""
         for checkpoint in list(self._open.values()):
             self._move(checkpoint, DROPPED)
 
     def retire(self, request_id: int, digest_at: DigestAt, num_tokens: int, settled: int, folded: int, *,
                is_exact: bool) -> None:
-        """A request of `num_tokens` known tokens is about to give up its row. Its latest checkpoint is published; what
-        steps in flight may still write is published when they report it.
+        """Called when a request of `num_tokens` known tokens is about to give up its row. Its latest checkpoint is
+        published now; checkpoints that steps in flight may still write are published when a step reports them.
 
         `is_exact`: the request has ended, and its device state has `settled` tokens of which those after `folded` wait
         to be folded. If they reach a boundary, the row is folded in the next batch."""
@@ -193,13 +195,13 @@ class Checkpoints:
             return
         end = settled // self.kind.page_tokens * self.kind.page_tokens
         if folded < end and self.states.find(digest_at(end)) is None:
-            last = own.by_boundary.get(end) or self._open_one(request_id, own, end)
+            last = own.by_boundary.get(end) or self._open_checkpoint(request_id, own, end)
             if last is not None:
                 last.digest = digest_at(end)
                 self._move(last, FOLDING)
 
     def free(self, request_id: int) -> None:
-        """Drop what a request that gives up its row did not leave behind."""
+        """Drop the checkpoints that a request still owns when it gives up its row."""
         for checkpoint in list(self._requests[request_id].by_boundary.values()):
             self._move(checkpoint, DROPPED)
         del self._requests[request_id]
@@ -207,7 +209,7 @@ class Checkpoints:
     # Looking
 
     def held(self) -> list[int]:
-        """Every page held."""
+        """Every page that an open checkpoint holds."""
         return [page for checkpoint in self._open.values() for page in checkpoint.pages]
 
     def check_integrity(self) -> None:
@@ -225,7 +227,7 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """Boundaries that are kept for good, and those one of which will be the row's latest."""
+        """Boundaries whose checkpoints are kept for good, and those one of which will be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)
@@ -234,8 +236,8 @@ class Checkpoints:
         prompt_end = self.kind.last_boundary(own.known)
         return sorted(wanted | {prompt_end} if first <= prompt_end <= progress.most else wanted)
 
-    def _open_one(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
-        """Pages for a boundary; None if the request has enough checkpoints, or the pool no pages."""
+    def _open_checkpoint(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
+        """Open a checkpoint at a boundary. None if the request has enough checkpoints, or the pool too few pages."""
         num_pages = self.capacity.checkpoint_pages
         if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None
@@ -250,7 +252,7 @@ class Checkpoints:
         self._move(checkpoint, PUBLISHED)
 
     def _move(self, checkpoint: Checkpoint, state: CheckpointState) -> None:
-        """The one place where a checkpoint changes its state: it leaves what it no longer belongs to."""
+        """Change a checkpoint's state, and remove it from the collections it leaves. Nothing else changes states."""
         assert state in _MOVES[checkpoint.state], f"a checkpoint moves from {checkpoint.state} to {state}"
         self._num_open[checkpoint.state] -= 1
         if checkpoint.state in OWNED and state not in OWNED:

@@ -1,8 +1,8 @@
-"""Layers become groups: layers of one group share a page table, and every group's page has the same bytes.
+"""Splits layers into groups. Layers of one group share a page table, and every group's page has the same bytes.
 
 Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
 pages of all groups are equal in bytes with as little padding as possible. Recurrent layers own no group: their
-states lie in rows, and their checkpoints take pages as these turn out.
+states lie in rows, and their checkpoints take as many pages as they need.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
 from outrider.core import PAGE_TOKENS
 
-GROUP_COST = 0.01  # one more group (a table, host work each step) is worth this much padding
-MAX_PADDING = 0.10  # more is a defect of the plan, and is said at start-up
+GROUP_COST = 0.01  # a further group (a table, host work each step) costs as much as this share of padding
+MAX_PADDING = 0.10  # the plan avoids more, and start-up warns of more
 
 
 CacheSpec = PagedSpec | RecurrentSpec
@@ -25,8 +25,8 @@ CacheSpec = PagedSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's claim on the cache: its own pages, another layer's, which it can only read, or a state in every row. A
-    layer that keeps things of different kinds makes several claims, whose parts have different names."""
+    """A layer's claim on the cache: pages of its own, the pages of another layer, which it can only read, or a state
+    in every row. A layer that keeps several kinds makes several claims, whose parts have different names."""
 
     layer: int
     spec: CacheSpec
@@ -40,9 +40,9 @@ class Group:
     index: int
     spec: PagedSpec
     layers: tuple[int, ...]
-    num_members: int  # layers, and phantom ones where the split is not even
+    num_members: int  # number of layers, plus unused places where the split is not even
     page_tokens: int
-    is_target: bool = True  # some of the layers are the target's: without its pages a prefix cannot be served
+    is_target: bool = True  # some layers are the target's, so that a prefix hit needs the group's pages
 
     @cached_property
     def kind(self) -> Kind:
@@ -54,7 +54,7 @@ class Group:
 
 
 class Place(NamedTuple):
-    """The place of one claim of a layer."""
+    """The place of one claim of a layer in a group's pages."""
 
     group: int
     member: int
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The groups of a model, and where each layer's cache lies, its own or the one it reads: a place for each claim."""
+    """The groups of a model, and a place for each claim of each layer. A reading layer has its owner's places."""
 
     groups: tuple[Group, ...]
     places: dict[int, tuple[Place, ...]]
@@ -74,7 +74,7 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """Unused bytes over pool bytes, all groups at equal context."""
+        """Unused share of the pool's bytes if all groups hold equal contexts."""
         used = sum(group.used_bytes / group.page_tokens for group in self.groups)
         held = sum(self.page_bytes / group.page_tokens for group in self.groups)
         return 1 - used / held
@@ -82,7 +82,8 @@ class CacheLayout:
 
 def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
                 drafter: Sequence[LayerCache] = ()) -> CacheLayout:
-    """`page_tokens` is the smallest page a group may have. A drafter's layers join the target's where they can."""
+    """Plan the groups. `page_tokens`: the smallest page a group may have. A drafter's layers join groups of the
+    target's where their specs are equal."""
     layers = [*target, *drafter]
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")

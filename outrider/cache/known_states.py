@@ -1,7 +1,7 @@
-"""KnownStates: recurrent states that requests can begin from, by the digest of the tokens before them.
+"""KnownStates: recurrent states that requests can begin from, found by the digest of the tokens before them.
 
-A state's pages are cached in the pool like any others and may be taken one by one; a state with a page gone serves
-nobody. Pages of a state that is being restored are held until the batch that restores it is made.
+A state's pages are cached in the pool like any others and may be evicted one by one; a state that lost a page is no
+longer known. Pages of a state that is being restored are held until the batch that restores it is made.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from outrider.cache.kinds import RecurrentKind
 from outrider.cache.pages import PageKey, PagePool
 
-DigestAt = Callable[[int], bytes]  # of a request's tokens before a boundary
+DigestAt = Callable[[int], bytes]  # boundary to the digest of a request's tokens before it
 
 
 class KnownStates:
     def __init__(self, kind: RecurrentKind, group: int, pool: PagePool) -> None:
         self.kind, self.pool = kind, pool
         self.num_restored = 0
-        self._group = group  # states as the pool sees them: a group without a page table
-        self._pages_of: dict[bytes, tuple[int, list[int]]] = {}  # (checkpoint, pages); some of the pages may be gone
-        self._restoring: dict[int, list[int]] = {}  # by request
+        self._group = group  # to the pool, states are a group without a page table
+        self._pages_of: dict[bytes, tuple[int, list[int]]] = {}  # digest to (checkpoint, pages); pages may be evicted
+        self._restoring: dict[int, list[int]] = {}  # request to pages
 
     def find(self, digest: bytes) -> list[int] | None:
-        """The pages of a state, if none of them has been taken for something else."""
+        """The pages of a state; None if the state is unknown or lost a page."""
         entry = self._pages_of.get(digest)
         if entry is None:
             return None
@@ -35,9 +35,9 @@ class KnownStates:
         return self.kind.serves(lambda boundary: self.find(digest_at(boundary)) is not None, candidate)
 
     def publish(self, digest: bytes, checkpoint: int, pages: list[int]) -> None:
-        """Make a state known. Whoever publishes it holds the pages and lets go of them afterwards."""
+        """Make a state known. The caller holds the pages and frees them afterwards."""
         known = self.find(digest)
-        if known is not None:  # used again: as recent as the pages of attention that go with it
+        if known is not None:  # freed anew, so that it is evicted no earlier than the attention pages that go with it
             self._hold(known)
             self._free(known)
             return
@@ -50,12 +50,12 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, digest_at: DigestAt, hit: int) -> int:
-        """Pages that restoring takes from the free ones until the batch is made."""
+        """Free pages that restoring would hold until the batch is made."""
         pages = self.find(digest_at(hit)) if self.kind.layers and hit else None
         return sum(not self.pool.is_held(page) for page in pages or ())
 
     def restore(self, request_id: int, digest_at: DigestAt, hit: int) -> None:
-        """A request begins from the state after `hit` tokens."""
+        """Hold the state after `hit` tokens, from which the request begins."""
         if not (self.kind.layers and hit):
             return
         pages = self.find(digest_at(hit))
@@ -65,11 +65,11 @@ class KnownStates:
         self.num_restored += 1
 
     def restored(self, request_id: int) -> list[int]:
-        """Pages of the state that the request begins from."""
+        """Pages of the state that the request begins from; empty if it begins from none."""
         return self._restoring.get(request_id, [])
 
     def end_restoring(self) -> None:
-        """The batch that restores is made: what comes after it may take the pages."""
+        """Free all restored states. Called when the batch that restores them is made: later ones may take the pages."""
         for request_id in list(self._restoring):
             self.release(request_id)
 
@@ -89,6 +89,6 @@ class KnownStates:
             self.pool.free(page)
 
     def _keys(self, digest: bytes, checkpoint: int, pages: list[int]) -> list[PageKey]:
-        """One per page. The checkpoint's id is in them, so that the pages of two states of one prefix never mix."""
+        """A key per page. Keys contain the checkpoint's id, so that pages of two states of one prefix never mix."""
         stem = digest + checkpoint.to_bytes(8, "little")
         return [(self._group, stem + i.to_bytes(4, "little")) for i in range(len(pages))]

@@ -30,13 +30,13 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A request's beginning, if it were admitted now: the cached prefix and the pages that are missing."""
+    """The result of looking up a request for admission: its cached prefix, and the pages it still needs."""
 
     token_ids: Sequence[int]
     num_queried: int  # tokens that were looked up
-    hit: int  # of these, tokens that cached pages provide
-    num_pages: int  # free pages it needs for all known tokens and one more, at most
-    must_wait: bool  # for the state of an ended request that a step in flight may still write
+    hit: int  # tokens that cached pages provide
+    num_pages: int  # most free pages that the request needs for all known tokens and one more
+    must_wait: bool  # a step in flight may still write the state of an ended request that this one could begin from
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class Granted:
-    """Changes of pages that the device must be told before the next step."""
+    """Changes of pages that the device must learn before the next step."""
 
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class CacheManager:
         self._hashes: dict[int, dict[int, PageHashes]] = {}  # by request, waiting or running, and page size
         self._granted = Granted()
         self._target_groups = [g for g in self.groups if g.is_target]
-        # Freed first is evicted first: a drafter's pages are the ones to miss.
+        # Pages freed first are evicted first, and a drafter's pages are the least missed.
         self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
         self._smallest_page = min(g.page_tokens for g in self.groups)
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
@@ -81,8 +81,8 @@ class CacheManager:
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
                    use_prefix: bool = True) -> Start:
-        """Looks for the longest cached prefix of a request. `keys`: salt and whatever else must be equal for pages to
-        be shared. The hashes of its tokens are kept until `forget`."""
+        """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages
+        to be shared. The hashes of the request's tokens are kept until `forget`."""
         if request_id not in self._hashes:
             self._hashes[request_id] = {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
         hashes = self._hashes[request_id]
@@ -95,14 +95,14 @@ class CacheManager:
         hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
                           lambda candidate: self.states.serves(digest_at, candidate))
         restoring, needed = self.states.pages_to_restore(digest_at, hit), fresh
-        if restoring or fresh > self._num_available:  # else there is room without counting what is shared
+        if restoring or fresh > self._num_available:  # otherwise there is room without counting shared pages
             needed = self._pages_beside(request_id, token_ids, hit) + restoring
         if restoring and needed > self._num_available:
-            hit, needed = 0, fresh  # the state's own pages are needed to go on from it
+            hit, needed = 0, fresh  # restoring would hold pages that the request itself needs
         return Start(token_ids, len(token_ids), hit, needed, must_wait)
 
     def can_start(self, start: Start) -> bool:
-        """Whether the pool has room for all known tokens and one more, counting what a hit would share."""
+        """Whether the pool has room for all known tokens and one more, counting pages that a hit shares."""
         return not start.must_wait and start.num_pages <= self._num_available
 
     def admit(self, request_id: int, row: int, start: Start) -> int:
@@ -119,11 +119,11 @@ class CacheManager:
         return start.hit
 
     def restored(self, request_id: int) -> list[int]:
-        """Pages of the recurrent state that a request begins from, until the batch is made."""
+        """Pages of the recurrent state that an admitted request begins from. Valid until the batch is made."""
         return self.states.restored(request_id)
 
     def check_fits(self, tokens: int) -> None:
-        """Refuses a request that may grow to more tokens than the whole pool holds."""
+        """Refuse a request that may grow to more tokens than the whole pool holds."""
         needed = self.pages_to_start(tokens)
         if needed > self.pool.num_usable:
             raise ValueError(
@@ -138,7 +138,8 @@ class CacheManager:
     # Growth
 
     def reserve(self, request_id: int, bound: Bound) -> bool:
-        """Room for the bound and the drafter's lookahead in every group. If short of pages: False, nothing taken."""
+        """Allocate pages for the bound and the drafter's lookahead in every group. Returns False, with nothing
+        allocated, if there are too few free pages."""
         pages = self._requests[request_id]
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
         missing = [pages_for(tokens, g.page_tokens) - len(pages.columns[g.index]) for g in self.groups]
@@ -156,20 +157,20 @@ class CacheManager:
         return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
     def take_granted(self) -> Granted:
-        """Page-table writes and pages to clear since the last call, for the next step."""
+        """Returns page-table writes and pages to clear since the last call, for the next step."""
         granted, self._granted = self._granted, Granted()
         self.states.end_restoring()
         return granted
 
     def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
-        """Pages for the checkpoints that a step may write, in the order of its requests. Called last before the batch
-        is made: running requests have their pages by then, and checkpoints get the rest."""
+        """Returns pages for the checkpoints that a step may write, in the order of its requests. Called last before
+        the batch is made, so that running requests have their pages and checkpoints get the rest."""
         grant = self.checkpoints.grant
         return [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
 
     @property
     def has_folds(self) -> bool:
-        """Rows that ended wait for a batch that folds their last drafts."""
+        """Whether rows that ended wait for a batch that folds their last drafts."""
         return self.checkpoints.has_folds
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
@@ -178,8 +179,8 @@ class CacheManager:
     # Settling
 
     def settle(self, request_id: int, settled: Settled, token_ids: Sequence[int]) -> int:
-        """Publish pages that are full by the settled length, drop those no query can see; returns the settled length
-        at which the next call has something to do."""
+        """Publish pages that are full by the settled length and drop pages that no query can see. Returns the settled
+        length at which the next call has something to do."""
         pages = self._requests[request_id]
         if self.enable_prefix_caching:
             for group in self.groups:
@@ -195,21 +196,22 @@ class CacheManager:
 
     def settle_checkpoints(self, step: int, written: Sequence[int],
                            tokens_of: Callable[[int], Sequence[int]]) -> None:
-        """A step's report. `tokens_of` a request: its known tokens, as they were when the step ran or later."""
+        """Take a step's report of written checkpoints. `tokens_of(request)`: its known tokens, as of that step or
+        later."""
         if self.takes_checkpoints:
             self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
                 request_id, tokens_of(request_id))(boundary))
 
     def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
-        """A step failed, and no request has a row any more. Nothing is known of what it and those after it wrote: only
-        what earlier ones had published stays. `clear_pages`: those that these steps were to clear."""
+        """Called after a failed step, when no request has a row any more. The step and those after it may have written
+        anything, so only pages published before it stay. `clear_pages`: pages that these steps were to clear."""
         self.checkpoints.drop_open()
         self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
         self._granted = Granted()
 
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:
-        """Before `free`: leave behind what others can begin from."""
+        """Publish the checkpoints that other requests can begin from. Called before `free`."""
         if self.takes_checkpoints:
             digest_at = self._digest_at(request_id, token_ids)
             self.checkpoints.retire(request_id, digest_at, len(token_ids), settled.at_least, folded, is_exact=is_exact)
@@ -224,7 +226,7 @@ class CacheManager:
                 self.pool.free(page)
 
     def forget(self, request_id: int) -> None:
-        """A request has ended: it holds no pages, and its tokens are not looked up again."""
+        """Drop the hashes of a request that has ended and holds no pages."""
         assert request_id not in self._requests, f"request {request_id} is forgotten while it holds pages"
         self._hashes.pop(request_id, None)
 
@@ -261,7 +263,7 @@ class CacheManager:
 
     @property
     def _num_available(self) -> int:
-        """Free pages, and those that only hold checkpoints in the making."""
+        """Free pages, plus pages of unpublished checkpoints, which can be dropped."""
         return self.pool.num_free + self.checkpoints.num_droppable
 
     def _digest_at(self, request_id: int, token_ids: Sequence[int]) -> DigestAt:
@@ -274,9 +276,9 @@ class CacheManager:
         return digest_at
 
     def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int) -> int:
-        """Pages for all known tokens and one more, less those of the hit that others hold.
+        """Pages for all known tokens and one more, minus pages of the hit that other requests hold.
 
-        A hit page that nobody holds is taken from the pool as a fresh one is."""
+        A hit page that nobody holds counts like a fresh one, because it leaves the free pages too."""
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
             digests = self._hashes[request_id][group.page_tokens].upto(token_ids, hit // group.page_tokens)
@@ -298,8 +300,8 @@ class CacheManager:
             self._granted.page_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
 
     def _cached_last(self, group: Group, digests: list[bytes], hit: int) -> list[int]:
-        """The cached pages at the end of a hit that a row needs. A drafter's group, which does not shorten a hit, may
-        have none: what is before the first missing page from the end it could not attend to."""
+        """The cached pages at the end of a hit that a row needs. A drafter's group may miss some, since it does not
+        shorten a hit; the drafter cannot attend to pages before the last missing one, so these are left out."""
         pages: list[int] = []
         for column in range(hit // group.page_tokens - 1, group.kind.first_needed(hit) - 1, -1):
             page = self.pool.find((group.index, digests[column]))

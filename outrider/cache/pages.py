@@ -1,7 +1,7 @@
-"""The pool of pages as numbers: who holds each, which content it is known by, which to reuse first.
+"""PagePool: page numbers with their holders, the content each page is known by, and the order of reuse.
 
 Every page but the null page is, at any time, exactly one of: blank (no content), cached (content nobody holds),
-owned (held by one or more requests). It does not know tokens, groups' meaning or tensors.
+owned (held by one or more requests). The pool does not know tokens, tensors or the meaning of groups.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PagePool:
         return self._page_of.get(key)
 
     def hold(self, page: int) -> None:
-        """One more holder of a cached or owned page."""
+        """Add a holder to a cached or owned page."""
         if self._holders[page] == 0:
             del self._cached[page]
         self._holders[page] += 1
@@ -49,7 +49,8 @@ class PagePool:
         return self._holders[page] > 0
 
     def allocate(self, group: int) -> tuple[int, bool]:
-        """A page for one holder, and whether it last belonged to another group (its bytes must be cleared)."""
+        """Returns a page for one holder, and whether the page last belonged to another group, so that its bytes must
+        be cleared."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -72,8 +73,9 @@ class PagePool:
                 self._cached[page] = None
 
     def publish(self, page: int, key: PageKey) -> None:
-        """The page's content is final and known by `key`. The first page of a content stays the one found while someone
-        holds it. Else the fresh one takes its place: it would be evicted before what belongs to it."""
+        """Make the page findable by `key`; its content is final. If another page with the same content is held, that
+        page stays the one that is found. If it is only cached, the fresh page replaces it: the old page would be
+        evicted earlier than the pages that belong to it."""
         assert self._holders[page] > 0, f"page {page} published by nobody"
         if self._key[page] is not None:
             return
@@ -96,7 +98,7 @@ class PagePool:
         return list(self._blank)
 
     def check(self, held: dict[int, int]) -> None:
-        """`held`: page to number of holders, as the owners count them."""
+        """Assert that every page is in exactly one state. `held`: number of holders by page, as the owners count."""
         blank, cached = set(self._blank), set(self._cached)
         assert len(blank) == len(self._blank), "a page is blank twice"
         for page in range(1, self.num_pages):

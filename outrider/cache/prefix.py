@@ -15,7 +15,7 @@ from outrider.cache.pages import PagePool
 
 
 class PageHashes:
-    """A request's chain for one page size, extended as its tokens settle."""
+    """A request's chain of hashes for one page size, extended as its tokens settle."""
 
     __slots__ = ("_page_tokens", "_digests", "_root")
 
@@ -40,9 +40,9 @@ def longest_hit(
     pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int,
     serves_state: Callable[[int], int] = int,
 ) -> int:  # fmt: skip
-    """The longest prefix of at most `most` tokens that every one of the groups can serve, lowered until all agree.
+    """The longest prefix of at most `most` tokens that all groups can serve: a candidate is lowered until all agree.
 
-    `serves_state` lowers a candidate to one after which the state of the recurrent layers is known."""
+    `serves_state` lowers a candidate to a length after which the state of the recurrent layers is known."""
     step = max(group.page_tokens for group in groups)
     candidate = most // step * step
     while candidate > 0:

@@ -1,1 +1,1 @@
-"""What the command line does, one file per command with `run(args) -> status`, imported when it is asked for."""
+"""The commands of the command line, one file each with `run(args) -> status`, imported when the command is called."""

@@ -1,7 +1,8 @@
-"""`outrider bench throughput` and `latency`: random prompts of given shapes, greedy, no prefix hits. Last line: JSON.
+"""`outrider bench throughput` and `latency`: random prompts of given shapes, no prefix hits. Last line: JSON.
 
-Throughput stands beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, and are
-those other engines are measured with: one stream of numbers, 64 for a warm-up, then those of every shape in turn.
+Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
+engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
+every shape in turn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,11 @@ import torch
 from outrider import __version__
 from outrider.commands.env import cpu_name
 from outrider.commands.loading import load
-from outrider.commands.parser import UsageError, engine_config
+from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
-from outrider.commands.run_prompts import Ask, Ran, run_prompts
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.layers.base import find_modules
-from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
+from outrider.core import RequestOutput, SamplingParams
+from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.device import pick_device
@@ -46,6 +45,9 @@ WARM_UP = (64, 16)  # tokens in and out
 NANO = "nano"  # many requests of mixed lengths
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
 COUNTED_TOKENS = 16  # answer tokens of the extra run that counts experts
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,19 @@ class Workload:
     shape: Shape
     prompts: list[list[int]]
     output_lens: list[int]
+    sampling: SamplingParams = GREEDY
+    num_sampled: int | None = None  # requests that `sampling` goes for, None for all; the others are greedy
 
     def asks(self) -> list[Ask]:
-        return [Ask(prompt, _params(length)) for prompt, length in zip(self.prompts, self.output_lens, strict=True)]
+        num = len(self.prompts) if self.num_sampled is None else self.num_sampled
+        return [
+            Ask(prompt, replace(self.sampling if i < num else GREEDY, max_tokens=length))
+            for i, (prompt, length) in enumerate(zip(self.prompts, self.output_lens, strict=True))
+        ]
 
 
 def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
-    """The warm-up, and one for every shape."""
+    """The workload of the warm-up, and one for every shape."""
     source = random.Random(seed)
     highest = min(HIGHEST_ID, vocab_size - 1)
     lowest = min(LOWEST_ID, highest)
@@ -111,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
     with loaded.llm(config, worker) as llm:
         warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
+        sampling = sampling_params(args)
+        work = [replace(one, sampling=sampling, num_sampled=args.sampled_requests) for one in work]
         for one in work:
             _check_fits(llm, one)
         run_prompts(llm, replace(warm_up, output_lens=[1]).asks())
@@ -132,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
               "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
               "speculative_config": config.speculative_config, "routing": args.routing,
+              "sampling": _asked(sampling), "sampled_requests": args.sampled_requests,
               "start_s": round(start_seconds, 2), "process_s": process_seconds,
               "bandwidth_gb_s": round(bandwidth / 1e9, 1), "date": datetime.date.today().isoformat(),
               "card": _card(loaded.device), "versions": _versions(), "results": rows}
@@ -142,13 +153,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_file(name: str | None) -> None:
-    """Before anything is measured."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if name is not None and not Path(name).resolve().parent.is_dir():
         raise UsageError(f"--save-result: there is no folder {Path(name).resolve().parent}")
 
 
 def _process_seconds() -> float | None:
-    """Since the process began, where the system says when that was."""
+    """Seconds since the process began; None if the system does not say when that was."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 2)
@@ -189,7 +200,7 @@ def _check_fits(llm: LLM, work: Workload) -> None:
 def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
     before = llm.engine.stats.copy()
-    best: Ran | None = None
+    best: PromptResults | None = None
     for i in range(rounds):
         ran = run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}")
         best = ran if best is None or ran.seconds < best.seconds else best
@@ -215,8 +226,8 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
 
 
 def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
-    """Experts that some token row takes, of a layer in a decode step; from a shorter run of its own, eagerly, so that
-    counting disturbs no measurement."""
+    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. Counted in a
+    shorter run of its own, eagerly, so that counting disturbs no measurement."""
     model = worker.device_step.model
     routers = find_modules([model], Router)
     if not routers:
@@ -254,7 +265,7 @@ def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
 
 
 def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
-    """Per request: (time, tokens so far) at arrival and after every run."""
+    """Yields for each request the pairs (time, tokens so far) at arrival and after every run."""
     runs: dict[str, list[tuple[float, int]]] = {}
 
     def note(output: RequestOutput) -> None:
@@ -265,12 +276,14 @@ def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, i
     yield from runs.values()
 
 
-def _params(length: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+def _asked(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from a greedy request's."""
+    return {field.name: getattr(params, field.name) for field in fields(params)
+            if getattr(params, field.name) != getattr(GREEDY, field.name)}
 
 
 def _percentile(seconds: Sequence[float], percent: int) -> float | None:
-    """In ms."""
+    """The percentile in milliseconds."""
     if not seconds:
         return None
     if len(seconds) == 1:

@@ -14,8 +14,8 @@ from pathlib import Path
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.prompt_sets import PromptSet, read_sets
-from outrider.commands.run_prompts import Ask, Ran, run_prompts
-from outrider.core.params import SamplingParams
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
+from outrider.core import SamplingParams
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 
@@ -28,13 +28,13 @@ class Cell:
     batch: int
     plain_tok_s: float
     spec_tok_s: float
-    ratio: float  # median of the rounds' own ratios
+    ratio: float  # median of the rounds' ratios
     mean_run: float
-    mean_drafts: float  # chosen per request and step
+    mean_drafts: float  # drafts chosen per request and step
     drafted: int
     accepted: int
     acceptance_per_position: list[float]
-    equal_requests: int  # with the same tokens in both
+    equal_requests: int  # requests with the same tokens in both
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,14 +71,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
              args: argparse.Namespace) -> Cell:
-    # Answers end where they end: text after the end of an answer is not what anyone runs a model for.
+    # Answers may end early: text after the end of an answer would not be typical for the model.
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
     asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, batch)]
     for llm in llms:
         run_prompts(llm, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
     before = llms[1].engine.stats.copy()
     speeds: tuple[list[float], list[float]] = ([], [])
-    last: list[Ran] = []
+    last: list[PromptResults] = []
     for i in range(args.rounds):
         last = []
         # Who goes first alternates, so that a machine that warms up favours neither.
@@ -108,7 +108,7 @@ def _line(cell: Cell) -> str:
 
 
 def _need_matplotlib() -> None:
-    """Before anything is measured."""
+    """Refuse --plot without matplotlib, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""Two runs of one request that part: where, with which scores, and whether that is a near-tie or a fault.
+"""Explains the first difference of two runs of one request: a near-tie of arithmetic, or a fault.
 
-The tokens before the difference are given to the model once more, as a prompt by itself. There the scores of the two
-tokens lie within what rounding moves in the model's type: a near-tie. Or one run has taken a token that the model does
-not favour: a fault. Scores are log-probabilities, and for sampled requests divided by the temperature with the noise of
-their key added. So nothing has to come again, and the run that is judged may use steps that know no log-probabilities.
+The tokens before the difference are given to the model once more, as a prompt. If the scores of the two tokens differ
+by no more than rounding moves them in the model's dtype, the difference is a near-tie; otherwise one run has taken a
+token that the model does not favour, which is a fault. Scores are log-probabilities; for sampled requests they are
+divided by the temperature and the noise of their key is added. So the run itself need not report log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.engine.text import Tokenizer
 from outrider.sample.philox import gumbel
 
 # How far rounding moves two scores against each other. In bfloat16 single logits of SmolLM2 were seen to move by 0.27
-# between batches; the others go by their digits.
+# between batches; the other values follow from the number of digits.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.3, "float16": 0.04}
 
 
@@ -35,10 +35,10 @@ def differences(reference: Sequence[Sequence[int]], tokens: Sequence[Sequence[in
 @dataclass(frozen=True)
 class Difference:
     request: int
-    position: int  # of the outputs
+    position: int  # index of the output token
     is_greedy: bool
-    tokens: tuple[int | None, int | None]  # the reference's, the other's; None where a run had ended
-    scores: tuple[float, float]  # of the two
+    tokens: tuple[int | None, int | None]  # the reference's and the other run's; None if a run had ended
+    scores: tuple[float, float]  # scores of the two tokens
     tolerance: float
 
     @property
@@ -47,15 +47,15 @@ class Difference:
 
     @property
     def is_near_tie(self) -> bool:
-        return self.apart <= self.tolerance  # not, if it is no number
+        return self.apart <= self.tolerance  # False if it is NaN
 
 
 def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int | None],
             logprobs: Mapping[int, float], dtype: str) -> Difference:
-    """logprobs: of the step, after the tokens that both runs have."""
+    """Score the two tokens. logprobs: of every token, after the tokens that both runs share."""
     first, second = tokens
     scores = (float("nan"), float("nan"))
-    if first is not None and second is not None:  # else no arithmetic explains it: a token that ends a run is one
+    if first is not None and second is not None:  # a run that ended has a token for its end, so arithmetic is no excuse
         heat = ask.params.temperature or 1.0
         noise = noise_of(ask, len(ask.token_ids) + position, (first, second))
         scores = (logprobs[first] / heat + noise[0], logprobs[second] / heat + noise[1])
@@ -63,7 +63,7 @@ def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int |
 
 
 def noise_of(ask: Ask, position: int, tokens: Sequence[int]) -> list[float]:
-    """What the sampler adds to these tokens' logits there."""
+    """The noise that the sampler adds to these tokens' logits at the position."""
     if ask.params.is_greedy:
         return [0.0] * len(tokens)
     seed, index, at = (torch.tensor([value]) for value in (ask.params.seed or 0, 0, position))

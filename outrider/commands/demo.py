@@ -11,8 +11,7 @@ from dataclasses import replace
 from outrider.commands.loading import Loaded, load
 from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
 from outrider.config import EngineConfig
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams
 
 MODEL = "smollm2"
 PROMPTS = [
@@ -56,7 +55,7 @@ def _answer_four(loaded: Loaded, config: EngineConfig, max_tokens: int, start: f
 
 
 class _Lines:
-    """Several texts that grow at once, shown by whole lines, each with its number."""
+    """Shows several texts that grow at once by whole lines, each with the number of its text."""
 
     def __init__(self, start: float) -> None:
         self.first_token_seconds = 0.0
@@ -75,7 +74,7 @@ class _Lines:
 
 
 def _line_end(text: str, begin: int, is_last: bool) -> int:
-    """Where the next line to show ends; 0 if it is not there yet."""
+    """The end of the next line to show; 0 if the line is not complete yet."""
     newline = text.find("\n", begin)
     if 0 <= newline <= begin + WIDTH:
         return newline + 1
@@ -89,7 +88,7 @@ def _mark(index: int, line: str) -> str:
 
 
 def _with_drafts(loaded: Loaded, config: EngineConfig) -> None:
-    """The same request without drafts and with them; a short run first, so that neither pays for the start."""
+    """Run one request without drafts and with them. A short run comes first, so that neither pays for the start."""
     params = SamplingParams(temperature=0.0, max_tokens=96)
     ids = chat_ids(loaded.need_tokenizer(), COPY)
     speeds, texts = [], []

@@ -78,7 +78,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """As an engine would plan it, from a model without memory for its weights."""
+    """The memory plan that an engine would make, from a model on the meta device, without weights."""
     from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
     from outrider.formats.gguf import GgufLinear
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _weight_bytes(model: Model, source: ModelSource, keeps_bits: bool) -> int:
-    """`keeps_bits`: where a layer's weight is quantised in the file, the file's bits are kept instead of numbers. A
+    """Bytes of the weights. `keeps_bits`: layers keep the file's bits of quantised weights instead of numbers. A
     product that shares the embedding's weight has the bits beside the numbers."""
     kept = source.kept_bytes() if keeps_bits else {}
     total = 0

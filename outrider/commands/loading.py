@@ -1,6 +1,6 @@
-"""A model loaded once for a command, with a progress bar, and LLMs around it.
+"""Loads a model for a command, with a progress bar, and makes LLMs around it.
 
-A command that compares several engines loads the weights only once. Knows nothing of what the engines then do.
+A command that compares several engines loads the weights only once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loaded:
         return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
-        """`worker`: one that has started, else a new one."""
+        """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
         return LLM.around(engine_around(config, worker or self.worker(config), self.tokenizer), self.name)
 
     def need_tokenizer(self) -> Tokenizer:
@@ -46,7 +46,7 @@ class Loaded:
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
-    """`needs_text`: refuse a model without tokenizer before its weights are read."""
+    """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
+from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
-from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
@@ -170,10 +170,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
         group.add_argument("--" + name.replace("_", "-"), **common, **how)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
     """`defaults`: where a command's differ from those of SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
+        if name in skip:
+            continue
         _add_flag(group, field, SAMPLING_HELP.get(name, ""), defaults.get(name, field.default))
     parser.set_defaults(sampling_defaults=defaults)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]:
-    """Writes name.png and name.svg."""
+    """Write name.png and name.svg. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")

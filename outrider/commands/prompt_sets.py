@@ -19,7 +19,7 @@ class PromptSet:
     is_chat: bool
 
     def encode(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-        """`count` prompts; the set goes round if it has fewer."""
+        """Token ids of `count` prompts; a set with fewer prompts is repeated."""
         texts = [self.prompts[i % len(self.prompts)] for i in range(count)]
         if self.is_chat and tokenizer.chat_templates:
             return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

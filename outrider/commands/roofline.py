@@ -1,6 +1,6 @@
-"""The floor under a benchmark: bytes that decode steps must move, over the bandwidth of the device's memory.
+"""The floor under a benchmark: the bytes that decode steps must move, divided by the bandwidth of the device's memory.
 
-A step reads every weight once (of experts only those that some token row takes, of embeddings a row for each token),
+A step reads every weight once (of experts only those that some token row chose, of embeddings a row for each token),
 the keys and values of its requests' contexts, and reads and writes recurrent states; a proposal reads the drafter's
 weights once for every draft. Prompts are not counted, nor anything that a better kernel could leave out.
 """
@@ -15,10 +15,7 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import RecurrentSpec
-from outrider.layers.base import LayeredModule, find_modules
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear
-from outrider.layers.moe import Experts
+from outrider.layers import Embedding, Experts, LayeredModule, Linear, find_modules
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.spec.base import Drafter
@@ -28,7 +25,7 @@ REPEATS = 5
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory: the sum of a large float32 tensor, the best of a few."""
+    """Bytes per second of reading memory, measured by the sum of a large float32 tensor; the best of a few runs."""
     values = torch.ones((CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, device=device)
     best = float("inf")
     for _ in range(REPEATS):
@@ -51,16 +48,16 @@ def _synchronise(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What was decoded: prompt and answer tokens of each request, tokens and drafts of a request in a mean step."""
+    """The work of a benchmark's decode steps."""
 
-    requests: Sequence[tuple[int, int]]
-    mean_run: float = 1.0
-    mean_drafts: float = 0.0
+    requests: Sequence[tuple[int, int]]  # prompt and answer tokens of each
+    mean_run: float = 1.0  # tokens of a request in a step
+    mean_drafts: float = 0.0  # drafts of a request in a step
     distinct_experts: float | None = None  # of a layer in a step
 
     @property
     def num_steps(self) -> float:
-        """All requests run together, so the longest answer decides."""
+        """Number of decode steps. All requests run together, so the longest answer decides."""
         return max(outputs for _, outputs in self.requests) / self.mean_run
 
     @property
@@ -76,7 +73,7 @@ class Weights:
     experts: tuple[tuple[int, int], ...]  # per layer: how many, bytes of one
 
     def read(self, distinct: float | None) -> float:
-        """By how many experts of a layer are taken."""
+        """Bytes that one pass reads if `distinct` experts of each layer are chosen."""
         return self.dense + sum(size * min(count, distinct or count) for count, size in self.experts)
 
 
@@ -98,7 +95,7 @@ class Traffic:
             self.draft_caches = drafter.cache_layers()
 
     def total(self, work: Decoding) -> float:
-        """Of all steps together."""
+        """Bytes that all steps together must move."""
         steps, passes = work.num_steps, work.num_steps * work.mean_drafts
         moved = steps * self.weights.read(work.distinct_experts) + work.num_tokens * self.row_bytes
         moved += passes * self.draft_weights.read(work.distinct_experts)
@@ -115,7 +112,7 @@ class Traffic:
 
 
 def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:
-    """What one step of a request moves of a layer's cache, in the mean over its answer."""
+    """Bytes of a layer's cache that one step of a request moves, in the mean over its answer."""
     spec = layer.spec
     if isinstance(spec, RecurrentSpec):
         return 2 * spec.row_bytes
@@ -133,20 +130,21 @@ def mean_context(prompt: int, outputs: int, window: int | None) -> float:
 def _dense_bytes(model: Model, experts: Sequence[Experts]) -> int:
     total = sum(_size(slot.target) for slot in model.weights().values())
     lookups = sum(_size(e.weight) for e in _looked_up(model))
-    # Where a file's bits are kept, they are what is read.
+    # If a file's bits are kept, products read these instead of the numbers.
     saved = sum(linear.in_features * linear.out_features * model.dtype.itemsize - linear.format.weight_bytes
                 for linear in find_modules([model], Linear))  # fmt: skip
     return total - lookups - saved - sum(part.format.weight_bytes for part in experts)
 
 
 def _looked_up(model: Model) -> list[Embedding]:
-    """Embeddings that are not a product's weight too: only rows of them are read."""
+    """Embeddings that are not also the weight of a product, so that only single rows are read."""
     formats = [linear.format for linear in find_modules([model], Linear)]
     return [e for e in find_modules([model], Embedding) if not any(held.shares(e.weight) for held in formats)]
 
 
 def _shared_bytes(head: LayeredModule, target: Model) -> int:
-    """The target's output product, where a head uses it; less a head's own embedding, of which only rows are read."""
+    """Bytes of the target's output product if a head uses it, minus the head's own embedding, of which only single rows
+    are read."""
     if not isinstance(head, DraftHead) or hasattr(head, "lm_head"):  # a model, or a head whose output is its own
         return 0
     total = target.lm_head.format.weight_bytes if head.own_output is None else 0

@@ -1,4 +1,4 @@
-"""Prompts through an LLM, for commands: with a progress bar, a clock, and Ctrl-C between steps.
+"""run_prompts: runs prompts through an LLM for commands, with a progress bar, a clock, and Ctrl-C between steps.
 
 An engine must not be left in the middle of a step, so the first Ctrl-C waits for the step's end; a second does not.
 """
@@ -9,12 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams
 from outrider.engine.progress import bar
 from outrider.engine.prompts import Prompt
 from outrider.engine.text import Tokenizer
@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass
-class Ran:
+class PromptResults:
     outputs: list[RequestOutput]  # in the order of the asks
     seconds: float
 
@@ -66,7 +66,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Within, the first Ctrl-C only sets the Interrupt."""
+    """Within this context the first Ctrl-C only sets the Interrupt."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -85,28 +85,31 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
-                label: str | None = None, may_fail: bool = False, priority: int = 0) -> Ran:
-    """All asks at once, to their ends. A request that cannot be served raises before any is started, and one that
-    failed on the way at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
+                label: str | None = None, may_fail: bool = False, priority: int = 0) -> PromptResults:
+    """Run all asks at once, to their ends. A request that cannot be served raises before any is started. A request that
+    failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
     done: list[RequestOutput] = []
     prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids} for ask in asks]
     start = time.perf_counter()
-    with interruptible() as interrupt, bar(total=len(asks), desc=label or "", unit="req") as progress:
-        if label is None:
-            progress.disable = True
+    with interruptible() as interrupt, _bar(len(asks), label) as progress:
         outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)
         with closing(outputs):
             for output in outputs:
                 if output.finished:
                     done.append(output)
-                    progress.update()
+                    if progress is not None:
+                        progress.update()
                 if on_output is not None:
                     on_output(output)
-    done.sort(key=lambda output: int(output.request_id))  # which are given in the order of the prompts
-    ran = Ran(done, time.perf_counter() - start)
+    done.sort(key=lambda output: int(output.request_id))  # ids are given in the order of the prompts
+    ran = PromptResults(done, time.perf_counter() - start)
     if not may_fail:
         raise_failed(ran.outputs)
     return ran
+
+
+def _bar(num_asks: int, label: str | None) -> Any:
+    return nullcontext() if label is None else bar(total=num_asks, desc=label, unit="req")
 
 
 def raise_failed(outputs: Sequence[RequestOutput]) -> None:
@@ -121,5 +124,5 @@ def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As a chat where the model has a template, as plain text otherwise."""
+    """Token ids of a text, as a chat message if the model has a template, as plain text otherwise."""
     return chat_ids(tokenizer, text) if tokenizer.chat_templates else tokenizer.encode(text)

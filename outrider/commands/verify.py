@@ -1,7 +1,7 @@
-"""`outrider verify`: the same requests run in many ways; tokens must not depend on the way.
+"""`outrider verify`: runs the same requests in many variants, which must all give the same tokens.
 
-The reference runs every request alone, plainly. Every request that differs is looked into: the scores of the two
-tokens, after what both runs have in common, tell a near-tie of arithmetic from a fault. Knows no drafter by name.
+The reference runs every request alone, plainly. For every request that differs, the scores of the two differing tokens,
+after the tokens that both runs share, tell a near-tie of arithmetic from a fault. This file knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
-from outrider.core import ScheduledBatch, StepResult
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
 from outrider.engine.engine import Engine
 from outrider.engine.progress import bar
 from outrider.llm import LLM
@@ -37,15 +35,15 @@ CHUNK = 16
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the requests, and what must have happened for it to count."""
+    """A way to run the requests, and the events that must have happened for the run to count."""
 
     name: str
     drafts: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     alone: bool = False
-    rounds: int = 1  # the last one counts; more than one finds the first one's pages
-    pool: str = "ample"  # tight: too small for all; tighter: where prefix hits let requests share pages
-    expects: tuple[str, ...] = ()
+    rounds: int = 1  # the last round counts; a second round finds pages of the first in the prefix cache
+    pool: str = "ample"  # tight: too small for all requests; tighter: for requests that share pages by prefix hits
+    expects: tuple[str, ...] = ()  # events that must have happened
 
     def is_met(self, happened: dict[str, int]) -> bool:
         return all(happened[name] > 0 for name in self.expects)
@@ -78,7 +76,7 @@ def all_variants(speculative: bool) -> list[Variant]:
 
 @dataclass
 class Row:
-    """What became of one variant."""
+    """The result of one variant."""
 
     way: str  # name of the variant; a key of the JSON that `--json` prints
     drafts: bool
@@ -103,7 +101,7 @@ class Check:
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
         self.reference: list[list[int]] = []
-        self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # by what comes before
+        self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # prompt to log-probability of each next token
 
     def run_reference(self) -> None:
         self.reference = self._tokens(Variant("reference", alone=True))[0]
@@ -125,7 +123,7 @@ class Check:
         return found
 
     def _before(self, index: int, position: int) -> tuple[int, ...]:
-        """The tokens that both runs have."""
+        """The prompt and the output tokens before the difference, which both runs share."""
         return (*self._asks[index].token_ids, *self.reference[index][:position])
 
     def _explain(self, index: int, position: int, tokens: list[int]) -> Difference:
@@ -135,7 +133,7 @@ class Check:
                        self._scores[self._before(index, position)], dtype)
 
     def _score(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """What follows them, as the reference computes it: every log-probability, of one prompt after the other."""
+        """Compute the log-probabilities of every token after each prompt, as the reference would, one by one."""
         fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._scores]
         if not fresh:
             return
@@ -152,14 +150,15 @@ class Check:
         if not variant.drafts:
             settings["speculative_config"] = None
         elif self._config.speculative_config is not None:
-            # As many drafts as there may be, whatever they cost here: the more is checked.
+            # The most drafts there may be, whatever they cost, so that more is checked.
             settings["speculative_config"] = {"auto": False} | self._config.speculative_config
         if variant.pool != "ample":
             settings["num_pages"] = self._small_pool(variant)
         return replace(self._config, **settings)
 
     def _small_pool(self, variant: Variant) -> int:
-        """Room for the longest request, and (unless they share) for several to start, but not to end together."""
+        """Pages for the longest request and, unless requests share pages, for several to start but not to end
+        together."""
         if variant.drafts not in self._pages:
             with self._loaded.llm(self._config_of(Variant("probe", variant.drafts))) as llm:
                 cache, max_len = llm.engine.scheduler.cache, llm.engine.limits.max_len
@@ -186,7 +185,7 @@ class Check:
 
 
 class _Watch:
-    """A runner around a worker that notices what happens in an engine."""
+    """A runner around a worker that counts the events of an engine."""
 
     def __init__(self, worker: Worker) -> None:
         self._inner = worker
@@ -211,7 +210,7 @@ class _Watch:
 
 
 def make_asks(loaded: Loaded, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
-    """Every prompt greedy and sampled, in turn, so that both meet in one batch."""
+    """Every prompt once greedy and once sampled, in turn, so that both kinds meet in one batch."""
     if loaded.tokenizer is None:
         source = torch.Generator().manual_seed(seed)
         vocab = loaded.model.vocab_size

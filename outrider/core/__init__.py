@@ -1,7 +1,8 @@
-"""Plain data that crosses boundaries: limits, lengths, what a step is told and what it answers. No torch here."""
+"""Plain data that crosses boundaries: limits, lengths, batches, step results, parameters, outputs. No torch."""
 
 from outrider.core.lengths import Bound, Settled
 from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
+from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.step import (
     Admission,
@@ -29,6 +30,7 @@ __all__ = [
     "NULL_ROW",
     "PAGE_TOKENS",
     "PageWrite",
+    "RequestOutput",
     "RequestResult",
     "SamplingParams",
     "ScheduledBatch",

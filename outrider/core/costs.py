@@ -1,38 +1,58 @@
-"""What steps cost, as measured at start-up. Plain data: the worker measures it and the scheduler decides by it."""
+"""Measured costs of steps, as plain data: the worker measures at start-up, the scheduler chooses drafts by them."""
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.core.params import SamplingParams
+
 
 class DraftCost(NamedTuple):
-    """Seconds of a proposal for so many requests."""
+    """Seconds that a drafter needs to propose drafts for `requests` requests."""
 
     requests: int
-    first: float  # the pass that consumes the step, with its draft
-    each: float  # every further draft
+    first: float  # the pass over the step's tokens, which yields the first draft
+    each: float  # each further draft
 
 
 class ReadCost(NamedTuple):
-    """Seconds for each token of context that a step reads; of the last `window` of them only."""
+    """Seconds for each token of context that a step reads. With a window, only the last `window` tokens count."""
 
     window: int | None
     seconds: float
 
 
+class SamplerLoad(enum.IntEnum):
+    """How much work a request makes for the sampler, for each of its logit rows."""
+
+    GREEDY = 0
+    DRAW = 1  # noise
+    FULL = 2  # edits, filters or reports
+
+    @classmethod
+    def from_params(cls, params: SamplingParams) -> SamplerLoad:
+        if not params.is_plain:
+            return cls.FULL
+        return cls.GREEDY if params.is_greedy else cls.DRAW
+
+
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step by its tokens, and of the drafter by its requests: sorted points, linear in between."""
+    """Seconds of a step by its number of tokens, and of the drafter by its number of requests.
+
+    Both are sorted points; values between two points are interpolated linearly."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    drafting: tuple[DraftCost, ...] = ()  # none: a proposal costs nothing worth counting
-    reading: tuple[ReadCost, ...] = ()  # beside `seconds`
-    row_seconds: float = 0.0  # of reading and writing one request's recurrent states, beside `seconds`
-    is_padded: bool = False  # steps run at equal token counts for all requests, as captured ones do
+    drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
+    reading: tuple[ReadCost, ...] = ()  # added to `seconds`
+    row_seconds: float = 0.0  # reading and writing one request's recurrent states, added to `seconds`
+    logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
+    is_padded: bool = False  # captured steps: every request has the same number of tokens
 
     def step(self, tokens: int, requests: int = 1) -> float:
         if self.is_padded:
@@ -45,6 +65,10 @@ class StepCosts:
         at = [cost.requests for cost in self.drafting]
         first = _between(at, [cost.first for cost in self.drafting], requests)
         return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
+
+    def sample(self, loads: Iterable[SamplerLoad]) -> float:
+        """Of one logit row for each of the loads."""
+        return sum(map(self.logit_row_seconds.__getitem__, loads))
 
     def read(self, lengths: list[int]) -> float:
         return len(lengths) * self.row_seconds + sum(

@@ -20,13 +20,12 @@ FLOAT32 = 3.4e38
 
 
 class Rule(Protocol):
-    """What a value may be beyond its type."""
+    """A restriction on the values that a type allows."""
 
     def holds(self, value: Any) -> bool: ...
 
     def words(self, kind: str) -> str:
-        """`kind` says what the type allows, as "an integer"."""
-        ...
+        """The restriction for an error message. `kind` names the type, such as "an integer"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
-    names: Sequence[Any]  # may grow: what is registered later is allowed too
-    pattern: str | None = None  # other texts that are allowed, and what to say of them
-    also: str = ""
+    names: Sequence[Any]  # may grow: a name that is registered later is allowed too
+    pattern: str | None = None  # a regular expression of further allowed texts
+    also: str = ""  # describes the texts of `pattern` in error messages
 
     def holds(self, value: Any) -> bool:
         return value in self.names or (self.pattern is not None and re.fullmatch(self.pattern, value) is not None)
@@ -68,7 +67,7 @@ class NotEmpty:
 Count: TypeAlias = Annotated[int, Range(1, INT32)]
 TokenId: TypeAlias = Annotated[int, Range(0, INT32)]
 Text: TypeAlias = Annotated[str, NotEmpty]
-Check = tuple[Callable[[Any], bool], str]  # whether a value is allowed; which ones are
+Check = tuple[Callable[[Any], bool], str]  # whether a value is allowed; which values are, in words
 
 
 def check_fields(owner: str, instance: Any) -> None:

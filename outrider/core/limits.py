@@ -11,7 +11,7 @@ NULL_ROW = 0  # never owned by a request; padded rows point here
 
 
 class Axis(enum.Enum):
-    """What an axis of a persistent buffer counts. A buffer is declared by these, never by bare integers."""
+    """An axis of a persistent buffer, by the things it counts. Buffers are declared by axes, never by bare integers."""
 
     ROWS = "rows"  # running requests and the null row
     REQUESTS = "requests"  # requests of one batch
@@ -24,7 +24,7 @@ class Axis(enum.Enum):
     VOCAB = "vocabulary"
     STOP_IDS = "stop ids"  # token ids that end a request
     MASK_WORDS = "mask words"  # 32 tokens of the vocabulary each
-    LIST_INTS = "list integers"  # of all rows' logit biases and bad words
+    LIST_INTS = "list integers"  # integers of all rows' logit biases and bad words together
 
 
 @dataclass(frozen=True)

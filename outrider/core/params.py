@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of one request. Names follow vLLM where they mean the same.
+"""SamplingParams: the settings of one request. Names follow vLLM where they mean the same.
 
 A field is implemented or refused by name; none is silently ignored.
 """
@@ -25,10 +25,10 @@ from outrider.core.fields import (
 )
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
-MAX_SAMPLES = 128  # of one prompt
+MAX_SAMPLES = 128  # most samples of one prompt
 MAX_BIAS = 1e9  # a larger bias decides as much, and stays finite when it is divided by a temperature
 Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
-Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # of a request: smaller ones come first
+Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # requests with smaller numbers come first
 
 # Fields of vLLM's SamplingParams that Outrider does not have, with what to do instead.
 REFUSED_FIELDS = {
@@ -123,7 +123,7 @@ class SamplingParams:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Asks for nothing but a draw at its temperature: logits are neither edited, filtered nor reported."""
+        """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         edits = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
         reports = self.logprobs is not None or self.prompt_logprobs is not None
@@ -131,7 +131,7 @@ class SamplingParams:
 
     @property
     def max_drafts(self) -> int | None:
-        """The request's own ceiling on drafts: None leaves it to the engine."""
+        """The request's own ceiling on drafts. None leaves the number to the engine."""
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)
@@ -148,8 +148,8 @@ class SamplingParams:
 
 
 def request_seed(engine_seed: int, num_accepted: int) -> int:
-    """The seed of a request that has none, from the engine's and the number of requests accepted before it.
-    53 bits: every JSON reader keeps such an integer exactly."""
+    """The seed of a request that brings none, made of the engine's seed and the number of requests accepted before it.
+    It has 53 bits, because every JSON reader keeps such an integer exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
 

@@ -1,7 +1,7 @@
-"""What a step is told and what it answers.
+"""The two messages between the scheduler and a runner: `ScheduledBatch` and `StepResult`.
 
-`ScheduledBatch` and `StepResult` are picklable and are the only things that pass between the scheduler and a runner, so
-a runner may live in another thread, process or machine.
+Both are picklable and nothing else passes between the two sides, so a runner may live in another thread, process or
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Finish(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a row: everything the device must know about it. Also used when it resumes."""
+    """Everything the device must know about a request that takes a row, at its start or after a preemption."""
 
     row: int
     token_ids: list[int]  # all known tokens: the prompt, and after a preemption its settled outputs
@@ -45,7 +45,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Columns [start, start + len(pages)) of a row's page table in one group."""
+    """New values for columns [start, start + len(pages)) of a row's page table in one group."""
 
     group: int
     row: int
@@ -55,9 +55,9 @@ class PageWrite:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
-    """Pages for a row's recurrent state after `boundary` tokens, should a step bring it there."""
+    """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if it gets that far."""
 
-    id: int  # what the step reports if it wrote them
+    id: int  # reported in `StepResult.checkpoints` by the step that wrote the pages
     row: int
     boundary: int
     pages: list[int]
@@ -65,9 +65,10 @@ class CheckpointWrite:
 
 @dataclass(frozen=True, slots=True)
 class HostDraft:
-    """Drafts made on the host from the last result it saw: they follow the row's first `after` known tokens.
+    """Drafts that the host made from the last result it saw. They follow the row's first `after` known tokens.
 
-    The device drops those that have been accepted since, if they agree; else the draft is dead."""
+    If the row has accepted more tokens since, the device drops as many drafts if they agree with those tokens, and all
+    drafts if they do not."""
 
     row: int
     after: int
@@ -94,8 +95,8 @@ class Uncaptured(enum.Enum):
 
 
 class StepForm(enum.Enum):
-    """How a step is cut. A split step lets the host act when its forward is queued and before its sampler is: what the
-    host then writes to the device (a grammar's masks) may depend on the result of the step before."""
+    """Whether a step runs whole or split. In a split step the host acts after the forward is queued and before the
+    sampler is, so that its writes to the device (a grammar's masks) may depend on the result of the step before."""
 
     WHOLE = "whole"
     SPLIT = "split"
@@ -103,7 +104,7 @@ class StepForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What the scheduler asks of one step. Lists run over requests, in batch order; there may be none but folds.
+    """The scheduler's order for one step. Lists run over requests, in batch order; a batch may consist of folds alone.
 
     Parameters of a request are not here: they travel once, in its admission, and the device side keeps them by row."""
 
@@ -113,17 +114,17 @@ class ScheduledBatch:
     rows: list[int]
     num_known: list[int]  # known tokens scheduled, at least one
     num_drafts: list[int]  # drafts scheduled; the device may have fewer alive
-    samples: list[bool]  # the known tokens scheduled reach the end of the known tokens
+    samples: list[bool]  # whether the step computes the last known token, so that a token can be sampled after it
     bounds: list[int]  # computed tokens after this step, at most
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     clear_pages: list[int] = field(default_factory=list)  # pages that change group: zero before use
     host_drafts: list[HostDraft] = field(default_factory=list)
-    checkpoints: list[CheckpointWrite] = field(default_factory=list)  # of rows of this batch
-    folds: list[CheckpointWrite] = field(default_factory=list)  # of rows that ended: before any of them is taken again
+    checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of this batch
+    folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused
     num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
-    propose: int = 0  # most drafts to guess for the next step; 0 leaves the drafter out
-    generation: int = 0  # rises when a step has failed: the device forgets its rows before the first of a new one
+    propose: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
+    generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
 
     @property
@@ -141,12 +142,12 @@ class TokenLogprobs(NamedTuple):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    rank: int  # of the chosen token; 1 is the most likely
-    texts: tuple[str, ...] | None = None  # of token_ids; None where a request wants no text
+    rank: int  # rank of the chosen token; 1 is the most likely
+    texts: tuple[str, ...] | None = None  # one for each of token_ids; None where a request wants no text
 
 
 class RequestResult(NamedTuple):
-    """What one step did for one request. A tuple: hundreds are made every step."""
+    """One step's result for one request. A tuple, because hundreds are made every step."""
 
     request_id: int
     epoch: int
@@ -166,5 +167,5 @@ class StepResult:
     step: int
     requests: list[RequestResult]
     seconds: float = 0.0
-    checkpoints: list[int] = field(default_factory=list)  # ids of those that were written
-    uncaptured: Uncaptured | None = None  # why no captured step was replayed, if none was
+    checkpoints: list[int] = field(default_factory=list)  # ids of the checkpoints that were written
+    uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one

@@ -15,7 +15,7 @@ def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
 
 
 def check_token_ids(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
-    """Raises ValueError for what the device cannot hold. To be called before a request is admitted."""
+    """Raise ValueError for token ids that the device cannot hold. Called before a request is admitted."""
     stop_ids = stop_ids_of(params, eos_ids)
     if len(stop_ids) > limits.max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")

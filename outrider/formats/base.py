@@ -21,14 +21,14 @@ class NativeProduct(NamedTuple):
     """A weight as the native code reads it, for layers that are one native call."""
 
     matrix: native.Matrix
-    max_rows: int  # with more token rows another product is faster
+    max_rows: int  # for more token rows another product is faster
 
 
 class LinearFormat(ABC):
     """The weight [outputs, inputs] of a linear layer, perhaps with a bias [outputs]."""
 
     def __init__(self, numbers: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """numbers: the weight in the model's dtype, on the meta device where the format keeps other bits only."""
+        """numbers: the weight in the model's dtype, on the meta device if the format keeps only the file's bits."""
         self._numbers = numbers
         self._bias = bias
 
@@ -48,7 +48,7 @@ class LinearFormat(ABC):
         return False
 
     def finalize(self) -> LinearFormat:
-        """Called once when all weights are in place; returns the format that the layer uses from then on."""
+        """Called once when all weights are in place. Returns the format that the layer uses from then on."""
         return self
 
     def prepare(self, allow_copy: bool) -> int:
@@ -56,7 +56,7 @@ class LinearFormat(ABC):
         those that the slots count."""
         return 0
 
-    # What others may ask about the weight
+    # Questions about the weight
 
     @property
     def weight_bytes(self) -> int:
@@ -64,7 +64,7 @@ class LinearFormat(ABC):
         return self._numbers.numel() * self._numbers.element_size()
 
     def dense(self) -> torch.Tensor:
-        """The weight as numbers, made anew where only bits are kept."""
+        """The weight as numbers, made anew if only the file's bits are kept."""
         return self._numbers
 
     def shares(self, tensor: torch.Tensor) -> bool:
@@ -78,7 +78,7 @@ class LinearFormat(ABC):
         """x [tokens, inputs] times the weight, plus the bias: [tokens, outputs]."""
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32 (float64 stays): logits rounded to 16 bits would tie."""
+        """The product in float32 (float64 stays), for logits: rounded to 16 bits they would tie."""
         out = self.product(x)
         return out if out.dtype == torch.float64 else out.float()
 
@@ -108,7 +108,7 @@ class KeptFormat(LinearFormat):
     @classmethod
     @abstractmethod
     def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a model of this dtype on this device can use the format; dequantised numbers serve otherwise."""
+        """Whether a model of this dtype on this device can use the format. If not, weights are dequantised."""
 
     @classmethod
     @abstractmethod
@@ -116,4 +116,4 @@ class KeptFormat(LinearFormat):
         cls, parts: Sequence[StoredWeight], bias: torch.Tensor | None, shared: torch.Tensor | None
     ) -> Self | None:
         """The format of a weight that came in parts, by output features; None if these parts cannot be kept together.
-        shared: the same numbers, where another layer holds them anyway."""
+        shared: the dequantised weight, if another layer holds it anyway."""

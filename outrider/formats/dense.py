@@ -1,7 +1,7 @@
 """DenseLinear: a weight in the model's dtype. Every linear layer starts with it and is loaded through it.
 
-Parts of the weight that arrive in a kind of bits that another format keeps are held until all of them are there; then
-that format takes the layer over, or their numbers go into the dense weight.
+If parts of the weight arrive in bits that another format can keep, they are held until all parts are there. Then that
+format takes the layer over, or the parts are dequantised into the dense weight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DenseLinear(LinearFormat):
         kept = self._kept(list(stored.values()))
         if kept is None or self._is_shared:
             for first, part in stored.items():
-                self._numbers[first : first + part.shape[0]] = part.dequantize()
+                part.dequantize_into(self._numbers[first : first + part.shape[0]])
         return self if kept is None else kept
 
     def _kept(self, parts: list[StoredWeight]) -> LinearFormat | None:
@@ -86,7 +86,7 @@ class DenseLinear(LinearFormat):
 
     @property
     def adds_single_row(self) -> bool:
-        row = self._numbers[:1]  # of the device and dtype that token rows have
+        row = self._numbers[:1]  # has the device and dtype of token rows
         return ops.linear_add.has_kernel(row, row, self._numbers, self._bias)
 
     def native_product(self) -> NativeProduct | None:

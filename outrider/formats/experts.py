@@ -1,7 +1,7 @@
-"""Formats of experts: the weights of equal MLPs without biases, and the product of token rows with those they chose.
+"""Formats of experts: the weights of equal MLPs without biases, and the products of token rows with chosen experts.
 
-The only one so far is dense. A rank of several would hold some of the experts, or a part of each, and its results would
-be summed over ranks after `mix`.
+The only format so far is dense. A rank of several would hold some of the experts, or a part of each, and its results
+would be summed over ranks after `mix`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExpertsFormat(ABC):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The weighted sum of each token row's experts, and `added`: [tokens, hidden]."""
+        """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
 
 class DenseExperts(ExpertsFormat):

@@ -11,8 +11,7 @@ import torch
 
 from outrider.formats.base import KeptFormat, NativeProduct
 from outrider.formats.slots import StoredWeight
-from outrider.kernels import native
-from outrider.kernels.quantized import QuantizedProduct, QuantizedRows
+from outrider.kernels.quantized import QuantizedProduct, QuantizedRows, kept_bits_are_fast
 
 
 class GgufLinear(KeptFormat):
@@ -22,7 +21,7 @@ class GgufLinear(KeptFormat):
 
     @classmethod
     def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        return dtype == torch.float32 and device.type == "cpu" and native.available()
+        return dtype == torch.float32 and device.type == "cpu" and kept_bits_are_fast()
 
     @classmethod
     def from_parts(

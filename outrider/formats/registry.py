@@ -1,4 +1,4 @@
-"""Which format keeps which kind of stored weight. Code outside the package adds its own with `register_format`."""
+"""The table from kinds of stored weights to the formats that keep them. `register_format` adds one from outside."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def register_format(kind: str, format_class: type[KeptFormat]) -> None:
 
 
 def format_for(kind: str) -> type[KeptFormat] | None:
-    """None: weights of this kind are dequantised while they are loaded."""
+    """The format that keeps weights of this kind; None if they are dequantised while they are loaded."""
     return _FORMATS.get(kind)

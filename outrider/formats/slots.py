@@ -16,7 +16,7 @@ import torch
 class StoredWeight(Protocol):
     """A weight [outputs, inputs] in the bits of its file. Sources yield it in place of a tensor."""
 
-    kind: str  # names the format that can keep it, see `formats.registry`
+    kind: str  # name under which `formats.registry` finds the format that can keep it
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -25,6 +25,9 @@ class StoredWeight(Protocol):
 
     def dequantize(self) -> torch.Tensor:
         """The numbers that the bits stand for."""
+
+    def dequantize_into(self, target: torch.Tensor) -> None:
+        """The same numbers in a tensor that is there, with little memory beside it."""
         ...
 
 
@@ -48,8 +51,8 @@ class WeightSlot:
     """The view that a checkpoint's tensor fills."""
 
     target: torch.Tensor
-    layout: HeadLayout | None = None  # None: the tensor lies as the target does
-    keeper: Callable[[StoredWeight], bool] | None = None
+    layout: HeadLayout | None = None  # None if the tensor has the target's order
+    keeper: Callable[[StoredWeight], bool] | None = None  # the format's offer to keep the file's bits
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -62,12 +65,12 @@ class WeightSlot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the target; 0 where the layer keeps the file's bits, which `LinearFormat.prepare` counts."""
+        """Bytes of the target; 0 if the layer keeps the file's bits, which `LinearFormat.prepare` counts."""
         return 0 if self.target.is_meta else self.target.numel() * self.target.element_size()
 
     def store(self, tensor: torch.Tensor) -> None:
         self.target.copy_(tensor if self.layout is None else self.layout.sort(tensor))
 
     def keep(self, stored: StoredWeight) -> bool:
-        """Whether the layer's format takes the file's bits as they are. If not, `store` their numbers."""
+        """Offer the file's bits to the layer's format. Returns False if it does not take them; then call `store`."""
         return self.keeper is not None and self.keeper(stored)

@@ -1,7 +1,7 @@
-"""Acceptance: how many drafts equal what the sampler picked, the run that follows, and whether it ends the request.
+"""Acceptance: how many drafts equal the sampled tokens, the run that follows, and whether the run ends the request.
 
-A draft stands as long as it is the sampled token; nothing else is compared. Fixed shapes [R, K + 1], K the most
-drafts the host scheduled for any request; how many were alive only the device knows.
+Drafts are accepted as long as each equals the sampled token; nothing else is compared. Shapes are fixed, [R, K + 1],
+where K is the most drafts that the host scheduled for any request; only the device knows how many were alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.core import Finish
 
 
 class StopRules(Protocol):
-    """What ends a request, by row, int64."""
+    """The conditions that end a request, by row, int64."""
 
     end_len: torch.Tensor  # [ROWS] known tokens at which it ends
     num_stop_ids: torch.Tensor  # [ROWS]

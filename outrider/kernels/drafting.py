@@ -1,4 +1,4 @@
-"""A proposal's bookkeeping: where the token rows of every drafting pass lie, and by which keys drafts are drawn.
+"""A proposal's bookkeeping: the places of the token rows of every drafting pass, and the keys that draw the drafts.
 
 Slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
 Plain torch, any device, the specification: `kernels.triton.draft` does the same in one launch, integer for integer, and
@@ -40,10 +40,10 @@ class DraftingRows(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterCacheState:
-    """What a drafter has filled of rows and of pages. The tensors move on with the steps."""
+    """The slots and pages that a drafter has filled. Every step updates the tensors."""
 
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
-    tail_group: int  # which of these groups' pages keep hidden states
+    tail_group: int  # index of the group whose pages keep hidden states
     first_slot: int  # the first slot there is
     max_len: int
     valid_from: torch.Tensor  # [ROWS] slots before it were never filled
@@ -52,7 +52,7 @@ class DrafterCacheState:
 
 
 class DraftSamplingKeys(NamedTuple):
-    """Keys by which each request's drafts are drawn, and how many there are."""
+    """Sampling keys of each request's drafts, and the number of drafts."""
 
     temperature: torch.Tensor  # [requests]
     seed: torch.Tensor  # [requests]
@@ -73,7 +73,7 @@ class DraftVerdicts(NamedTuple):
 
 
 class DraftPass(NamedTuple):
-    """One pass: its token rows, and how far its requests see."""
+    """One pass: its token rows, and the context lengths of its requests."""
 
     slots: torch.Tensor  # [tokens]
     cells: tuple[torch.Tensor, ...]  # per group of the drafter [tokens], -1 for dead token rows
@@ -84,7 +84,8 @@ class DraftPass(NamedTuple):
 
 
 class DraftPasses(NamedTuple):
-    """All passes of a proposal. Further ones have one token row per request, and tokens that are not known yet."""
+    """All passes of a proposal. Passes after the first have one token row per request, whose tokens are not known
+    yet."""
 
     keys: DraftSamplingKeys
     tokens: torch.Tensor  # [tokens] of the first pass
@@ -107,8 +108,8 @@ class ReadingPass(NamedTuple):
 
 def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
                       num_wanted: int) -> DraftPasses:
-    """Every pass of a proposal of `num_wanted` drafts; the first has the batch's own token rows. Moves `own` on: rows
-    by what the first pass fills, and pages whose last token the step computed."""
+    """Plan every pass of a proposal of `num_wanted` drafts; the first has the batch's own token rows. Updates `own`:
+    rows by the slots that the first pass fills, and pages whose last token the step computed."""
     at, request_of = requests.rows, requests.request_of
     count, begin = requests.num_computed, requests.computed_before + 1
     fills, filled, valid = count > 0, own.filled[at], own.valid_from[at]
@@ -170,7 +171,7 @@ def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: in
 
 
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
-    """Pages whose last token the step computed are not valid for a hit."""
+    """Mark pages whose last token the step computed as not valid for a hit."""
     for table, size in zip(tables, own.page_tokens, strict=True):
         own.page_valid.index_fill_(0, _page_ends(requests, table, size)[0], False)
 
@@ -186,7 +187,7 @@ def _sampling_keys(requests: CommittedRequests, rows: DraftingRows, num_wanted: 
 
 def plan_reading_pass(requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int,
                       behind: int) -> ReadingPass:
-    """Rope positions are `behind` the number of known tokens."""
+    """Plan a reading pass. Rope positions lie `behind` tokens before the number of known tokens."""
     at, guesses = requests.rows, requests.guesses
     computed = requests.computed_before + requests.num_computed
     tokens = torch.where(guesses, rows.tokens[at, computed.clamp_max(max_len - 1)], 0)

@@ -1,4 +1,4 @@
-"""Experts on the CPU: one product for each expert that is taken. Means what `moe.experts` says."""
+"""Experts on the CPU: one product for each chosen expert. `moe.experts` is the specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of forks of this process that share a list of tasks, for what the tasks leave behind outside of the forks.
+"""A pool of forks of this process that share a list of tasks, for tasks whose results lie outside of the forks.
 
 A fork has everything that this process has, at once: nothing is imported again, which takes seconds, and nothing is
 pickled. Forking is safe, threads and devices notwithstanding, for tasks that need neither: a fork frees nothing that it
@@ -62,7 +62,8 @@ def _run_tasks(tasks: Sequence[Task], todo: FileIO, done: FileIO, done_end: File
 
 
 def _fork(run: Task) -> int:
-    """The id of a process that runs it, in a process group of its own, with the processes that it starts."""
+    """Fork a process that runs the function, in a process group of its own with the processes that it starts. Returns
+    its id."""
     parent = os.getpid()
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token row takes, and what they make of it, in plain torch.
+"""Mixture of experts in plain torch: the choice of experts for each token row, and their weighted results.
 
 A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. Knows tensors only: where weights come
 from, shared experts and norms are for layers. Any float type; sums are in float32, or float64 in a float64 model.
@@ -76,7 +76,7 @@ def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_sc
 
 
 def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
-    """The scores with those outside of the best groups at minus infinity."""
+    """The scores, with minus infinity outside of the best groups."""
     grouped = ranked.view(-1, rule.num_groups, rule.group_size)
     worth = grouped.topk(1 if rule.group_score == "max" else 2, dim=-1).values.sum(dim=-1)
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
@@ -136,7 +136,7 @@ def combine(made: Tensor, weights: Tensor) -> Tensor:
 
 
 def distinct_experts(ids: Tensor, num_experts: int) -> Tensor:
-    """How many experts some token row takes, as a device scalar: each one's weights are read."""
+    """Number of distinct experts that the token rows chose, as a device scalar. The weights of each are read."""
     taken = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     return taken.scatter_(0, ids.reshape(-1), 1).sum()
 

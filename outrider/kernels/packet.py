@@ -50,7 +50,7 @@ class StepExtents:
 
 
 class StepPacket(NamedTuple):
-    """What the host scheduled, as int64 device tensors."""
+    """The scheduled integers of a step, as int64 device tensors."""
 
     rows: PerRequest
     num_known: PerRequest  # known tokens

@@ -6,7 +6,11 @@ with those: they are made on the way into the registers. Knows GGUF's layouts, n
 
 from __future__ import annotations
 
+import functools
+import math
+import platform
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +24,8 @@ from outrider.kernels.native.products import NATIVE_MAX_ROWS
 BLOCK = 32  # weights that share a scale: GGUF's unit
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 KINDS = tuple(BLOCK_BYTES)
+TRIAL_SHAPE = (8192, 2048)  # of the weight whose products are timed: 64 MB in float32, more than a cache holds
+TRIAL_REPEATS = 5
 TILE_WEIGHTS = 1 << 21  # dequantised at once where the library multiplies: 8 MB stay in a cache
 _scratch = threading.local()
 
@@ -67,6 +73,11 @@ class QuantizedRows:
             weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
         return weights.view(self.shape)
 
+    def dequantize_into(self, target: Tensor) -> None:
+        step = max(1, TILE_WEIGHTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
+
     def matrix(self, bias: Tensor | None) -> native.Matrix:
         kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
         return native.Matrix(self.data, bias, kind, self.shape[1])
@@ -105,3 +116,29 @@ def scratch(size: int) -> Tensor:
     if held is None or held.numel() < size:
         held = _scratch.tensor = torch.empty(size)
     return held[:size]
+
+
+@functools.cache
+def kept_bits_are_fast() -> bool:
+    """Whether a product of one token row with kept bits takes no longer than with float32 weights.
+
+    Known for x86. Elsewhere one weight larger than the caches is multiplied both ways when first asked, about 0.1 s."""
+    if not native.available() or platform.machine() in ("x86_64", "AMD64"):
+        return native.available()
+    outputs, inputs = TRIAL_SHAPE
+    rows = QuantizedRows("Q4_1", torch.zeros(outputs, inputs // BLOCK * BLOCK_BYTES["Q4_1"], dtype=torch.uint8))
+    dense = native.Matrix(torch.ones(TRIAL_SHAPE), None, native.FLOATS, inputs)
+    kept_seconds, dense_seconds = product_seconds([rows.matrix(None), dense])
+    return kept_seconds <= dense_seconds
+
+
+def product_seconds(matrices: Sequence[native.Matrix]) -> list[float]:
+    """For each matrix the shortest of a few products with one token row, in turns: other users of the machine can
+    only lengthen them."""
+    seconds = [math.inf] * len(matrices)
+    for _ in range(TRIAL_REPEATS):
+        for at, matrix in enumerate(matrices):
+            x, start = torch.ones(1, matrix.inputs), time.perf_counter()
+            native.product(x, matrix)
+            seconds[at] = min(seconds[at], time.perf_counter() - start)
+    return seconds

@@ -1,4 +1,4 @@
-"""Plain torch twins of the kernels: the specification of each operation, and what runs where no kernel does.
+"""Plain torch twins of the kernels. They are the specification of each operation, and run where no kernel does.
 
 Any device and floating type; 16-bit inputs are computed in float32. Fixed-shape tensor operations only: nothing
 here reads a device value on the host. Knows nothing of layers, models or batches.
@@ -97,6 +97,13 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
     cache.index_put_((page, offset), values)
 
 
+def contain_non_finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [tokens, heads, dim] as they go into a cache. A token that holds what is not finite gets keys of NaN, so
+    that whoever may see it fails, and values of 0, so that nobody else is touched: a weight of 0 times NaN is NaN."""
+    is_finite = (k.isfinite() & v.isfinite()).all(dim=(1, 2), keepdim=True)
+    return torch.where(is_finite, k, torch.nan), torch.where(is_finite, v, 0)
+
+
 def rope_write(
     qkv: Tensor,
     positions: Tensor,
@@ -123,6 +130,7 @@ def rope_write(
     for part, weight in ((q, q_norm), (k, k_norm)):
         normed = part if weight is None else rms_norm(part, weight, eps)
         part.copy_(rotate(_widened(normed), *angles, rotary_dim or dim))
+    k, v = contain_non_finite(k, v)
     write_slots(k_cache, k, slots)
     write_slots(v_cache, v, slots)
 
@@ -225,10 +233,11 @@ def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Ten
 
 def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
-    """What followed the last time a row's text ended like this: ([requests, most] tokens, [requests] how many of them).
+    """The tokens that followed an earlier occurrence of a row's last tokens: ([requests, most] tokens, [requests] how
+    many of them are meant).
 
-    tokens [ROWS, length], of which known [ROWS] are the text, or `width` where that is less. The longest suffix of
-    max_n down to min_n tokens that occurred before wins, the latest occurrence of it if there are several.
+    tokens [ROWS, length], of which the first known [ROWS], or `width` if that is less, are the text. The longest suffix
+    of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
     """
     history = tokens[rows, :width]
     length = known[rows].clamp_max(width)

@@ -1,4 +1,4 @@
-"""SamplingKeys: what decides a draw beside the logits. Passes between the sampler and its kernels."""
+"""SamplingKeys: the values that decide a draw beside the logits. The sampler passes them to its kernels."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PROPOSED = 5  # column of a result's counts
 
 
 class RowFields(Protocol):
-    """What is read and written of the row state; int64 but for `alive` (bool) and page tables (int32)."""
+    """The part of the row state that a step reads and writes; int64 but for `alive` (bool) and page tables (int32)."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     known: torch.Tensor  # [ROWS]
@@ -38,7 +38,7 @@ class RowFields(Protocol):
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """Everything of a batch that depends on row state; int64 where nothing else is said."""
+    """All tensors of a batch that depend on row state; int64 unless stated otherwise."""
 
     computed: torch.Tensor  # [requests] when the step begins
     num_known: torch.Tensor  # [requests] live known tokens
@@ -60,7 +60,7 @@ class PreparedStep:
 
 
 class VerifiedStep(NamedTuple):
-    """What a commit must know of the batch, [requests]."""
+    """The tensors of a batch that a commit needs, [requests]."""
 
     rows: torch.Tensor
     num_known: torch.Tensor  # live
@@ -72,7 +72,7 @@ class VerifiedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """What a step did to its requests, over the padded ones, when the rows have moved on."""
+    """A step's results for its requests, padded ones included, after the rows were updated."""
 
     accepted: Accepted
     num_computed: torch.Tensor  # [requests] known tokens computed and drafts accepted
@@ -82,7 +82,7 @@ class CommittedStep:
 
 def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...],
                  max_len: int) -> PreparedStep:
-    """`page_tokens` is per group; no position reaches `max_len`."""
+    """Prepare a batch from row state. `page_tokens` is per group; positions stay below `max_len`."""
     rows, request_of, offset = packet.rows, packet.request_of, packet.offset
     known, computed = state.known[rows], state.computed[rows]
     alive = state.alive[rows] & (rows != NULL_ROW)
@@ -115,7 +115,7 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
 
 
 def _first_logits(packet: StepPacket) -> torch.Tensor:
-    """Logit rows that are not their request's first go to a cell past the requests."""
+    """[requests] each request's first logit row. Other logit rows are written to a cell past the requests."""
     requests, logit_rows = packet.rows.shape[0], packet.logit_request.shape[0]
     first = torch.zeros(requests + 1, dtype=torch.int64, device=packet.rows.device)
     cell = torch.where(packet.logit_draft == 0, packet.logit_request, requests)
@@ -129,8 +129,8 @@ def _slots(table: torch.Tensor, page_tokens: int, request_of: torch.Tensor, posi
 
 
 def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, state: RowFields) -> CommittedStep:
-    """Accepts drafts by the tokens `sampled` [logit rows], finds out how each request ends, and moves the rows on: the
-    run becomes known, its accepted part computed."""
+    """Accept drafts that equal the tokens `sampled` [logit rows], decide how each request ends, and update the rows:
+    the run becomes known, its accepted part computed."""
     rows = batch.rows
     known = state.known[rows]
     accepted = accept(sampled, bad, batch.first_logit, batch.drafts, batch.num_drafts, batch.samples, known,
@@ -154,8 +154,8 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
 
 def store_drafts(rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *,
                  drafts: torch.Tensor, num_drafts: torch.Tensor, proposed: torch.Tensor) -> None:
-    """Drafts [requests, most], of which counts [requests] are meant where a request guesses and none otherwise, become
-    those of its row; how many they are is written to `proposed` [requests] too."""
+    """Store drafts [requests, most] in their rows: counts [requests] of them for a request that guesses, none for the
+    others. The number stored is written to `proposed` [requests] too."""
     columns = torch.arange(tokens.shape[1], device=rows.device)
     drafts.index_put_((rows[:, None], columns), tokens)
     proposed.copy_(torch.where(guesses, counts, 0))

@@ -1,26 +1,27 @@
 """Layers: plain objects that hold tensors and apply a few torch operations to them.
 
-They know nothing of checkpoints beyond the names of their tensors, and nothing of pages, batches or requests.
+Layers know nothing of checkpoints beyond the names of their tensors, and nothing of pages, batches or requests.
 """
 
 from outrider.layers.attention import SelfAttention
+from outrider.layers.base import DecoderLayer, FeedForward, LayeredModule, Module, Parameter, TokenMixer, find_modules
+from outrider.layers.decoder import AttentionMLPLayer, LayerNames, PreNormLayer
 from outrider.layers.embedding import Embedding
+from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+from outrider.layers.latent_attention import LatentAttention, LatentShape
 from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
-from outrider.layers.norm import HeadNorm, RMSNorm
-from outrider.layers.rotary import Angles, RopeParams, Rotary, rotate
+from outrider.layers.moe import Experts, MoE
+from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed, copy_stream, widened
+from outrider.layers.rotary import FREQUENCIES, Angles, RopeParams, Rotary, rotate, yarn_mscale
+from outrider.layers.router import ExpertTally, Router, SpreadRouting
 
 __all__ = [
-    "ACTIVATIONS",
-    "Angles",
-    "Embedding",
-    "FusedLinear",
-    "GatedMLP",
-    "HeadNorm",
-    "Linear",
-    "RMSNorm",
-    "RopeParams",
-    "Rotary",
-    "SelfAttention",
-    "rotate",
-]
+    "ACTIVATIONS", "Angles", "AttentionMLPLayer", "DecoderLayer", "Delta", "Embedding", "ExpertTally",
+    "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP",
+    "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2",
+    "Mamba2Shape", "MoE", "Module", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
+    "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "rotate",
+    "widened", "yarn_mscale",
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """The self-attention block that the families share: one product for q, k and v, norms, rope, attention, output.
 
-Does not know where keys and values lie: `attend` does.
+The block does not know where keys and values lie; `attend` does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from outrider.layers.base import Module, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer, PagedLayer
+from outrider.mixers import Attend, AttentionLayer, PagedLayer
 
 
 class SelfAttention(TokenMixer):

@@ -1,4 +1,4 @@
-"""Module: something with weights, made of parts that have weights. Also the shapes of modules that models combine.
+"""Module: an object with weights, made of parts that have weights. Also the base classes of layers and models.
 
 A module declares its parts once; the names of its tensors, their finalization and searches follow from that.
 """
@@ -15,7 +15,7 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 
 
 class Module:
@@ -81,19 +81,19 @@ class TokenMixer(Module, ABC):
 
 
 class DecoderLayer(Module):
-    """A layer adds to the residual stream; the next layer's first norm carries the sum out, so that both can be
-    fused."""
+    """A layer adds to the residual stream. Its last addition (delta) is carried out by the next layer's first norm, so
+    that sum and norm are one operation."""
 
-    rotary: int = 0  # which of the model's ropes it uses
+    rotary: int = 0  # index of the model's rope that the layer uses
 
-    # (delta, residual, angles, attend, *what the model gives this layer beside them) -> (what this layer's last part
-    # adds, or None if that is done; the residual stream before it). What one layer hands on as delta (a
-    # `layers.norm.Delta`) only layers of its family must understand, and `RMSNorm.add_norm`.
+    # (delta, residual, angles, attend, *further inputs of this layer) -> (delta of this layer, or None if it is added
+    # already; the residual stream before it). A delta is a `layers.norm.Delta`; only layers of one family and
+    # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
 
 class PassingLayer(DecoderLayer):
-    """Stands in for a layer that is like another one, and adds nothing."""
+    """A layer that adds nothing. It replaces a layer that is like another one while kernels are compiled."""
 
     def __init__(self, rotary: int) -> None:
         self.rotary = rotary
@@ -103,7 +103,7 @@ class PassingLayer(DecoderLayer):
 
 
 class LayeredModule(Module):
-    """A model or a draft head. Its `layers` are called as they stand, so that fused ones can take their place."""
+    """A model or a draft head. Fused layers may replace elements of its `layers`."""
 
     layers: Sequence[DecoderLayer] = ()
     attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
@@ -113,12 +113,12 @@ class LayeredModule(Module):
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
     def ignores(self, name: str) -> bool:
-        """A checkpoint may hold this tensor and nobody needs it."""
+        """Whether a checkpoint may hold this tensor although the model does not use it."""
         return name.endswith("rotary_emb.inv_freq")
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """Inside, only the first of layers that are alike does anything: enough to compile what all of them launch."""
+        """Within this context only the first of equal layers runs, which is enough to compile the kernels of all."""
         layers, kinds = self.layers, set()
         short: list[DecoderLayer] = []
         for layer in layers:

@@ -1,6 +1,6 @@
 """The decoder layer that most families share.
 
-It has one body for every device and number of token rows; faster layers for some of them are built by `layers.fuse`.
+It has one body for every device and number of token rows; `layers.fuse` builds faster layers for some cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 
 
 class LayerNames(NamedTuple):

@@ -1,7 +1,7 @@
 """Makes loaded models ready to run: formats choose their products, and fused layers replace plain ones.
 
-Every fused layer is built from a loaded plain layer that qualifies by device, dtype, formats and shape; a table says
-which are tried. Code outside the package adds its own with `register_fused_layer`.
+Every fused layer is built from a loaded plain layer that qualifies by device, dtype, formats and shape; a table lists
+the fused layers to try. Code outside the package adds its own with `register_fused_layer`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import PagedLayer
+from outrider.mixers import Attend, PagedLayer
 from outrider.mixers.paged.native_backend import NativeBackend
 
 
 class FusedLayer(DecoderLayer):
-    """Stands in for a loaded plain layer, whose weights it uses and to which it leaves what it does not take."""
+    """A layer that replaces a loaded plain layer. It uses the plain layer's weights, and calls the plain layer for
+    batches that it does not serve itself."""
 
     def __init__(self, plain: DecoderLayer) -> None:
         self.plain = plain
@@ -32,7 +32,7 @@ class FusedLayer(DecoderLayer):
 
 
 class NativeDecoderLayer(FusedLayer):
-    """One native call on the CPU, with the bits of the layer's parts done one by one."""
+    """A decoder layer as one native call on the CPU. Its results have the bits of the parts computed one by one."""
 
     def __init__(self, plain: AttentionMLPLayer, weights: LayerWeights) -> None:
         super().__init__(plain)
@@ -41,7 +41,7 @@ class NativeDecoderLayer(FusedLayer):
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
-        """None if the layer is of another shape, or if a format has no native product (other devices and types)."""
+        """None if the layer is of another shape, or if a format has no native product for this device and dtype."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
         attention, mlp = plain.attention, plain.mlp
@@ -66,8 +66,8 @@ class NativeDecoderLayer(FusedLayer):
 
 
 class SingleRowLayer(FusedLayer):
-    """Adds one token row to the residual stream inside the last products of both halves. On a GPU one token row is a
-    matter of reading the weights once, and small kernels cost by their number."""
+    """A layer that, for a single token row, adds to the residual stream inside the last products of both halves. On a
+    GPU a single row takes little more than reading the weights, so every small kernel that is saved counts."""
 
     plain: AttentionMLPLayer
 
@@ -101,7 +101,7 @@ def register_fused_layer(try_build: TryBuild) -> None:
 
 
 def prepare(models: Sequence[LayeredModule], allow_copies: bool) -> int:
-    """Call this once all weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster
+    """Prepare models whose weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster
     to read. Returns the bytes held beside those that the weights' slots count. A model may be prepared again."""
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
     for model in models:

@@ -1,7 +1,7 @@
 """The gated delta layer of Qwen3-Next and Qwen3.5: one projection, the mixer, a gated norm of each head, output.
 
-The projection's rows lie as q | k | v | z | b | a whatever the checkpoint's order is, which the slots undo: files of
-Qwen3-Next hold them key head by key head.
+The projection's rows have the order q | k | v | z | b | a. Files of Qwen3-Next hold them key head by key head, which
+the weight slots undo.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer
+from outrider.mixers import Attend, Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
 class GatedDeltaShape:
     num_key_heads: int
-    num_value_heads: int  # a multiple: neighbours share a key head
-    key_dim: int  # of a head
+    num_value_heads: int  # a multiple of num_key_heads: neighbours share a key head
+    key_dim: int  # size of one key head
     value_dim: int
     conv_width: int
 
@@ -57,7 +56,7 @@ class GatedDeltaMixer(ConvMixer):
         self.shape = shape
         self.log_decay = torch.empty(shape.num_value_heads, dtype=self.wide, device=device)
         self.dt_bias = torch.empty_like(self.log_decay)
-        self.decay = torch.empty_like(self.log_decay)  # what `finalize` derives
+        self.decay = torch.empty_like(self.log_decay)  # set by `finalize`
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("A_log", Parameter(self.log_decay)), ("dt_bias", Parameter(self.dt_bias))]
@@ -87,7 +86,7 @@ class GatedDeltaMixer(ConvMixer):
 class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device) -> None:
-        """is_interleaved: the checkpoint has two projections, each key head by key head, and not four."""
+        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size

@@ -16,8 +16,7 @@ from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles, rotate, rotate_pairs
-from outrider.mixers.cached import Attend
-from outrider.mixers.latent.base import BoundLatentLayer, IndexedPositions, LatentLayer
+from outrider.mixers import Attend, BoundLatentLayer, IndexedPositions, LatentLayer
 
 NORM_EPS = 1e-6  # of the norms of compressed vectors and of index keys, whatever the model's own is
 

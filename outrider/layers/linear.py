@@ -1,8 +1,8 @@
-"""Linear layers: names of the checkpoint's tensors in front of a format, which owns the weight and every product.
+"""Linear layers: a layer knows the names of its tensors in the checkpoint; its format owns weight and products.
 
-Knows nothing of models or files. Of several ranks, each would hold a part of a layer: some output features (the format
-is built smaller, and its slots cut the checkpoint's tensor), or some input features, where the sum over ranks belongs
-between the product and what is done with it: in `__call__`, and in `add_to` before the residual stream is touched.
+A layer knows nothing of models or files. With several ranks, each would hold a part of a layer: some output features
+(the format is built smaller, and its slots cut the checkpoint's tensor), or some input features; then the sum over
+ranks follows the product in `__call__`, and in `add_to` before the residual stream is changed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Linear(Module):
 
 
 class FusedLinear(Linear):
-    """Several linear layers of one input as one product. `stored` gives name and output features of each, in order;
-    `layouts` names those that the checkpoint holds head by head."""
+    """Several linear layers of one input as one product. `stored`: name and output features of each, in order;
+    `layouts`: the layouts of those that the checkpoint holds head by head."""
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,

@@ -18,8 +18,7 @@ from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.linear import Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers.cached import Attend
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer
+from outrider.mixers import Attend, Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Mamba2Mixer(ConvMixer):
         self.shape = shape
         self.log_decay = torch.empty(shape.num_heads, dtype=self.wide, device=device)
         self.skip, self.dt_bias = torch.empty_like(self.log_decay), torch.empty_like(self.log_decay)
-        self.decay = torch.empty_like(self.log_decay)  # what `finalize` derives
+        self.decay = torch.empty_like(self.log_decay)  # set by `finalize`
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         own = (("A_log", self.log_decay), ("D", self.skip), ("dt_bias", self.dt_bias))

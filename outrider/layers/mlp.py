@@ -1,7 +1,4 @@
-"""The gated MLP: down(act(gate(x)) * up(x)), with gate and up as one product.
-
-Dense only: experts are layers of their own.
-"""
+"""The gated MLP: down(act(gate(x)) * up(x)), with gate and up as one product. Experts are in `layers.moe`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.linear import FusedLinear, Linear
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # by the names configs use
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names as in configs
 
 
 class GatedMLP(FeedForward):

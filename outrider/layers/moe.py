@@ -30,7 +30,7 @@ class Experts(Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """is_fused: the checkpoint holds all experts in one tensor for each projection, and not expert by expert."""
+        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert."""
         assert activation in moe.GATED + moe.PLAIN
         self.num_experts = num_experts
         self.activation = activation
@@ -43,7 +43,7 @@ class Experts(Module):
         return self.activation in moe.GATED
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Two tensors of all experts, or one for every expert and projection."""
+        """Slots for two tensors of all experts, or for one tensor of every expert and projection."""
         if self.is_fused:
             joint = ("gate_up_proj" if self.is_gated else "up_proj", "down_proj")
             return {f"{prefix}.{name}": slot for name, slot in zip(joint, self.format.joint_slots(), strict=True)}

@@ -14,28 +14,28 @@ import torch.nn.functional as F
 
 from outrider.kernels import ops
 from outrider.layers.base import Module, Parameter
-from outrider.mixers.paged.base import HeadNorms
+from outrider.mixers import HeadNorms
 
 
 class Unnormed(NamedTuple):
-    """A layer's addition to the residual stream, before its norm; the stream itself is multiplied by `factor`. Left to
-    the norm that comes next, so that both are one operation."""
+    """A layer's addition to the residual stream before its norm; the stream itself is to be multiplied by `factor`. The
+    next layer's norm does all of this, so that it is one operation."""
 
     x: torch.Tensor
-    scale: torch.Tensor  # what multiplies, factor included
+    scale: torch.Tensor  # scale of the norm, multiplied by `factor`
     eps: float
     factor: float = 1.0
 
     def added_to(self, residual: torch.Tensor) -> torch.Tensor:
-        """The stream after it, as a new tensor."""
+        """The residual stream with this added, as a new tensor."""
         return residual * self.factor + ops.rms_norm(self.x, self.scale, self.eps)
 
 
-Delta: TypeAlias = torch.Tensor | Unnormed | None  # what a layer hands on to be added; None adds nothing
+Delta: TypeAlias = torch.Tensor | Unnormed | None  # a layer's addition that the next layer carries out; None: none
 
 
 def copy_stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
-    """A copy of the residual stream with what is to be added: the stream itself goes on in place."""
+    """A copy of the residual stream with delta added. The stream itself is later changed in place."""
     if delta is None:
         return residual.clone()
     return delta.added_to(residual) if isinstance(delta, Unnormed) else residual + delta
@@ -51,7 +51,7 @@ class RMSNorm(Module):
         self.eps = eps
         self.offset = offset
         self.weight = torch.empty(size, dtype=dtype, device=device)
-        self.scale = self.weight  # what multiplies
+        self.scale = self.weight  # the factor: the weight, or 1 + weight
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
@@ -64,9 +64,8 @@ class RMSNorm(Module):
         return ops.rms_norm(x, self.scale, self.eps)
 
     def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x): how a layer takes up what the one before it adds.
-
-        The sum is made in place."""
+        """Returns (norm(residual + x), residual + x), where x is the addition of the layer before. The sum is made in
+        place."""
         if x is None:
             return self(residual), residual
         if isinstance(x, Unnormed):
@@ -95,7 +94,7 @@ class HeadNorm(Module):
         self.q = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.k = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.scale = torch.empty(0)
-        self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take them apart
+        self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take the two scales separately
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("q_norm", self.q), ("k_norm", self.k)

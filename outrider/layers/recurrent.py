@@ -1,7 +1,6 @@
 """Parts that recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
 
-Families of recurrences fill in how convolved inputs become the recurrence's own; where states are kept is for
-`attend` to know.
+Subclasses say how convolved inputs become inputs of their recurrence. `attend` knows where states are kept.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.layers.base import Module, Parameter
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentState, Scanned, Stepped
+from outrider.mixers import Gates, MixerParams, RecurrentState, ScanOutput, StepOutput
 
-PIECE = 1024  # tokens scanned at once; bounds the memory of a scan
+PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
 
 
 class ConvMixer(Module, ABC):
@@ -40,36 +39,36 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(y [rows, ..], new state [rows, ..]): one token of each row."""
+        """Advance by one token of each row. Returns (y [rows, ..], new state [rows, ..])."""
 
     @abstractmethod
     def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(y [tokens, ..], new state): tokens of one request."""
+        """Advance by tokens of one request. Returns (y [tokens, ..], new state)."""
 
     @abstractmethod
     def kernel_params(self) -> MixerParams | None:
-        """For kernels, which work in float32."""
+        """Parameters for kernels, which work in float32; None if no kernel serves the mixer."""
 
-    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> Stepped:
+    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
         convolved = causal_conv(seen, self.conv_weight, self.conv_bias)[:, 0]
         y, state = self.step_state(state, *self.inputs(convolved, self._widened(gates)))
-        return Stepped(y.flatten(1).to(conv_in.dtype), state, seen[:, 1:])
+        return StepOutput(y.flatten(1).to(conv_in.dtype), state, seen[:, 1:])
 
     def scan(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates, boundaries: list[int],
-             exact: bool = False) -> Scanned:
+             exact: bool = False) -> ScanOutput:
         num_tokens, length = conv_in.shape[0], tail.shape[0]
         assert boundaries == sorted(boundaries) and all(0 <= b <= num_tokens for b in boundaries), boundaries
         seen = torch.cat((tail, conv_in.to(tail.dtype)))
         advance = self._by_steps if exact else self._by_chunks
         states, parts = {0: state}, [conv_in.new_empty(0, self.spec.out_dim)]
-        stops = sorted({*boundaries, *range(0, num_tokens, PIECE), num_tokens} - {0})
+        stops = sorted({*boundaries, *range(0, num_tokens, PIECE_TOKENS), num_tokens} - {0})
         for start, stop in zip([0, *stops], stops, strict=False):
             y, state = advance(state, seen[start : stop + length], tuple(gate[start:stop] for gate in gates))
             states[stop] = state
             parts.append(y.to(conv_in.dtype))
         states_at = [RecurrentState(states[b], seen[b : b + length]) for b in boundaries]
-        return Scanned(torch.cat(parts), state, seen[num_tokens:], states_at)
+        return ScanOutput(torch.cat(parts), state, seen[num_tokens:], states_at)
 
     def _by_chunks(self, state: Tensor, seen: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
         """seen: [conv_width - 1 + tokens, conv_dim]."""
@@ -91,9 +90,9 @@ class ConvMixer(Module, ABC):
 
 
 class GatedNorm(Module):
-    """RMS norm over groups of the last axis with a gate, silu(z): on what goes in, or on what comes out.
+    """RMS norm over groups of the last axis with a gate silu(z) on its input (`gate_first`) or on its output.
 
-    weight_size: all of the axis, or one group that all share."""
+    weight_size: size of the whole axis, or of one group if all groups share a weight."""
 
     def __init__(self, weight_size: int, group_size: int, eps: float, *, gate_first: bool, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Rotary position embedding: tables for the lengths an engine serves, and the rotation itself (half-split).
 
-Knows the scalings that depend on the position alone. Where they stand in a config is for `models.config` to know.
+This file has the scalings that depend on the position alone; `models.config` reads their parameters from a config.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Frequencies of long waves are divided by `factor`, those of short waves kept, and those between blended."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
     blend = (turns - params.low_freq_factor) / (params.high_freq_factor - params.low_freq_factor)
@@ -111,7 +111,7 @@ def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """As llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
+    """Like llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
     low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
     if params.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -124,7 +124,7 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:
-    """The dimension, as a fraction, whose wave makes so many turns within the original length."""
+    """The dimension, as a fraction, whose wave makes `turns` full turns within the original length."""
     return (
         params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
     )
@@ -143,7 +143,8 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-# Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Within its original length dynamic is default.
+# Frequencies [rotary_dim / 2] and the magnitude of cos and sin, by kind. Dynamic is served within its original length
+# only, where it equals default.
 FREQUENCIES: dict[str, Callable[[RopeParams, torch.dtype], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: one product, and a rule that chooses. Scores are in float32 (float64 stays).
 
-What a family does to the router's input (a norm, a scale) is the model's business.
+A norm or a scale of the router's input belongs to the model's family.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Router(Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_bias: a correction of the scores that counts for the choice alone. projection: the name of the product's
-        weight below the router's prefix, where it has one."""
+        """has_bias: the checkpoint has a correction of the scores, used for the choice of experts and not for their
+        weights. projection: name of the product's weight below the router's prefix, if it has one."""
         self.index = index
         self.rule = rule
         self.projection = projection
@@ -66,8 +66,8 @@ class Router(Module):
 
 
 class ExpertTally:
-    """An observer that adds up each layer's number of distinct experts, over steps of at most `most_tokens` token rows:
-    those that decode. Steps are counted on the host; what was added up is read at the end."""
+    """An observer that adds up each layer's number of distinct experts over decode steps, which are steps of at most
+    `most_tokens` token rows. Steps are counted on the host; the sums are read at the end."""
 
     def __init__(self, routers: Sequence[Router], most_tokens: int, *, device: torch.device) -> None:
         self._num_experts = {router.index: router.rule.num_experts for router in routers}
@@ -88,10 +88,10 @@ class ExpertTally:
 
 class SpreadRouting:
     """A routing override that draws experts from a hash of (layer, token row, step), about as evenly as a trained
-    router spreads a batch. Everything is on the device, the step's number too, so that captured steps draw anew.
+    router spreads a batch. The step's number is on the device too, so that captured steps draw anew.
 
-    The first router's call begins a step, and draws for all layers at once: their number of small kernels would
-    otherwise show in the time of the step."""
+    The first router's call begins a step and draws for all layers at once, because small kernels for every layer would
+    slow the step."""
 
     _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of a 64-bit mixer
 

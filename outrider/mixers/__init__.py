@@ -1,1 +1,26 @@
-"""The batch as kernels see it, and the attention backends."""
+"""Mixers: the parts of layers in which the tokens of a request meet, over a batch and its cache.
+
+`paged` is attention over keys and values in pages, `latent` attention over one compressed vector per token, `recurrent`
+carries a state per row.
+"""
+
+from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
+from outrider.mixers.cached import Attend, CachedLayers
+from outrider.mixers.latent.base import (
+    AttendsTo,
+    BoundLatentLayer,
+    EveryPosition,
+    IndexedPositions,
+    LatentLayer,
+    SharedPositions,
+)
+from outrider.mixers.paged.base import AttentionLayer, HeadNorms, PagedLayer
+from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer, RecurrentMixer, ScanOutput, StepOutput
+from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+
+__all__ = [
+    "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundLatentLayer", "CachedLayers", "EveryPosition",
+    "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedPositions", "KeysFrom", "LatentLayer",
+    "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
+    "SharedPositions", "StepOutput",
+]  # fmt: skip

@@ -15,12 +15,13 @@ from outrider.cache.kinds import pages_for
 
 @dataclass(frozen=True)
 class LengthBound:
-    """The longest context of a batch, at most: made from its own bounds. Only graph capture makes the worst case."""
+    """An upper bound of the longest context of a batch, made from the batch's own bounds. Only graph capture uses the
+    worst case."""
 
     tokens: int
 
     def after(self, steps: int, max_len: int) -> LengthBound:
-        """The bound of drafting step `steps`, one token later each."""
+        """The bound after `steps` drafting passes, each of which adds one token."""
         return LengthBound(min(self.tokens + steps, max_len))
 
 
@@ -40,12 +41,12 @@ class DecodeQueries:
 
 @dataclass(frozen=True)
 class MixedQueries:
-    """Requests of any length. Those with more tokens than this use the prefill kernel; only the device knows which."""
+    """Requests have any number of tokens, and only the device knows how many each has."""
 
-    decode_kernel_max_query: int
+    decode_kernel_max_query: int  # requests with more tokens than this use the prefill kernel
 
 
-Queries = ExactQueries | DecodeQueries | MixedQueries  # what the host knows of the requests' token counts
+Queries = ExactQueries | DecodeQueries | MixedQueries  # the host's knowledge of the requests' token counts
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class AllKeys:
 
 @dataclass(frozen=True)
 class KeysFrom:
-    """A token sees its request's keys from this one on: those before it were never written."""
+    """A token sees its request's keys from `starts` on. Keys before that were never written."""
 
-    starts: torch.Tensor  # [requests]
+    starts: torch.Tensor  # [requests] first visible key
     starts_int32: torch.Tensor
 
 
@@ -70,7 +71,7 @@ class BatchView:
     """Token rows of a step, all tensors cut to the same counts of requests and tokens.
 
     Tokens of a request are contiguous; its live tokens come first. Dead and padded tokens have slot -1. The int32
-    copies are made with the view, for kernels that take no others.
+    copies are made with the view, for kernels that take only int32.
     """
 
     num_requests: int
@@ -102,15 +103,16 @@ class BatchView:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's batch in both cuts. Target and drafter take one or the other, whole; nobody cuts a tensor by hand. In
-    a captured step, where only the device knows what was scheduled, both are the padded batch."""
+    """One step's batch with and without padding. Target and drafter take one of the two views whole; nobody cuts a
+    tensor by hand. In a captured step only the device knows what was scheduled, so both are the padded batch."""
 
     padded: BatchView
     unpadded: BatchView
 
 
 def check_rows(view: BatchView, group: Group) -> None:
-    """Every kernel wrapper's first line: all request-axis tensors must speak of the same requests."""
+    """Check that all tensors of a view have the same number of requests or tokens. Every kernel wrapper calls this
+    first."""
     table, lengths, starts = view.page_table(group), view.lengths, view.query_starts
     if not table.shape[0] == lengths.shape[0] == starts.shape[0] - 1 == view.live.shape[0]:
         raise ValueError(

@@ -1,7 +1,7 @@
 """CachedLayers: a model's layers with their parts of the pool, served by one mixer for each kind of layer.
 
-Target and drafters each have one. Which pages and lengths are meant comes from the view alone. `register_mixer` adds a
-kind of layer from outside the package.
+Target and drafters each have one. Pages and lengths come from the view of a step alone. `register_mixer` adds a kind of
+layer from outside the package.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from outrider.mixers.pool import DevicePool
 
 
 class Attend(Protocol):
-    """A model's access to its layers' caches during one step: wherever token rows of a request meet."""
+    """A model's access to its layers' caches during one step."""
 
     def mixer(self, layer: int) -> Any:
-        """The layer's own part of the step. Its type goes with the kind of layer: `PagedLayer`, `RecurrentLayer`."""
-        ...
+        """The layer bound to the step. Its type depends on the kind of layer: `PagedLayer`, `RecurrentLayer`."""
 
 
 class Mixer(Protocol):
-    """Layers of one kind: owns their views of the pool and their backend."""
+    """Layers of one kind, with their views of the pool and their backend."""
 
     def bind(self, view: BatchView) -> Mapping[int, Any]:
-        """Binds every layer to a step over this view. `Attend.mixer` hands out the values."""
-        ...
+        """Bind every layer to a step over this view. `Attend.mixer` hands out the values."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Called before steps are captured: allocates the buffers that captured steps share."""
-        ...
 
 
 class LayerParams(Protocol):
@@ -57,7 +54,7 @@ _MIXERS: dict[type[PagedSpec], MakeMixer] = {
 
 
 def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
-    """`make(layers, pool, backend)` serves the layers whose cache, or the first of whose caches, has such a spec."""
+    """Let `make(layers, pool, backend)` serve the layers whose first cache claim has this type of spec."""
     _MIXERS[spec] = make
 
 
@@ -79,12 +76,22 @@ class CachedLayers:
             by_kind.setdefault(_MIXERS[spec], []).append(layer)
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
 
-    def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> Attend:
-        """The layers in a step over one view. `others`: layers of the same model that are bound already."""
+    def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
+        """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""
         bound = dict(others or {})
         for mixer in self.mixers:
             bound.update(mixer.bind(view))
         return BoundLayers(bound)
+
+    def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
+        """Bind the layers to a further pass with one token row for each of `token_rows` of an earlier pass. Mixers with
+        a method `carry` may go on with what that pass found."""
+        later = self.bind(view)
+        for mixer in self.mixers:
+            carry = getattr(mixer, "carry", None)
+            if carry is not None:
+                carry(earlier.layers, later.layers, token_rows)
+        return later
 
     def prepare_capture(self, limits: Limits) -> None:
         for mixer in self.mixers:
@@ -92,10 +99,10 @@ class CachedLayers:
 
 
 class BoundLayers:
-    """All layers of a model in one step."""
+    """All layers of a model, bound to one step."""
 
     def __init__(self, layers: Mapping[int, Any]) -> None:
-        self._layers = layers
+        self.layers = layers
 
     def mixer(self, layer: int) -> Any:
-        return self._layers[layer]
+        return self.layers[layer]

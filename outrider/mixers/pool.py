@@ -1,7 +1,7 @@
-"""The pool's device memory: one buffer of equal pages, seen by each layer through its group's geometry.
+"""DevicePool: the device memory of all pages, one buffer of which each layer has views in its group's geometry.
 
-A page's bytes are contiguous over the layers of its group, so that one copy moves it. Which page is whose is not
-known here.
+A page's bytes are contiguous over the layers of its group, so that one copy moves it. The pool does not know which
+request owns a page.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import MODEL_DTYPE, Part
+from outrider.kernels.buffers import lazy_zeros
 
 
 class DevicePool:
@@ -17,7 +18,7 @@ class DevicePool:
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0
-        self.data = torch.zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.data = lazy_zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """The parts of one layer's cache by name: [pages, page tokens, *shape] each, views of the pool."""
@@ -31,7 +32,7 @@ class DevicePool:
         return views
 
     def _view(self, part: Part, page_tokens: int, start: int) -> torch.Tensor:
-        """A part of one layer, which begins `start` bytes into every page."""
+        """The view of one layer's part, which begins `start` bytes into every page."""
         data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
         assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
         in_page = torch.empty(page_tokens, *part.shape, device="meta")
@@ -42,7 +43,7 @@ class DevicePool:
         self.data.index_fill_(0, pages, 0)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """Tests: what nobody owns must never be seen."""
+        """Fill pages with NaN. Tests poison pages that nobody owns, which no kernel may read."""
         self.data.index_fill_(0, pages, torch.nan)
 
     @property

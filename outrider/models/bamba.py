@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import TokenMixer
-from outrider.layers.decoder import LayerNames, PreNormLayer
-from outrider.layers.mamba2 import Mamba2, Mamba2Shape
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.rotary import Rotary
+from outrider.layers import GatedMLP, LayerNames, Mamba2, Mamba2Shape, PreNormLayer, Rotary, SelfAttention, TokenMixer
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits

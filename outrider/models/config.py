@@ -1,13 +1,13 @@
 """The keys of Hugging Face configs that the families share: sizes, layer types, rope. Each family reads its own.
 
-What a model does not support is refused by key and value.
+Unsupported settings are refused by key and value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.layers.rotary import FREQUENCIES, RopeParams
+from outrider.layers import FREQUENCIES, RopeParams
 from outrider.models.config_reader import ConfigError as ConfigError
 from outrider.models.config_reader import ConfigReader as ConfigReader
 
@@ -31,7 +31,8 @@ class Sizes:
 
     @classmethod
     def read(cls, config: ConfigReader, *, head_dim: int | None = None, is_tied: bool = False) -> Sizes:
-        """head_dim, is_tied: the family's defaults where the config is silent; None derives head_dim."""
+        """head_dim, is_tied: the family's defaults for configs without the key. If head_dim is None, the default is
+        derived from the other sizes."""
         hidden_size = config.required("hidden_size", int)
         num_heads = config.required("num_attention_heads", int)
         num_kv_heads = config.get("num_key_value_heads", int, num_heads, least=1)
@@ -52,7 +53,7 @@ class Sizes:
 
 
 def refuse_unsupported(config: ConfigReader) -> None:
-    """Keys that change the arithmetic of any model and that no model here implements."""
+    """Refuse keys that change the arithmetic of any model and that no model here implements."""
     quantization = config.get("quantization_config", dict, {})
     is_block_scaled = (quantization.get("quant_method"), quantization.get("weight_block_size")) == ("fp8", [128, 128])
     if quantization and not is_block_scaled:  # the files' reader makes plain numbers of those
@@ -62,7 +63,7 @@ def refuse_unsupported(config: ConfigReader) -> None:
 
 
 def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | None]:
-    """The window of each layer, None where it sees everything, from one type per layer."""
+    """The window of each layer, from one type per layer; None for layers that see the whole context."""
     num_layers = config.required("num_hidden_layers", int)
     if len(layer_types) != num_layers:
         raise config.refusal("layer_types", f"it must name {num_layers} layers (num_hidden_layers)")
@@ -82,7 +83,7 @@ def read_rope(config: ConfigReader, head_dim: int) -> RopeParams:
 
 
 def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: float) -> RopeParams:
-    """`rope`: the dict that describes this rope; `theta`: where that dict has none."""
+    """Read a rope. `rope`: the dict that describes it; `theta`: the default for a dict without a theta."""
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     max_positions = config.required("max_position_embeddings", int)
     kind = rope.must_equal(type_key, *FREQUENCIES, default="default")

@@ -11,7 +11,7 @@ T = TypeVar("T", int, float, str, bool, list, dict)
 
 
 class ConfigError(ValueError):
-    """A config that cannot be served; the message names the key."""
+    """Raised for a config that is not supported. The message names the key."""
 
 
 class ConfigReader:
@@ -24,7 +24,8 @@ class ConfigReader:
         self.source = source
 
     def required(self, key: str, kind: type[T], least: int = 1) -> T:
-        """`least`: the smallest integer allowed; one that a model must have is a size or a count."""
+        """The value of a key that must be there. `least`: the smallest integer allowed; required ones are sizes or
+        counts, so it is 1."""
         if self.values.get(key) is None:
             raise ConfigError(f"{self.source}: {key} is missing")
         return self._typed(key, kind, least)

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers.base import DecoderLayer, FeedForward
-from outrider.layers.decoder import PreNormLayer
-from outrider.layers.latent_attention import LatentAttention, LatentShape
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.rotary import RopeParams, Rotary, yarn_mscale
-from outrider.layers.router import Router
-from outrider.mixers.latent.base import AttendsTo, EveryPosition, IndexedPositions, LatentLayer, SharedPositions
+from outrider.layers import (
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    GatedMLP,
+    LatentAttention,
+    LatentShape,
+    MoE,
+    PreNormLayer,
+    RopeParams,
+    Rotary,
+    Router,
+    yarn_mscale,
+)
+from outrider.mixers import AttendsTo, EveryPosition, IndexedPositions, LatentLayer, SharedPositions
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 from outrider.models.nemotron_h import read_rule
@@ -140,5 +147,5 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
 
 
 def _sharpening(rope: RopeParams) -> float:
-    """What yarn multiplies the attention's scale with."""
+    """The factor by which yarn multiplies the attention's scale."""
     return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0

@@ -15,12 +15,8 @@ import torch
 
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers.base import Module
-from outrider.layers.linear import FusedLinear, Linear
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Angles, Rotary
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary
+from outrider.mixers import Attend, AttentionLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
     FULL,

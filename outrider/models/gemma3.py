@@ -9,13 +9,20 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import DecoderLayer, Module
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed
-from outrider.layers.rotary import Angles, RopeParams, Rotary
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Delta,
+    GatedMLP,
+    HeadNorm,
+    Module,
+    RMSNorm,
+    RopeParams,
+    Rotary,
+    SelfAttention,
+    Unnormed,
+)
+from outrider.mixers import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,
@@ -110,7 +117,7 @@ class Gemma3(Decoder):
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
-    """`layer_types`, or the older `sliding_window_pattern`: every so many layers one sees everything."""
+    """The windows by `layer_types`, or by the older `sliding_window_pattern`: every n-th layer has full attention."""
     num_layers = config.required("num_hidden_layers", int)
     pattern = config.get("sliding_window_pattern", int, 6, least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]

@@ -14,16 +14,26 @@ import torch.nn.functional as F
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels.moe import RouteRule
-from outrider.layers.base import DecoderLayer, Module, Parameter, TokenMixer
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import FusedLinear, Linear
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts
-from outrider.layers.norm import Delta, RMSNorm, Unnormed, widened
-from outrider.layers.rotary import Angles, Rotary, rotate
-from outrider.layers.router import Router
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import HeadNorms, PagedLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Delta,
+    Embedding,
+    Experts,
+    FusedLinear,
+    GatedMLP,
+    Linear,
+    Module,
+    Parameter,
+    RMSNorm,
+    Rotary,
+    Router,
+    TokenMixer,
+    Unnormed,
+    rotate,
+    widened,
+)
+from outrider.mixers import Attend, HeadNorms, PagedLayer
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes

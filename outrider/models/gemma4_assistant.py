@@ -1,7 +1,7 @@
 """The Gemma 4 assistant: a small decoder of queries only, which reads the keys and values of a target's last layers.
 
 It keeps no cache, computes no prompt and guesses any number of tokens from one position. It knows nothing of pages,
-rows or drafts; which positions and lengths are meant is for its drafter to say.
+rows or drafts; its drafter gives positions and lengths.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
-from outrider.layers.base import Module
-from outrider.layers.embedding import Embedding
-from outrider.layers.linear import Linear
-from outrider.layers.norm import Delta, RMSNorm
-from outrider.mixers.cached import Attend
+from outrider.layers import Delta, Embedding, Linear, Module, RMSNorm
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
@@ -118,7 +115,7 @@ class Gemma4Assistant(DraftHead):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head.wide(hidden) if self.centroids is None else self.centroids.logits(hidden)
-        return self.target.without_suppressed(logits)  # what the target cannot say is not worth a guess
+        return self.target.without_suppressed(logits)  # the target never picks suppressed tokens
 
     def cache_layers(self) -> list[LayerCache]:
         return [LayerCache(s.attention.index, s.attention.cache_spec(self.dtype.itemsize), s.reads)

@@ -1,17 +1,14 @@
-"""Configs of Gemma 4 models and assistants: what distinguishes one layer from the next.
-
-Knows the keys of old and new checkpoints; what a layer computes is for `gemma4` to know.
-"""
+"""Reads configs of Gemma 4 models and assistants, with the keys of old and new checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers import AttentionLayer
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
 
 ACTIVATION = "gelu_pytorch_tanh"
-SCALE = 1.0  # of attention scores: q and k are normed
+SCALE = 1.0  # scale of attention scores; q and k are normed
 
 
 @dataclass(frozen=True)
@@ -20,8 +17,8 @@ class LayerShape:
 
     attention: AttentionLayer
     kind: str
-    reads: int | None  # the layer whose cache it reads, where it has none of its own
-    has_v: bool  # False: its values are its keys before their norm
+    reads: int | None  # the layer whose cache it reads; None if it has its own
+    has_v: bool  # False if its values are its keys before their norm
     intermediate_size: int
 
 
@@ -37,13 +34,14 @@ def read_sizes(text: ConfigReader) -> Sizes:
 
 
 def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
-    """`layer_types`, or every sixth one full; the last always is."""
+    """The kinds of the layers: `layer_types`, or every sixth layer full. The last layer is always full."""
     kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]))
     return [*kinds[:-1], FULL]
 
 
 def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
-    """`reads` counts the model's own layers; where all of them read (an assistant), what they read is left open."""
+    """The shape of each layer. `reads` is an index of the model's own layers; in an assistant all layers read another
+    model's caches, and `reads` stays None here."""
     kinds = read_kinds(text, sizes.num_layers)
     windows = layer_windows(text, kinds)
     softcap = text.optional("attn_logit_softcapping", float)

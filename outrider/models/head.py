@@ -1,7 +1,8 @@
-"""DraftHead: what EAGLE heads and MTP modules share, which consume the target's hidden states and use parts of it.
+"""DraftHead: the base class of EAGLE heads and MTP modules, which consume the target's hidden states.
 
-A head is loaded like a model and runs like one, token rows in and hidden states out. Slot p of its cache is a function
-of token p and the target's hidden state of p - 1, at rope position p - 1. It knows nothing of pages, rows or drafts.
+A head is loaded like a model and runs like one: it turns token rows into hidden states. Slot p of its cache is a
+function of token p and the target's hidden state of p - 1, at rope position p - 1. It knows nothing of pages, rows or
+drafts.
 """
 
 from __future__ import annotations
@@ -12,22 +13,20 @@ from typing import Any
 
 import torch
 
-from outrider.layers.base import LayeredModule
-from outrider.layers.linear import Linear
-from outrider.layers.rotary import Rotary
-from outrider.mixers.cached import Attend
+from outrider.layers import LayeredModule, Linear, Rotary
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
 
 
 class DraftHead(LayeredModule, ABC):
-    """Embedding and output are the target's unless the checkpoint brings its own."""
+    """A head uses the target's embedding and output unless its checkpoint has its own."""
 
     taps: tuple[int, ...] = ()  # the target's residual streams that `consume` reads
-    num_outputs: int  # of its vocabulary
-    target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None where they are the same
-    made_for: int | None = None  # drafts it was trained to make, where its config says
+    num_outputs: int  # size of its vocabulary
+    target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None if they are the same
+    made_for: int | None = None  # drafts per step that it was trained for; None if its config does not say
 
     def __init__(self, target: Model, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.target = target
@@ -36,23 +35,23 @@ class DraftHead(LayeredModule, ABC):
         self.num_outputs = target.vocab_size
         self.embedding = target.embed_tokens.weight
         self.own_output: Linear | None = None
-        self._own_tensors: list[torch.Tensor] = []  # beside those that `weights` names
+        self._own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
-        """[tokens, hidden] from what the target's forward left behind."""
+        """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
 
     @abstractmethod
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (what `logits` takes, what the next slot consumes as hidden)."""
+        """Returns (the input of `logits`, the hidden states for the next slot)."""
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
         return iter(tensors)
 
     def check_loaded(self) -> None:  # noqa: B027
-        """Refuses a checkpoint that leaves the head unusable with this target."""
+        """Refuse a checkpoint that leaves the head unusable with this target."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.logits(hidden) if self.own_output is None else self.own_output.wide(hidden)
@@ -79,7 +78,7 @@ class DraftHead(LayeredModule, ABC):
 
 
 class SlotRotary(Rotary):
-    """A rope by slots: slot p was trained at position p - 1. Slot 0 is only where dead token rows stand."""
+    """A rope by slots: slot p was trained at position p - 1. Only dead token rows use slot 0."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.table = torch.cat((rotary.table[:1], rotary.table[:-1]))
@@ -89,7 +88,7 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`."""
     if load_format == "dummy":
         return load_dummy_head(head, seed)
-    loadable: Any = head  # of a model, the loader uses what a head has too
+    loadable: Any = head  # the loader only uses methods of a model that a head has too
     load_weights(loadable, head.arrivals(find_source().tensors()))
     head.check_loaded()
 

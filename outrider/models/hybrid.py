@@ -1,4 +1,4 @@
-"""Models with recurrent layers beside attention: their cache claims and a few config keys."""
+"""HybridDecoder: the base class of models with recurrent layers beside attention, and config keys that they share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.cache.groups import LayerCache
-from outrider.layers.rotary import RopeParams
-from outrider.mixers.recurrent.base import RecurrentMixer
+from outrider.layers import RopeParams
+from outrider.mixers import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
 
 LINEAR = "linear_attention"
-MTP_PREFIX = "mtp."  # of a drafter's tensors in the checkpoint, which the target leaves alone
+MTP_PREFIX = "mtp."  # prefix of a drafter's tensors in the checkpoint, which the target ignores
 
 
 class HybridDecoder(Decoder):
-    recurrent_layers: dict[int, RecurrentMixer]  # by layer index, as `attend.mixer` is asked
+    recurrent_layers: dict[int, RecurrentMixer]  # by layer index
 
     def cache_layers(self) -> list[LayerCache]:
         claims = [LayerCache(index, mixer.spec) for index, mixer in self.recurrent_layers.items()]
@@ -27,12 +27,12 @@ class HybridDecoder(Decoder):
 
 
 def with_values(config: ConfigReader, values: Mapping[str, Any]) -> ConfigReader:
-    """The config with what a family says in other words, or leaves to a default."""
+    """The config with some values replaced or added, for families with other names or defaults."""
     return ConfigReader({**config.values, **values}, config.source)
 
 
 def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
-    """A rope of the leading part of each head. factor: what rotates where the config does not say."""
+    """A rope of the leading part of each head. factor: the share of a head that rotates if the config has none."""
     rope = config.get("rope_parameters", dict, {})
     factor = config.get("partial_rotary_factor", float, factor)
     factor = ConfigReader(rope, config.source).get("partial_rotary_factor", float, factor)
@@ -44,7 +44,7 @@ def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopePara
 
 
 def read_limits(config: ConfigReader, key: str) -> tuple[float, float]:
-    """Two numbers. JSON has no infinity, so files write it in several ways."""
+    """A lower and an upper limit. JSON has no infinity, so files write it in several ways."""
     limits = config.get(key, list, [0.0, "inf"])
     values = [item["__float__"] if isinstance(item, dict) and "__float__" in item else item for item in limits]
     try:

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers.attention import SelfAttention
-from outrider.layers.decoder import AttentionMLPLayer
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.norm import HeadNorm, RMSNorm
-from outrider.layers.rotary import Rotary
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import AttentionMLPLayer, GatedMLP, HeadNorm, RMSNorm, Rotary, SelfAttention
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,
@@ -60,7 +56,7 @@ class LlamaLayer(AttentionMLPLayer):
 class Llama(Decoder):
     """LlamaForCausalLM, and the base of those that differ from it by a switch."""
 
-    default_head_dim: int | None = None  # where a config is silent; None: hidden_size / heads
+    default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     has_head_norm = False
 
     def __init__(

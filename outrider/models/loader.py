@@ -1,7 +1,7 @@
-"""A model from its source: built, and filled one tensor at a time, or at random. Drafters' models and heads too.
+"""Builds models from their sources and fills them, one tensor at a time or at random. Drafters' models and heads too.
 
-Every tensor of a source finds its slot and every slot its tensor, or loading fails with all the names. Never holds
-more of the files than about one tensor beside the model.
+Every tensor of a source must find its slot and every slot its tensor; otherwise loading fails with all the names. At
+most about one tensor of the files is in memory beside the model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
 
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
                keep_quantized: bool = False, watch: Watch | None = None) -> None:
-    """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` gets the tensors,
-    and how many there are, and hands them on: a progress bar."""
+    """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` (a progress bar)
+    gets the tensors and their number, and hands the tensors on."""
     if load_format == "dummy":
         return load_dummy(model, seed)
     tensors = source.read(keep_quantized=keep_quantized)
@@ -42,7 +42,7 @@ def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", 
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
-    """Fill the model and finalize it. Tensors are not kept, bits are where a layer's format takes them."""
+    """Fill the model and finalize it. Tensors are copied; a file's bits are kept if a layer's format takes them."""
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
@@ -67,7 +67,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
 def _one_by_one(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
 ) -> Iterator[tuple[str, Stored]]:
-    """A tensor of all experts as one for each, where the model has slots for these: files of a family have either."""
+    """The tensors, with a tensor of all experts split into one for each expert and projection if the model has slots
+    for these. Files of one family have either form."""
     for name, tensor in tensors:
         experts, _, projection = name.rpartition(".")
         if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:
@@ -80,7 +81,7 @@ def _one_by_one(
                     yield f"{experts}.{expert}.{part}.weight", own
                     del own
                 del rows
-        del tensor  # as above
+        del tensor  # before the next one is read
 
 
 def load_dummy(model: Model, seed: int) -> None:

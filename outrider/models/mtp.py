@@ -1,25 +1,21 @@
 """The multi-token-prediction module: norms of embedding and hidden state, a projection of both, a decoder layer.
 
-Families differ in the decoder layer (which may be several, one after the other), in the names of the tensors and in a
-few switches; an `MTPDescription` says all of it, made by the family for its target. Embedding and output are the
-target's own.
+Families differ in the decoder layers (one or several), in the names of the tensors and in a few switches. An
+`MTPDescription` says all of it; a function for each family makes it for a target. Embedding and output are the target's
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from outrider.kernels import ops
-from outrider.layers.base import DecoderLayer, Module
-from outrider.layers.linear import Linear
-from outrider.layers.norm import Delta, RMSNorm
-from outrider.mixers.cached import Attend
-from outrider.mixers.latent.base import EveryPosition, LatentLayer
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
+from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32
@@ -30,7 +26,7 @@ from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
 from outrider.models.qwen3_next import Qwen3Next
 
 PREDICTED = "num_nextn_predict_layers"
-# Decoder layers whose attention has this number (and the next ones, if several attend), and how they attend.
+# (index of the first attention layer) -> the decoder layers, and their attention layers.
 LayerFactory = Callable[[int], tuple[list[DecoderLayer], Sequence[AttentionLayer | LatentLayer]]]
 
 
@@ -45,7 +41,7 @@ class MTPNames:
     layers: str = "mtp.layers"
     first_layer: int = 0  # the number of the first one below `layers`
     norm: str = "mtp.norm"
-    shared: tuple[str, ...] = ()  # copies of what is the target's, which are not read
+    shared: tuple[str, ...] = ()  # copies of the target's tensors, which are not read
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,10 @@ class MTPDescription:
     eps: float
     names: MTPNames = MTPNames()
     norm_offset: bool = False  # norms scale by 1 + weight
-    hidden: Literal["final", "before_norm"] = "final"  # which state it consumes, of the target's and of its own
-    embedding_first: bool = True  # in the concatenation
-    zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0
-    num_predicted: int | None = 1  # drafts the module was trained for; None: it is made to be used again and again
+    hidden: Literal["final", "before_norm"] = "final"  # which hidden state it consumes, the target's or its own
+    embedding_first: bool = True  # whether the embedding comes first in the concatenation
+    zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0 is 0
+    num_predicted: int | None = 1  # drafts per step that the module was trained for; None if any number
 
 
 class MTPHead(DraftHead):
@@ -92,7 +88,7 @@ class MTPHead(DraftHead):
         ]
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The files may be the target's, which loads the rest."""
+        """The module's tensors. The files may be the target's, which loads the other tensors."""
         names = self.description.names
         return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
 
@@ -124,7 +120,7 @@ _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
 
 
 def register_mtp(model_class: type[Model], describe: Callable[..., MTPDescription]) -> None:
-    """Targets of this class, or of one derived from it, have the module that `describe(target)` describes."""
+    """Let `describe(target)` describe the module of targets of this class and of classes derived from it."""
     _FAMILIES[model_class] = describe
 
 
@@ -138,7 +134,7 @@ def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: to
 
 
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
-    """One more layer as the target's own, seeing everything."""
+    """One more layer like the target's own, with full attention."""
     attention = target.attention_layer(index)
     qkv_bias, out_bias, mlp_bias = target.biases(target.config)
     layer = LlamaLayer(attention, target.sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
@@ -177,8 +173,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
-    """One more layer with experts, and with an indexer of its own where the target has them. It chooses positions anew
-    in every drafting pass."""
+    """One more layer with experts, and with an indexer of its own where the target has them. The config says whether
+    further drafting passes keep the choice of the first."""
     target.config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
     module = f"{target.names.layers}.{target.num_layers}"
     names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
@@ -187,7 +183,10 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
                      shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
 
     def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
-        attends_to = target.indexed_positions() if isinstance(target, DeepseekV32) else EveryPosition()
+        attends_to: AttendsTo = EveryPosition()
+        if isinstance(target, DeepseekV32):
+            lasts = target.config.get("index_share_for_mtp_iteration", bool, False)
+            attends_to = replace(target.indexed_positions(), lasts_for_drafting=lasts)
         attention = target.latent_layer(index, attends_to)
         return [target.layer(attention, is_sparse=True)], [attention]
 

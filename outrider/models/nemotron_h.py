@@ -1,6 +1,6 @@
-"""NemotronH: layers of one part each, named by a pattern: Mamba-2, attention without positions, MLP, experts.
+"""NemotronH: every layer has one part, which a pattern names: Mamba-2, attention without positions, MLP, experts.
 
-Every layer adds mixer(norm(x)) to the residual stream. MLPs and experts take no gate: down(relu(up(x)) squared).
+A layer adds part(norm(x)) to the residual stream. MLPs and experts have no gate: down(relu(up(x)) squared).
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels import moe
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
-from outrider.layers.linear import Linear
-from outrider.layers.mamba2 import Mamba2, Mamba2Shape
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Angles, RopeParams, Rotary
-from outrider.layers.router import Router
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import PagedLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    Linear,
+    Mamba2,
+    Mamba2Shape,
+    Module,
+    MoE,
+    RMSNorm,
+    RopeParams,
+    Rotary,
+    Router,
+    SelfAttention,
+    TokenMixer,
+)
+from outrider.mixers import Attend, PagedLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
@@ -31,7 +39,7 @@ OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
 class UnplacedAttention(SelfAttention):
-    """Attention that knows no positions but the order that causality gives."""
+    """Attention without a rope: positions matter only through causality."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         layer = self.layer
@@ -91,7 +99,7 @@ class NemotronH(HybridDecoder):
         sizes = Sizes.read(config, head_dim=128)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.shape = read_shape(config)
-        # A rope of no dimensions: layers are handed angles and nobody looks at them.
+        # A rope of no dimensions: layers are given angles and ignore them.
         nothing = RopeParams("default", theta=1.0, rotary_dim=0, original_len=sizes.max_positions)
         self.rotaries = [Rotary(nothing, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]

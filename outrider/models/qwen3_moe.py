@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those the config leaves dense.
 
-One file for the family; everything about experts that others share is in the layers.
+Experts are in `layers.moe`, which other families share.
 """
 
 from __future__ import annotations
@@ -8,15 +8,8 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import FeedForward
-from outrider.layers.decoder import PreNormLayer
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm
-from outrider.layers.rotary import Rotary
-from outrider.layers.router import Router
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import Experts, FeedForward, GatedMLP, HeadNorm, MoE, PreNormLayer, Rotary, Router, SelfAttention
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 
@@ -81,7 +74,7 @@ def is_sparse(config: ConfigReader, index: int) -> bool:
 
 
 def read_window(config: ConfigReader) -> int | None:
-    """The window of all layers, if they slide."""
+    """The window of all layers; None if they have full attention."""
     if not config.get("use_sliding_window", bool, False):
         return None
     window = config.optional("sliding_window", int)

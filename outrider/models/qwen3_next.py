@@ -9,24 +9,33 @@ import torch
 
 from outrider.formats import HeadLayout
 from outrider.kernels.moe import RouteRule
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import DecoderLayer, FeedForward, TokenMixer
-from outrider.layers.decoder import LayerNames, PreNormLayer
-from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
-from outrider.layers.linear import FusedLinear, Linear
-from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import HeadNorm
-from outrider.layers.rotary import Angles, Rotary, rotate
-from outrider.layers.router import Router
-from outrider.mixers.cached import Attend
-from outrider.mixers.paged.base import AttentionLayer, PagedLayer
+from outrider.layers import (
+    Angles,
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    FusedLinear,
+    GatedDelta,
+    GatedDeltaShape,
+    GatedMLP,
+    HeadNorm,
+    LayerNames,
+    Linear,
+    MoE,
+    PreNormLayer,
+    Rotary,
+    Router,
+    SelfAttention,
+    TokenMixer,
+    rotate,
+)
+from outrider.mixers import Attend, AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ACTIVATION = "silu"
-ROTARY_FACTOR = 0.25  # where a config does not say
+ROTARY_FACTOR = 0.25  # default for configs without one
 
 
 class GatedAttention(SelfAttention):
@@ -123,7 +132,7 @@ class Qwen3Next(HybridDecoder):
 
 
 def read_kinds(config: ConfigReader) -> list[str]:
-    """The kind of each layer: `layer_types`, or every so many attend."""
+    """The kind of each layer: `layer_types`, or attention in every `full_attention_interval`-th layer."""
     num_layers = config.required("num_hidden_layers", int)
     interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Which class serves an architecture: from a config to a model without its weights."""
+"""The table from architectures to model classes, and build_model: from a config to a model without its weights."""
 
 from __future__ import annotations
 

@@ -135,10 +135,11 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
     costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
-    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s",
+    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
-                       for n, first, each in costs.drafting) or "nothing")
+                       for n, first, each in costs.drafting) or "nothing",
+             *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
     return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
 

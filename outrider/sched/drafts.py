@@ -32,7 +32,7 @@ class DraftCounts(Protocol):
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
         ...
 
-    def observe(self, request: Request, result: RequestResult) -> None: ...
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None: ...
 
     def forget(self, request: Request) -> None: ...
 
@@ -46,7 +46,7 @@ class FixedDrafts:
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         return DraftPlan([clamp_drafts(request, self._k, is_exact) for request in requests], self._k)
 
-    def observe(self, request: Request, result: RequestResult) -> None: ...
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None: ...
 
     def forget(self, request: Request) -> None: ...
 
@@ -76,9 +76,10 @@ class _LearningDrafts:
         self._always_propose = always_propose
         self.acceptance = Acceptance(k)
 
-    def observe(self, request: Request, result: RequestResult) -> None:
-        if result.num_drafted:
-            self.acceptance.observe(request.id, result.num_drafted, result.num_accepted)
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
+        """A draft that was scheduled and not there (a lookup found nothing) has cost as much as one that was wrong."""
+        if num_scheduled:
+            self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
 
     def forget(self, request: Request) -> None:
         self.acceptance.forget(request.id)
@@ -132,11 +133,13 @@ class UniformDrafts(_LearningDrafts):
             for j, gain in enumerate(self._gains(request, is_exact=False)):
                 expected[j] += gain
         reading = self._costs.read([request.bound.at_most for request in requests])
+        sampling = self._costs.sample([request.sampler_load for request in requests])  # of one logit row of each
         tokens = float(count)
-        best, best_rate = 0, tokens / (self._costs.step(count, count) + reading) * MIN_GAIN
+        best, best_rate = 0, tokens / (self._costs.step(count, count) + reading + sampling) * MIN_GAIN
         for depth, gain in enumerate(expected, start=1):
             tokens += gain
             seconds = self._costs.step(count * (1 + depth), count) + reading + self._costs.draft(depth, count)
+            seconds += sampling * (1 + depth)
             if tokens / seconds > best_rate:
                 best, best_rate = depth, tokens / seconds
         return best

@@ -5,11 +5,11 @@ come further than the step would have brought it:
 
     first failure    all are computed again together, beside everybody else
     second failure   the requests of that step are tried in two halves, one after the other; nobody else runs meanwhile
-    a half fails     it is halved again, and so on; a step that held one suspect alone has found the culprit
+    a half fails     it is halved again, and so on; a request that fails twice alone is the culprit
 
-So a request that fails whenever it runs takes part in at most 2 + log2(requests) failed steps, and its mates too. Where
-steps fail only because of how many requests they hold (memory), every half passes: each time that happens again, the
-halves run longer before they are put together.
+So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and its mates in fewer.
+Where steps fail only because of how many requests they hold (memory), every half passes: each time that happens again,
+the halves run longer before they are put together.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Suspects:
     def __init__(self) -> None:
         self._points: dict[int, int] = {}  # by request: computed tokens with which it is cleared
         self._trials: list[list[int]] = []  # requests that run without others; the first of them now
+        self._failed_alone: set[int] = set()  # suspects that were the only request of a failed step
         self._num_failures: Counter[int] = Counter()  # by request, over its whole life
         self._num_acquittals: Counter[int] = Counter()  # trials that it has passed
 
@@ -42,23 +43,27 @@ class Suspects:
         is_repeated = any(request in self._points for request in requests)
         self._points |= {request: point + self._extension(request) for request, point in points.items()}
         self._num_failures.update(requests)
-        if is_repeated and len(requests) == 1:
+        if len(requests) == 1 and requests[0] in self._failed_alone:
             return requests
         if is_repeated:
             half = len(requests) // 2
             others = [[r for r in trial if r not in points] for trial in self._trials]
-            self._trials = [requests[:half], requests[half:], *filter(None, others)]
+            self._trials = [trial for trial in (requests[:half], requests[half:], *others) if trial]
+        if len(requests) == 1:
+            self._failed_alone.add(requests[0])
         return [request for request in requests if self._num_failures[request] >= MAX_FAILURES]
 
     def forget(self, request: int) -> None:
         """The request has ended."""
         self._points.pop(request, None)
+        self._failed_alone.discard(request)
         self._num_failures.pop(request, None)
         self._num_acquittals.pop(request, None)
 
     def clear(self, computed: Mapping[int, int]) -> bool:
         """`computed`: settled tokens of each request. Returns whether others are on trial now, or nobody any more."""
         self._points = {request: point for request, point in self._points.items() if computed[request] < point}
+        self._failed_alone &= self._points.keys()
         before = self.on_trial
         while self._trials and not any(request in self._points for request in self._trials[0]):
             self._num_acquittals.update(request for request in self._trials.pop(0) if request in computed)

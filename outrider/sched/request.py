@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from outrider.core import NULL_ROW, Bound, Finish, Settled
+from outrider.core.costs import SamplerLoad
 from outrider.core.params import SamplingParams
 
 
@@ -50,9 +51,9 @@ class Request:
     """Where one generation stands."""
 
     __slots__ = (
-        "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "state", "epoch", "row", "settled",
-        "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event", "num_proposed",
-        "folded", "num_pending", "finish", "error",
+        "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "sampler_load", "state", "epoch",
+        "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event",
+        "num_proposed", "folded", "num_pending", "finish", "error",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], asked: RequestInput) -> None:
@@ -63,6 +64,7 @@ class Request:
         self.prompt_len = len(prompt_token_ids)
         self.end_len = asked.end_len  # here too: it is read for every request in every step
         self.max_drafts = asked.params.max_drafts  # the caller's ceiling; None leaves it to the engine
+        self.sampler_load = SamplerLoad.from_params(asked.params)
         self.state = State.WAITING
         self.epoch = 0  # rises with every preemption: results of an older epoch are dropped
         self.row = NULL_ROW

@@ -186,7 +186,7 @@ class Scheduler:
             if request is None or request.epoch != part.epoch:
                 self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
                 continue
-            self._settle(request, part, known + drafts, sampled)
+            self._settle(request, part, known, drafts, sampled)
             updates.append(Update(request, part))
         return updates
 
@@ -341,11 +341,12 @@ class Scheduler:
 
     # Inside: after a result
 
-    def _settle(self, request: Request, part: RequestResult, scheduled: int, sampled: bool) -> None:
+    def _settle(self, request: Request, part: RequestResult, known: int, drafts: int, sampled: bool) -> None:
+        """known, drafts: tokens that the step was scheduled with."""
         settled = request.settled
         settled.at_least += part.num_computed
         request.num_proposed = part.num_proposed
-        request.unsettled -= scheduled
+        request.unsettled -= known + drafts
         request.in_flight_samples -= sampled
         request.folded = settled.at_least - part.num_accepted
         bound = settled.at_least + request.unsettled
@@ -358,7 +359,7 @@ class Scheduler:
                 stats.num_drafted += part.num_drafted
                 stats.num_accepted += part.num_accepted
             if self._drafts is not None:
-                self._drafts.observe(request, part)
+                self._drafts.observe(request, part, drafts)
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:

@@ -18,15 +18,18 @@ from outrider import __version__
 from outrider.core.fields import did_you_mean
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
+from outrider.server.dashboard import dashboard
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import TENANT, Guard
+from outrider.server.messages import MessagesRequest, create_message
 from outrider.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from outrider.server.responses import ResponsesRequest, create_response
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
@@ -79,6 +82,14 @@ def _openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def create_chat(body: ChatRequest, request: Request) -> Response:
         return await chat_completions(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/responses")
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        return await create_response(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/messages")
+    async def create_anthropic(body: MessagesRequest, request: Request) -> Response:
+        return await create_message(service, body, request.scope[TENANT])
 
     @routes.post("/v1/embeddings")
     async def create_embedding() -> None:
@@ -133,6 +144,12 @@ def _state_routes(service: Service) -> APIRouter:
         await health()
         service.check_load()
         return Response()
+
+    page = dashboard()
+
+    @routes.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return page
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

@@ -21,7 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what load balancers ask, without a key
+# Served without a key: what load balancers ask, and the page, which holds no data and asks for a key itself.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/"})
 BODY_SECONDS = 60.0  # for a client to send its body
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 

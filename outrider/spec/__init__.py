@@ -1,1 +1,1 @@
-"""Drafters: each guesses the next tokens of a batch's requests; none can change what comes out."""
+"""Drafters: each guesses the next tokens of a batch's requests. No drafter can change the text."""

@@ -1,16 +1,16 @@
 """Drafters that run a model of their own, token by token: draft models and heads that consume hidden states.
 
 The drafter's slot p is a function of tokens up to p: a draft model computes token p there, a head token p with the
-target's hidden state of p - 1 (slot 0 stays unwritten). So its pages depend on what their hash says and are shared
-with the target's.
+target's hidden state of p - 1 (slot 0 stays unwritten). So a page's hash identifies the drafter's content too, and
+drafter and target share pages.
 
     target computed in this step     c   c+1  ...  c+m-1
     the drafter then fills slot         c+1  ...  c+m-1   c+m      (c+m is the last known token)
     and proposes from slot c+m, then drafts at c+m+1, c+m+2, ...
 
 After admission slot c itself is missing; it is filled first, with the hidden state that was stored with the hit's
-last page. Slots before `valid_from[row]` were never filled (a step passed cold) or have been evicted (a hit is the
-target's to decide), and are not attended.
+last page. Slots before `valid_from[row]` were never filled (the drafter skipped a step) or have been evicted (only the
+target's pages decide on a hit), and are not attended.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_cells
-from outrider.layers.base import LayeredModule
-from outrider.mixers.batch import BatchView
-from outrider.mixers.cached import Attend, CachedLayers
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import LayeredModule
+from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers
 from outrider.models.base import Hidden
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
@@ -35,40 +33,38 @@ from outrider.spec.draw import draw_drafts
 
 
 class DraftNetwork(Protocol):
-    """What drafts: a whole model, or a head. Token rows in, hidden states out, logits over its own vocabulary."""
+    """The network of a drafter: a whole model, or a head. It turns token rows into hidden states, and hidden states
+    into logits over its own vocabulary."""
 
-    hidden_size: int  # of the hidden states it consumes; 0 for a whole model
-    num_outputs: int  # of its vocabulary
-    target_ids: torch.Tensor | None  # its tokens as the target's ids; None where they are the same
+    hidden_size: int  # size of the hidden states it consumes; 0 for a whole model
+    num_outputs: int  # size of its vocabulary
+    target_ids: torch.Tensor | None  # its tokens as the target's ids; None if they are the same
     attention_layers: list[AttentionLayer]
 
     def cache_layers(self) -> list[LayerCache]: ...
 
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
         """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
-        ...
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token rows at slot positions, with what `consume` returned. Returns (what `logits` takes, what the next draft
-        consumes as hidden). May overwrite `hidden`, whose sums go on in place."""
-        ...
+        """Run token rows at slot positions; hidden: the result of `consume`. Returns (the input of `logits`, the hidden
+        states for the next draft). May overwrite `hidden`, because sums are made in place."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def module(self) -> LayeredModule:
-        """The model or head that it runs."""
-        ...
+        """The model or head that the network runs."""
 
     def weight_bytes(self) -> int: ...
 
 
-class AutoregressiveDrafter(Drafter):
+class NetworkDrafter(Drafter):
+    """A drafter that draws its drafts from the logits of a network of its own."""
+
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
         self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
         self.attention_layers = tuple(network.attention_layers)
-        self.lookahead = max_drafts
-        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
 
     def modules(self) -> list[LayeredModule]:
         return [self.network.module()]
@@ -79,13 +75,28 @@ class AutoregressiveDrafter(Drafter):
     def weight_bytes(self) -> int:
         return self.network.weight_bytes()
 
+    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
+              drafts: torch.Tensor) -> None:
+        """Draw draft `index` of every request into drafts[index]."""
+        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
+                    any_sampled=step.any_sampled, out=drafts[index])
+
+
+class AutoregressiveDrafter(NetworkDrafter):
+    """A drafter whose network writes a slot for every token, each draft's included."""
+
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
+        super().__init__(name, network, max_drafts, taps)
+        self.lookahead = max_drafts
+        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
+
     def page_bytes(self, itemsize: int) -> int:
         return self.network.hidden_size * itemsize
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._device = cached, device
         self._batches = DraftingBatches(cached.groups, limits, device)
-        # Tails lie with the pages of one group; a sliding one may not hold a hit's last page.
+        # Tails lie with the pages of one group, a full one if there is one: a sliding group may lack a hit's last page.
         is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
         self._state = DrafterCacheState(
             page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
@@ -94,11 +105,12 @@ class AutoregressiveDrafter(Drafter):
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
         )  # fmt: skip
-        self._tails: torch.Tensor | None = None  # [pages, hidden] of each page's last token
+        self._tails: torch.Tensor | None = None  # [pages, hidden] hidden state of each page's last token
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
-        """A head without a hit has nothing to fill before its first step; the others wait for its page tables."""
+        """Remember rows whose first slot the next step must fill, when their page tables are known. A head without a
+        prefix hit has nothing to fill."""
         fresh = [a.row for a in admissions if self._first_slot and a.computed == 0]
         self._admitted += [a for a in admissions if not self._first_slot or a.computed]
         if fresh:
@@ -114,7 +126,7 @@ class AutoregressiveDrafter(Drafter):
         return bool(self._admitted)
 
     def skip(self, step: Step) -> None:
-        """Cold: what the target computes now is missing here, and pages completed now are not valid for a hit."""
+        """Note that the drafter misses the tokens of this step: pages completed now are not valid for a hit."""
         self._take_admissions(step, is_cold=True)
         ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
 
@@ -130,21 +142,17 @@ class AutoregressiveDrafter(Drafter):
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
-        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
+        first = self._cached.bind(view)
+        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
         output, feedback = ops.take_rows(output, feedback, passes.keys.last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.most):
             view = self._batches.further(step, passes, index, drafts[index - 1])
-            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.bind(view))
+            attend = self._cached.bind_after(first, passes.keys.last, view)
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)
             self._draw(step, passes.keys, output, index, drafts)
         return Drafts(drafts.t(), passes.keys.counts)
-
-    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
-              drafts: torch.Tensor) -> None:
-        """Draft `index` of every request, into drafts[index]."""
-        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
-                    any_sampled=step.any_sampled, out=drafts[index])
 
     # Admission: the slot before the first one that a step fills
 
@@ -174,8 +182,8 @@ class AutoregressiveDrafter(Drafter):
 
     def _valid_in_hit(self, view: BatchView, group: Group, requests: torch.Tensor, begin: torch.Tensor,
                       first_needed: torch.Tensor) -> torch.Tensor:
-        """[requests] the slot after the last one of the hit that this drafter did not fill or that was evicted. Pages
-        that have left a window are not missed; a hit within a page of this group leaves that page's slots missing."""
+        """[requests] the slot after the hit's last slot that this drafter did not fill or that was evicted. Pages that
+        have left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
         table = view.page_tables[group.index][requests].long()
         columns = torch.arange(table.shape[1], device=self._device)
         in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
@@ -184,7 +192,7 @@ class AutoregressiveDrafter(Drafter):
         return torch.where(begin % group.page_tokens == 0, after, begin)
 
     def _tail_page(self, view: BatchView, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-        """[requests] the page with the hidden state of token begin - 1; the null page where there is none."""
+        """[requests] the page with the hidden state of token begin - 1; the null page if there is none."""
         group = self._batches.groups[self._state.tail_group]
         column = (begin // group.page_tokens - 1).clamp_min(0)
         page = view.page_tables[group.index][requests, column].long()
@@ -192,7 +200,7 @@ class AutoregressiveDrafter(Drafter):
 
     def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
-        """Slot `begin` of rows just admitted. A head has nothing to put into slot 0."""
+        """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten."""
         own = self._state
         hidden = None if self._tails is None else self._tails[tail_page]
         single = self._batches.admitted(step, requests, rows)

@@ -1,7 +1,7 @@
-"""The protocol of drafters, and what they are given.
+"""Drafter, the base class of drafters, and Step, the committed step that a drafter sees.
 
-A drafter sees the step that has just been committed and guesses what follows it, for every request of the batch in
-one pass. A wrong guess costs time, never text: acceptance compares drafts with what the one sampler picks.
+A drafter guesses the tokens that follow the step, for every request of the batch in one pass. A wrong guess costs time
+and never changes the text: a draft is accepted only if the one sampler picks the same token.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
-from outrider.layers.base import LayeredModule
-from outrider.mixers.batch import ForwardBatch
-from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.layers import LayeredModule
+from outrider.mixers import AttentionLayer, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
 from outrider.sample.rows import SamplingRows
 
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """What making a drafter needs to know of the engine it joins."""
+    """The engine's properties that are needed to make a drafter."""
 
     target: Model
     dtype: torch.dtype
@@ -31,7 +29,7 @@ class DraftBuild:
     max_len: int
     load_format: str = "auto"
     seed: int = 0
-    target_source: str | None = None  # the target's own files, where a module of its checkpoint is to be read
+    target_source: str | None = None  # the target's own files, for a drafter that is a module of its checkpoint
     num_drafter_layers: int = 0  # attention layers of the drafters made before this one
 
     @property
@@ -45,48 +43,49 @@ class Step:
     """A committed step, as drafters see it. Request tensors have the padded count; ROWS tensors are row state."""
 
     batch: ForwardBatch
-    hidden: Hidden  # of the step's token rows
+    hidden: Hidden  # hidden states of the step's token rows
     accepted: Accepted
     computed_before: torch.Tensor  # [requests] computed tokens when the step began
-    num_computed: torch.Tensor  # [requests] tokens it computed: known ones and accepted drafts
-    guesses: torch.Tensor  # [requests] got a run and goes on
+    num_computed: torch.Tensor  # [requests] tokens that the step computed: known ones and accepted drafts
+    guesses: torch.Tensor  # [requests] whether the request got a run and goes on, so that drafts are wanted
     tokens: torch.Tensor  # [ROWS, LENGTH] known tokens, this step's run included
     known: torch.Tensor  # [ROWS]
     sampling: SamplingRows
-    any_sampled: bool  # some request of the batch has a temperature
-    most: int  # drafts wanted for each request, at most
+    any_sampled: bool  # whether some request of the batch has a temperature
+    most: int  # most drafts wanted for each request
 
 
 @dataclass(frozen=True)
 class Drafts:
     tokens: torch.Tensor  # [requests, step.most] int64
-    counts: torch.Tensor  # [requests] how many of them are meant
+    counts: torch.Tensor  # [requests] how many of the tokens are drafts; the others are ignored
 
 
 class Drafter:
-    """Override `propose`; the rest is for drafters with layers, hidden states or rows of their own."""
+    """Base class of drafters. Override `propose`; the other methods are for drafters with layers, hidden states or row
+    state of their own."""
 
     name = "custom"
-    max_drafts = 0  # drafts it can make; the engine's num_speculative_tokens
+    max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
     taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
-    attention_layers: tuple[AttentionLayer, ...] = ()  # its own, numbered after the target's
+    attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes
 
     def cache_layers(self) -> list[LayerCache]:
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
-        """Once, before the first step: its layers' cache, and the sizes for its own row state."""
+        """Called once, before the first step, with the cache of its layers and the sizes for its own row state."""
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Requests take rows; before the step that first schedules them."""
+        """Called when requests take rows, before the step that first schedules them."""
 
     def reset(self) -> None:
         """No row has an owner any more: forget what was kept of them until the next step."""
 
     @property
     def has_slots_to_fill(self) -> bool:
-        """Whether rows just admitted wait for the next step to fill slots of theirs. Such a step runs uncaptured."""
+        """Whether the next step must fill slots of rows that were just admitted. Such a step runs uncaptured."""
         return False
 
     def propose(self, step: Step) -> Drafts:
@@ -94,15 +93,15 @@ class Drafter:
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:
-        """The step passes without a proposal: whatever is kept of the rows must not pretend to have seen it."""
+        """Called for a step without a proposal. State that the drafter keeps of the rows misses this step's tokens."""
 
     def modules(self) -> list[LayeredModule]:
-        """The models and heads that it runs."""
+        """The models and heads that the drafter runs."""
         return []
 
     def weight_bytes(self) -> int:
         return 0
 
     def page_bytes(self, itemsize: int) -> int:
-        """What it keeps with every page beside its layers' cache, of values of `itemsize` bytes."""
+        """Bytes that the drafter keeps with every page beside its layers' cache, for values of `itemsize` bytes."""
         return 0

@@ -1,4 +1,4 @@
-"""DraftingBatches: the batches of drafting passes, all of them built here, from the batch of a committed step.
+"""DraftingBatches: builds the batches of all drafting passes from the batch of a committed step.
 
 A pass has other token rows than the step: its slots, lengths and cells come from `kernels.drafting`. Page tables stay
 the batch's own.
@@ -14,13 +14,13 @@ import torch
 from outrider.cache.groups import Group
 from outrider.core import Axis, Limits
 from outrider.kernels.drafting import CommittedRequests, DraftingRows, DraftPass, DraftPasses, ReadingPass, Tables
-from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom
+from outrider.mixers import BatchView, ExactQueries, KeysFrom
 from outrider.spec.base import Step
 
 
 class DraftingBatches:
     def __init__(self, groups: Sequence[Group], limits: Limits, device: torch.device) -> None:
-        """groups: those of the drafter's own layers."""
+        """groups: the groups of the drafter's own layers."""
         self.groups = tuple(groups)
         self._max_len = limits.max_len
         self._single = SingleTokenView(limits, device)
@@ -30,29 +30,31 @@ class DraftingBatches:
         return tuple(view.page_tables[group.index] for group in self.groups)
 
     def first(self, step: Step, passes: DraftPasses) -> BatchView:
-        """The step's own token rows, one slot further."""
+        """The batch of the first pass: the step's own token rows, one slot further."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
-        """One token per request: the draft before draft `index`. Requests that do not guess have any token."""
+        """The batch of a further pass: one token per request, the draft before draft `index`. The token of a request
+        that does not guess is arbitrary."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
     def admitted(self, step: Step, requests: torch.Tensor, rows: torch.Tensor) -> BatchView:
-        """One token for each of some requests of the step, where nothing is said yet of its slot."""
+        """A view of one token for each of some requests of the step, whose slots are set by `first_slot`."""
         batch = step.batch.padded
         tables = tuple(table[requests] for table in batch.page_tables)
         return self._single.cut(replace(batch, num_requests=rows.shape[0], rows=rows, page_tables=tables))
 
     def first_slot(self, step: Step, single: BatchView, tokens: torch.Tensor, only: DraftPass,
                    key_starts: torch.Tensor) -> BatchView:
-        """The pass that fills the slot before the first one that a step fills, over `admitted` requests."""
+        """The batch of the pass that fills the slot before the first one of a step, over `admitted` requests."""
         return self._moved(single, step, 1, tokens, only, KeysFrom(key_starts, key_starts.int()))
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
-        """One query for each request that guesses, at its last computed token. Nothing is written."""
+        """The batch of a reading pass: one query for each request that guesses, at its last computed token. Nothing is
+        written."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
             single, token_ids=reading.tokens, positions=only.slots, lengths=only.lengths, live=only.live,
@@ -62,7 +64,7 @@ class DraftingBatches:
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
-        """The view with other token rows, whose contexts are bounded `ahead` tokens after the step's."""
+        """The view with other token rows, whose contexts end at most `ahead` tokens after the step's."""
         cells = list(view.token_slots)
         for group, own in zip(self.groups, rows.cells, strict=True):
             cells[group.index] = own
@@ -74,7 +76,7 @@ class DraftingBatches:
 
 
 class SingleTokenView:
-    """Views of one token per request, whose query starts are the same for every batch."""
+    """Makes views of one token per request. Their query starts are the same for every batch, so they are made once."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._starts = torch.arange(limits.extent(Axis.STARTS), device=device)
@@ -84,7 +86,7 @@ class SingleTokenView:
         count = view.num_requests
         if count < len(self._starts):
             starts, starts_int32 = self._starts[: count + 1], self._starts_int32[: count + 1]
-        else:  # padded beyond what can run
+        else:  # padding adds more requests than can run
             starts = torch.arange(count + 1, device=self._starts.device)
             starts_int32 = starts.int()
         return replace(view, num_tokens=count, queries=ExactQueries((1,) * count), query_starts=starts,

@@ -1,4 +1,4 @@
-"""Several drafters in one: the first that has a guess for a request gives it."""
+"""CombinedDrafter: several drafters in one. Each request gets the drafts of the first drafter that has any for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
-from outrider.layers.base import LayeredModule
-from outrider.mixers.cached import CachedLayers
+from outrider.layers import LayeredModule
+from outrider.mixers import CachedLayers
 from outrider.spec.base import Drafter, Drafts, Step
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.mixers.cached import Attend
+from outrider.mixers import Attend
 from outrider.models.base import Hidden, Model
 
 
-class _Shifted:
-    """Attention for a model that numbers its layers from 0."""
+class _ShiftedLayers:
+    """Access to the layers' caches for a model that numbers its layers from 0."""
 
     def __init__(self, attend: Attend, first: int) -> None:
         self._attend, self._first = attend, first
@@ -48,7 +48,7 @@ class DraftModelNetwork:
 
     def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        final = self._model.forward(tokens, slots, _Shifted(attend, self._first)).final
+        final = self._model.forward(tokens, slots, _ShiftedLayers(attend, self._first)).final
         return final, final
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

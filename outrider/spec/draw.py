@@ -1,4 +1,4 @@
-"""Drawing drafts from a drafter's logits: with the target's own noise, so that both mostly pick the same token."""
+"""Draws drafts from a drafter's logits with the target's own noise, so that both mostly pick the same token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from outrider.sample.philox import gumbel
 
 def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None,
                  any_sampled: bool, out: torch.Tensor) -> None:
-    """Into `out` [requests] the likeliest tokens of logits [requests, outputs], or at a temperature those that the
-    noise of draft `index` favours. target_ids: the drafter's tokens as the target's ids, where they differ."""
+    """Write to `out` [requests] the likeliest tokens of logits [requests, outputs]; for a request with a temperature,
+    the tokens that the noise of draft `index` favours. target_ids: the drafter's tokens as the target's ids, if they
+    differ."""
     if any_sampled:
         heat = keys.temperature[:, None].to(logits.dtype)
         noise = gumbel(keys.seed, keys.sample_index, keys.positions[index], target_ids, logits.shape[1], logits.dtype)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 heads as drafters. What a head computes is in `models`; here it is loaded and checked."""
+"""Loads and checks EAGLE-1 and EAGLE-3 heads as drafters. Their arithmetic is in `models.eagle`."""
 
 from __future__ import annotations
 

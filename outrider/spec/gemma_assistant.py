@@ -1,12 +1,12 @@
 """A Gemma 4 assistant as drafter: it reads the target's own keys and values and keeps nothing of its own.
 
-All drafts of a step are guessed from one place. The query stands behind the last computed token, over that token's
-context; only its rope position is in question, and the same for all drafts:
+All drafts of a step are guessed from one place: the query follows the last computed token and sees that token's
+context. Implementations differ only in its rope position, which is the same for all drafts:
 
-    computed tokens   0 .. n-1      keys and values that exist, in both groups
-    last known token  n             its embedding goes in; it has no keys and values yet
-    "sampled"         position n    as transformers has it
-    "computed"        position n-1  as others have it
+    computed tokens   0 .. n-1      have keys and values, in both groups
+    last known token  n             gives the embedding; it has no keys and values yet
+    "sampled"         position n    transformers uses this position
+    "computed"        position n-1  other implementations use this one
 
 So one view serves every draft, nothing is written, no prompt is computed, and a step without drafts leaves no gap.
 """
@@ -16,41 +16,29 @@ from __future__ import annotations
 import torch
 
 from outrider.config import SpeculativeConfig
-from outrider.core import Admission, Limits
+from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
-from outrider.mixers.cached import CachedLayers
+from outrider.mixers import CachedLayers
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
 from outrider.models.head import load_head
 from outrider.models.sources import resolve
-from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.autoregressive import NetworkDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 
-class AssistantDrafter(AutoregressiveDrafter):
+class AssistantDrafter(NetworkDrafter):
+    """A drafter that keeps no slots and no state of rows, so that no step is missed."""
+
     def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
         super().__init__("gemma4_assistant", assistant, max_drafts)
-        self.lookahead = 0  # it writes no slots
-        self._behind = {"sampled": 1, "computed": 2}[position]  # known tokens from the rope position on
+        self._behind = {"sampled": 1, "computed": 2}[position]  # distance from the rope position to the known length
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._max_len = cached, limits.max_len
         self._batches = DraftingBatches(cached.groups, limits, device)
-
-    def admit(self, admissions: list[Admission]) -> None:
-        """Nothing is kept of rows."""
-
-    @property
-    def has_slots_to_fill(self) -> bool:
-        return False
-
-    def skip(self, step: Step) -> None:
-        """Nothing is missed."""
-
-    def page_bytes(self, itemsize: int) -> int:
-        return 0
 
     def propose(self, step: Step) -> Drafts:
         reading = self.reading_pass(step)

@@ -1,4 +1,5 @@
-"""A target's own multi-token-prediction module as drafter. Its tensors lie in the target's checkpoint, or beside it."""
+"""Loads a target's own multi-token-prediction module as drafter. Its tensors lie in the target's checkpoint, or beside
+it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""n-gram lookup: what followed the last time the text ended like this? On the device, over the row's own tokens.
+"""NgramDrafter: proposes the tokens that followed the last occurrence of the text's last tokens. Runs on the device,
+over the row's own tokens, without a model or a cache.
 
-The longest suffix of max_n down to min_n tokens that occurred before wins, the latest occurrence of it if there are
-several. No model, no cache.
+The longest suffix of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, step: Step) -> Drafts:
         view = step.batch.padded
-        # The batch's own bound, and the token each row has just got. A row in the middle of its prompt knows more than
-        # that, and does not guess.
+        # The batch's own bound, plus the token each row has just got. A row in the middle of its prompt has more known
+        # tokens than that, but gets no drafts.
         width = min(view.max_length.tokens + 1, step.tokens.shape[1])
         return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.most, self.min_n, self.max_n))

@@ -1,4 +1,4 @@
-"""From a speculative config to a drafter: what each method makes."""
+"""make_drafter: from a speculative config to its drafter, method by method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["DraftBuild", "make_drafter"]
 
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
-    """None where all drafting happens on the host."""
+    """The drafter of a config; None if all drafting happens on the host."""
     drafters: list[Drafter] = []
     for method in config.methods:
         num_layers = sum(len(drafter.attention_layers) for drafter in drafters)
@@ -69,7 +69,7 @@ def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
 
 
 def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
-    """`package.module:Class`, made as Class(num_speculative_tokens, target model)."""
+    """The drafter of `package.module:Class`, made as Class(num_speculative_tokens, target model)."""
     module, _, name = path.partition(":")
     try:
         made = getattr(import_module(module), name)(config.num_speculative_tokens, build.target)

@@ -1,7 +1,7 @@
-"""Drafters for tests and benchmarks: a script with chosen errors, and acceptance at a chosen rate.
+"""For tests and benchmarks: a drafter that follows a script, and acceptance at a chosen rate.
 
-`scripted` replays a continuation that is known to be right, with errors where it is told, so that every pattern of
-acceptance can be reached. `SyntheticAcceptance` lets the real drafter and the real check run and replaces only the
+`ScriptedDrafter` replays a continuation that is known to be right, with errors at chosen places, so that every pattern
+of acceptance can be reached. `SyntheticAcceptance` lets the real drafter and the real check run and replaces only the
 verdict, so the text is not the model's.
 """
 
@@ -15,7 +15,7 @@ from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
 from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.ops import Operation, triton_kernel
-from outrider.mixers.cached import CachedLayers
+from outrider.mixers import CachedLayers
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
 from outrider.spec.base import Drafter, Drafts, Step
@@ -26,7 +26,7 @@ ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class ScriptedDrafter(Drafter):
-    """`script(prompt, sample_index)` gives what to draft from the prompt's end on, wrong where errors are wanted."""
+    """`script(prompt, sample_index)` gives the tokens to draft after the prompt, wrong where errors are wanted."""
 
     name = "scripted"
 
@@ -58,13 +58,14 @@ class ScriptedDrafter(Drafter):
 
 
 class SyntheticAcceptance:
-    """Draft j is accepted, if those before it were, with probability rates[j] (the last rate goes on)."""
+    """Accepts draft j with probability rates[j] if the drafts before it were accepted. Further drafts have the last
+    rate."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         if not rates or not all(0 <= rate <= 1 for rate in rates):
             raise ValueError(f"synthetic rates must be in [0, 1], got {list(rates)}")
         self.rates = tuple(rates)
-        self._thresholds: torch.Tensor | None = None  # rates of 2^32 by position, made outside of any capture
+        self._thresholds: torch.Tensor | None = None  # rate times 2^32 by position, made outside of any capture
 
     def bind(self, max_drafts: int, device: torch.device) -> None:
         rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(max_drafts)]
@@ -72,8 +73,8 @@ class SyntheticAcceptance:
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
-        """Replaces sampled tokens [L]: by the draft where it is to be accepted, by another where it is not. `seed` is
-        by row."""
+        """Returns the sampled tokens [L] with the draft where it is to be accepted, and with another token where it is
+        not. `seed` is by row."""
         if drafts.shape[1] == 0:
             return sampled
         assert self._thresholds is not None, "bind first"
@@ -84,7 +85,8 @@ class SyntheticAcceptance:
 
 def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *,
                      vocab: int, row_step: int) -> torch.Tensor:
-    """sampled [logit rows] with the draft where 32 random bits lie below its threshold, another token where not."""
+    """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, and another token
+    elsewhere."""
     request, row, draft_index, position, drafts = verdicts
     index = draft_index.clamp_max(drafts.shape[1] - 1)
     draft = drafts[request, index]

@@ -1,7 +1,7 @@
-"""Suffix lookup on the host: what followed the longest matching suffix, in the request's own tokens or in outputs that
-finished recently. No torch here.
+"""SuffixDrafter: proposes the tokens that followed the longest matching suffix, in the request's own tokens or in
+outputs that finished recently. Runs on the host, without torch.
 
-The host sees only settled tokens, so its drafts continue the last result; the device drops what was accepted since.
+The host sees only settled tokens, so its drafts continue the last result; the device drops those accepted since.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-ANCHOR = 3  # tokens that find candidates; shorter suffixes say too little
-LONGEST = 64  # a longer match is not looked for
-MAX_CANDIDATES = 32  # latest occurrences compared
+ANCHOR = 3  # tokens of the n-gram that finds candidates; shorter suffixes match too often
+LONGEST = 64  # longest match that is looked for
+MAX_CANDIDATES = 32  # latest occurrences that are compared
 
 
-class _Indexed:
+class _IndexedTokens:
     """One token sequence with the places of its n-grams, extended as it grows."""
 
     __slots__ = ("tokens", "places", "_done")
@@ -32,15 +32,15 @@ class _Indexed:
 
 
 class SuffixDrafter:
-    """`propose` for running requests; `finish` keeps a request's tokens for others to match."""
+    """`propose` drafts for running requests; `finish` keeps a request's tokens for others to match."""
 
     def __init__(self, num_kept: int = 64) -> None:
-        self._own: dict[int, _Indexed] = {}
-        self._kept: OrderedDict[int, _Indexed] = OrderedDict()
+        self._own: dict[int, _IndexedTokens] = {}
+        self._kept: OrderedDict[int, _IndexedTokens] = OrderedDict()
         self._num_kept = num_kept
 
     def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int) -> list[int]:
-        own = self._own.setdefault(request_id, _Indexed())
+        own = self._own.setdefault(request_id, _IndexedTokens())
         own.extend(token_ids)
         if len(token_ids) < ANCHOR or num_wanted < 1:
             return []
@@ -56,7 +56,7 @@ class SuffixDrafter:
         return [] if best is None else list(best[0][best[1] : best[1] + num_wanted])
 
     def finish(self, request_id: int, token_ids: Sequence[int]) -> None:
-        indexed = self._own.pop(request_id, None) or _Indexed()
+        indexed = self._own.pop(request_id, None) or _IndexedTokens()
         indexed.extend(list(token_ids))
         self._kept[request_id] = indexed
         if len(self._kept) > self._num_kept:

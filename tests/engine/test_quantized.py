@@ -39,9 +39,11 @@ MIXED = {"v_proj": "Q8_0", "embed": "Q8_0"}  # q, k and v are one weight here, w
 
 
 @pytest.fixture(autouse=True)
-def need_native() -> None:
+def need_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are kept whatever a busy machine measures."""
     if not native.available():
         pytest.skip(native.reason())
+    monkeypatch.setattr("outrider.formats.gguf.kept_bits_are_fast", lambda: True)
 
 
 def stored(model: Model, kinds: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:

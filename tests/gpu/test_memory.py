@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from outrider.core import ScheduledBatch
+from outrider.runner import worker
+from outrider.runner.memory import StepMemory
 from tests.engine.harness import Ask, greedy, prompt_of
 from tests.gpu.rig import DEVICE, GpuRig, loaded
 from tests.gpu.test_engines import folder_of
@@ -28,10 +30,11 @@ def test_the_plan_leaves_room_for_steps() -> None:
         assert rig.step.pool.data.shape[0] > 8
 
 
-def test_too_little_memory_says_which_setting_to_change() -> None:
+def test_too_little_memory_says_which_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(folder_of("llama"))
-    with pytest.raises(ValueError, match="gpu_memory_utilization") as caught:
-        GpuRig(model, gpu_memory_utilization=1e-4, **AUTO)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="gpu_memory_utilization") as caught:
+        patched.setattr(worker, "measure_step_memory", lambda *args, **options: StepMemory(1 << 44, 0))
+        GpuRig(model, **AUTO)
     assert "max_num_batched_tokens" in str(caught.value) and "missing" in str(caught.value)
     with pytest.raises(ValueError, match="holds not one page"):
         GpuRig(model, kv_cache_memory_bytes=100, **AUTO)

@@ -575,3 +575,22 @@ def test_a_structure_is_packed_by_names() -> None:
         pair.pack(flag=1)
     with pytest.raises(KeyError):
         pair.pack(flag=1, worth=2)
+
+
+@pytest.mark.parametrize("kind", ["reference", "native"])
+@pytest.mark.parametrize("dim", [8, 16, 32, 64])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_a_token_that_is_not_finite_touches_only_who_sees_it(kind: str, dim: int, part: str) -> None:
+    """The third of four tokens that are computed together: 0 x NaN is NaN, so its values must not be weighed at all."""
+    heads, kv_heads, starts = 4, 2, {"q": 0, "k": 4, "v": 6}
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(0))
+    qkv[2, starts[part] * dim + 1] = torch.inf if part == "v" else torch.nan
+    caches = [torch.zeros(3, 16, kv_heads, dim) for _ in range(2)]
+    lens = [torch.tensor([0, 4]), torch.tensor([4]), torch.tensor([4])]
+    with ops.using(kind):
+        ops.rope_write(qkv, torch.arange(4), torch.ones(8, dim // 2), torch.zeros(8, dim // 2), torch.arange(16, 20),
+                       *caches, None, None, 1e-6, dim)
+        q = qkv[:, : heads * dim].view(4, heads, dim)
+        out = ops.paged_attention(q, *caches, torch.tensor([[1, 2]], dtype=torch.int32), *lens, 0.3, 0, 0.0, None)
+    is_finite = [bool(row.isfinite().all()) for row in out]
+    assert is_finite == [True, True, False, part == "q"], "nobody before it, and whoever sees it"

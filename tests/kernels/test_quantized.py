@@ -81,3 +81,23 @@ def test_infinite_scales_are_found(kind: str) -> None:
         data = rows.data.clone()
         data[1, at : at + 2] = torch.from_numpy(np.array([np.inf], dtype=np.float16).view(np.uint8))
         assert not QuantizedRows(kind, data).is_finite()
+
+
+@pytest.mark.parametrize(("kept", "dense"), [(1.0, 2.0), (2.0, 1.0)])
+def test_bits_are_kept_where_their_products_are_not_slower(
+    kept: float, dense: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_native()
+    monkeypatch.setattr(quantized, "product_seconds", lambda matrices: [kept, dense])
+    monkeypatch.setattr(quantized, "TRIAL_SHAPE", (64, 64))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert quantized.kept_bits_are_fast.__wrapped__() == (kept <= dense)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert quantized.kept_bits_are_fast.__wrapped__()
+
+
+def test_products_are_timed_in_turns() -> None:
+    need_native()
+    small, large = (make("Q4_1", outputs, 64)[0].matrix(None) for outputs in (8, 20000))
+    small_seconds, large_seconds = quantized.product_seconds([small, large])
+    assert 0 < small_seconds < large_seconds

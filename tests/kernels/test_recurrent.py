@@ -115,7 +115,7 @@ def test_scans_equal_steps_in_any_split(kind: str, data: st.DataObject) -> None:
     """Splits into calls and boundaries inside of calls, around the sizes of chunks and pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrent, "CHUNK", data.draw(st.sampled_from((1, 4, 8)), "chunk"))
-        patch.setattr(mixers, "PIECE", data.draw(st.sampled_from((8, 16, 64)), "piece"))
+        patch.setattr(mixers, "PIECE_TOKENS", data.draw(st.sampled_from((8, 16, 64)), "piece"))
         mixer = make_mixer(kind, torch.float64)
         tokens = data.draw(st.integers(0, 40), "tokens")
         conv_in, gates = draw(mixer, tokens, torch.float64)

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-KERNELS = {"_edit_kernel", "_clear_kernel", "_histogram_kernel", "_bins_kernel", "_collect_kernel", "_search_kernel",
+KERNELS = {"_edit_kernel", "_prepare_kernel", "_histogram_kernel", "_bins_kernel", "_collect_kernel", "_search_kernel",
            "_score_kernel", "_pick_kernel", "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
 
 

@@ -17,11 +17,12 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import native, ops, reference  # noqa: E402
 from outrider.kernels.ops import Kernel  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
+from outrider.sample import sampler  # noqa: E402
 from outrider.spec import draw as draft_draw  # noqa: E402
 from outrider.spec import scripted  # noqa: E402
 
 HERE = Path(__file__).parent
-OURS = (ops, sampler_draw, draft_draw, scripted)  # modules that declare rows
+OURS = (ops, sampler_draw, sampler, draft_draw, scripted)  # modules that declare rows
 
 # (operation, kind): the tests that compare its kernels with the reference, in the order of the row.
 COMPARED = {
@@ -58,6 +59,7 @@ COMPARED = {
     ("take_rows", "triton"): ["test_triton_draft::test_rows_of_two_matrices_are_taken_at_once"],
     ("find_ngram", "native"): ["test_triton_ngram::test_find_ngram"],
     ("find_ngram", "triton"): ["test_triton_ngram::test_find_ngram"],
+    ("count_runs", "triton"): ["test_triton_sampler::test_runs_are_counted"],
     ("prepare_step", "triton"): ["test_triton_step::test_kernels_equal_the_torch_code"],
     ("commit_step", "triton"): ["test_triton_step::test_kernels_equal_the_torch_code"],
     ("store_drafts", "triton"): ["test_triton_step::test_drafts_are_stored_as_by_torch"],
@@ -66,6 +68,7 @@ COMPARED = {
     ("forget_pages", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],
     ("choose_scaled", "triton"): ["test_triton_sampling::test_the_sampler_gives_the_same_with_kernels"],
     ("draw_tokens", "triton"): ["test_triton_sampling::test_the_sampler_gives_the_same_with_kernels"],
+    ("sample_chunk", "triton"): ["test_triton_sampler::test_any_batch_gives_what_the_torch_code_gives"],
     ("accept_at_rates", "triton"): ["test_triton_sampling::test_verdicts_at_rates_equal_the_torch_code"],
     ("draw_drafts", "triton"): ["test_triton_draft::test_float32_drafts_are_the_same_with_kernels"],
 }  # fmt: skip

@@ -27,7 +27,7 @@ from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa
 from tests.unit.test_sample_reference import Batch, Case, cases, make_batch  # noqa: E402
 
 VOCAB = 1500  # two tiles, the second one not full
-LIMITS = Limits(max_requests=9, max_batched_tokens=64, max_len=24, max_drafts=4, vocab_size=VOCAB, max_stop_ids=5)
+LIMITS = Limits(max_requests=10, max_batched_tokens=64, max_len=24, max_drafts=4, vocab_size=VOCAB, max_stop_ids=5)
 MODES = ["raw", "processed"]
 LOUD = SamplingParams(
     temperature=0.8, top_k=400, top_p=0.9, min_p=1e-4, presence_penalty=0.5, frequency_penalty=0.3, min_tokens=9,
@@ -120,8 +120,9 @@ SHAPES = {
     "far": lambda r: -np.exp(r.normal(3, 2, (1, VOCAB))),  # many beyond the linear bins
     "few": lambda r: np.where(r.random((1, VOCAB)) < 0.01, r.normal(0, 1, (1, VOCAB)), -np.inf),
 }
-FILTERS = [{"top_k": 1}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97}, {"top_k": VOCAB}, {"top_p": 0.5},
-           {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-6}, {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
+FILTERS = [{"top_k": 1}, {"top_k": 2, "top_p": 0.9}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97},
+           {"top_k": VOCAB}, {"top_p": 0.5}, {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-6},
+           {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "room"), [*((shape, 8192) for shape in SHAPES), ("flat", 16), ("ties", 16)])
@@ -140,6 +141,8 @@ def test_thresholds_keep_what_a_sort_keeps(
     rows, row, spans = batch.rows, batch.logit_rows.row, sampling.plan_spans(batch.logits)
     scaled = scale(batch.logits, row, rows)
     spans.greatest.copy_(batch.logits.amax(dim=1, keepdim=True).expand_as(spans.greatest))
+    for tile, logits in enumerate(batch.logits.split(sampling.TILE, dim=1)):
+        spans.tile_greatest[:, tile] = logits.amax(dim=1)
     thresholds = filters.find_thresholds(
         batch.logits, batch.logits, row,
         filters.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor), spans,

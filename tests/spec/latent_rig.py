@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from outrider.models.base import Model
+from outrider.spec.base import Drafter
+from outrider.spec.ngram import NgramDrafter
+from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import random_model
+from tests.spec.hybrid_rig import Script, mtp_of
 
 VOCAB, TOP_K = 24, 24
 _SIZES: dict[str, Any] = {
@@ -31,3 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @functools.cache
 def latent_of(family: str) -> Model:
     return random_model(FAMILIES[family], torch.float64, seed=4)
+
+
+def drafter_of(name: str, family: str, k: int, script: Script) -> Drafter:
+    match name:
+        case "mtp":
+            return mtp_of(latent_of(family), k)
+        case "ngram":
+            return NgramDrafter(k, min_n=1, max_n=4)
+        case _:
+            # How many there are changes with the length, so that some scheduled drafts are dead.
+            return ScriptedDrafter(k, script, count=lambda position: k if position % 5 else position % (k + 1))

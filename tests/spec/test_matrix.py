@@ -93,6 +93,38 @@ def test_tokens_do_not_depend_on_the_drafter(family: str, name: str, kind: str, 
             assert max(batch.num_tokens for batch in rig.batches) <= 9
 
 
+ALONE: list[dict[str, Any]] = [
+    {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.8},
+    {"frequency_penalty": 0.4}, {"logit_bias": {token: 2.0 for token in range(30)}},
+    {"bad_words_token_ids": ((11,), (12, 13))}, {"allowed_token_ids": list(range(0, 256, 5))},
+    {"min_tokens": 9, "stop_token_ids": list(range(60))}, {"logprobs": 3}, {"temperature": 0},
+    {key: value for key, value in PARAMS["all"].items() if key not in ("temperature", "seed")},
+]  # fmt: skip
+
+
+def asks_alone() -> list[Ask]:
+    """One request for each parameter, and one for all of them: each has the others for mates."""
+    params = [{"temperature": 0.8, "seed": i, "max_tokens": 12} | one for i, one in enumerate(ALONE)]
+    return [Ask(PROMPTS[i % len(PROMPTS)], SamplingParams(**one)) for i, one in enumerate(params)]
+
+
+@cache
+def expected_alone() -> list[list[list[int]]]:
+    with Rig(tiny_model("llama")) as rig:
+        return tokens_of(rig.run_one_by_one(asks_alone()))
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "ngram+draft_model"])
+def test_every_parameter_with_every_drafter(name: str, preempts: bool) -> None:
+    config = {"method": "suffix" if name == "suffix" else "ngram", "num_speculative_tokens": K, "auto": False}
+    with Rig(tiny_model("llama"), drafter=drafter_of(name, "llama"), speculative_config=config, num_pages=160) as rig:
+        outputs = rig.run(asks_alone(), after_step=rig.preempt if preempts else None)
+        assert tokens_of(outputs) == expected_alone()
+        assert sum(output.metrics.num_draft_tokens for output in outputs) > 0
+        assert (rig.scheduler.stats.num_preemptions > 0) == preempts
+
+
 def script_of(family: str, kind: str, errors: frozenset[int], max_tokens: int) -> Any:
     """The true continuation of each prompt, wrong at the chosen places."""
     truth = {tuple(p): run[0] for p, run in zip(PROMPTS, expected(family, kind, max_tokens), strict=True)}

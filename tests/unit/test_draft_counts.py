@@ -37,7 +37,8 @@ def running(request_id: int, proposed: int = 8, **params: object) -> Request:
 
 def observed(chooser: DraftCounts, request: Request, drafted: int, accepted: int, times: int = 20) -> None:
     for _ in range(times):
-        chooser.observe(request, RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted))
+        result = RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted)
+        chooser.observe(request, result, drafted)
 
 
 def test_drafts_are_taken_where_tokens_are_free_and_left_where_they_are_not() -> None:
@@ -52,6 +53,28 @@ def test_a_request_whose_drafts_fail_gets_none_while_its_neighbour_keeps_them() 
     observed(chooser, good, 3, 3)
     observed(chooser, bad, 3, 0)
     assert chooser.choose([good, bad], is_exact=False).wanted == [3, 0]
+
+
+def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
+    """Lookups find nothing in a text that is drawn at random, and the step is padded for their drafts all the same."""
+    costs = StepCosts((1, 64), (1.0, 4.0), is_padded=True)
+    chooser, request = auto_drafts(3, costs, always_propose=True), running(0, temperature=1.0)
+    for _ in range(2):
+        chooser.choose([request], is_exact=False)
+    assert chooser.choose([request], is_exact=False).wanted == [3]
+    for _ in range(9):
+        chooser.observe(request, RequestResult(request.id, 0, [1], 1, 0, 0), 3)
+        plan = chooser.choose([request], is_exact=False)
+    assert plan.wanted == [0]
+
+
+def test_a_draft_must_pay_for_the_noise_of_its_logit_row() -> None:
+    costs = StepCosts((1, 64), (1.0, 1.01), logit_row_seconds=(0.0, 4.0, 9.0), is_padded=True)
+    for params, wanted in (({"temperature": 0}, 2), ({"temperature": 1.0}, 0), ({"temperature": 0, "logprobs": 1}, 0)):
+        chooser, request = auto_drafts(2, costs, always_propose=True), running(0, **params)
+        for _ in range(3):
+            plan = chooser.choose([request], is_exact=False)
+        assert plan.wanted == [wanted]
 
 
 def test_it_tries_again_after_a_while() -> None:

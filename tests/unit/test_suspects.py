@@ -50,7 +50,7 @@ def play(num_requests: int, fails: Fails, max_batch: int = 64) -> tuple[set[int]
 def test_one_culprit_is_found_and_its_mates_go_on(num_requests: int, position: int) -> None:
     for culprit in range(num_requests):
         ended, num_failed = play(num_requests, lambda batch, c=culprit: batch.get(c, 0) >= position)
-        assert ended == {culprit} and num_failed <= 2 + math.ceil(math.log2(num_requests))
+        assert ended == {culprit} and num_failed <= 3 + math.ceil(math.log2(num_requests))
 
 
 def test_several_culprits_are_all_found() -> None:
@@ -66,6 +66,13 @@ def test_a_fault_by_chance_ends_nobody() -> None:
     for at in range(LENGTH):
         steps = iter(range(10**6))
         assert play(5, lambda batch, at=at, steps=steps: next(steps) == at) == (set(), 1)
+
+
+def test_a_fault_by_chance_while_a_culprit_is_looked_for_ends_no_other() -> None:
+    for at in range(2, 60):
+        steps = iter(range(10**6))
+        ended, _ = play(8, lambda batch, at=at, steps=steps: next(steps) == at or 5 in batch)
+        assert ended == {5}
 
 
 def test_two_that_fail_only_together_both_come_through() -> None:

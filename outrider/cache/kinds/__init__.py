@@ -1,5 +1,5 @@
-"""Kinds of cache, one file each: what a layer declares, how many pages a request may hold, which prefixes cached pages
-serve, and which pages a commit frees. `register_kind` adds one from outside the package."""
+"""Kinds of cache, one file each. A kind has a spec, which layers declare, and answers how many pages a request may
+hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
 
 from outrider.cache.kinds.base import (
     MODEL_DTYPE,

@@ -26,9 +26,9 @@ class Part:
     """One tensor that a layer keeps of every token. A layer's parts are found by their names."""
 
     name: str
-    shape: tuple[int, ...]  # of one token
+    shape: tuple[int, ...]  # shape of one token's values
     itemsize: int  # bytes of one element
-    dtype: str = MODEL_DTYPE  # or a name that torch knows, such as "uint8"
+    dtype: str = MODEL_DTYPE  # MODEL_DTYPE, or the name of a torch dtype, such as "uint8"
 
     @property
     def token_bytes(self) -> int:
@@ -58,8 +58,8 @@ class PagedSpec(ABC):
 class Capacity:
     """Sizes of one group for one request."""
 
-    table_width: int  # columns of its row in the page table: one per page of positions, dropped or not
-    max_pages: int  # pages it can hold at once
+    table_width: int  # columns of the request's row in the page table: one per page of positions, dropped or not
+    max_pages: int  # pages that the request can hold at once
 
 
 class Kind(Protocol):
@@ -68,27 +68,23 @@ class Kind(Protocol):
     def capacity(self, limits: Limits) -> Capacity: ...
 
     def pages_to_start(self, tokens: int, limits: Limits) -> int:
-        """Pages held at most while `tokens` tokens are computed: what admission asks for."""
-        ...
+        """Most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
 
     def first_needed(self, settled: int) -> int:
-        """The first column that a row with `settled` computed tokens can still read. Committing frees those before."""
-        ...
+        """The first column that a row with `settled` computed tokens can still read. A commit frees those before it."""
 
     def next_drop(self, settled: int) -> int:
         """The settled length at which `first_needed` moves on."""
-        ...
 
     def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
         """The longest prefix of at most `candidate` tokens (a multiple of the page) that cached columns serve."""
-        ...
 
 
 _KINDS: dict[type[PagedSpec], Callable[[Any, int], Kind]] = {}
 
 
 def register_kind(spec: type[PagedSpec], kind: Callable[[Any, int], Kind]) -> None:
-    """`kind(spec, page_tokens)` answers for layers that declare this type of spec."""
+    """Let `kind(spec, page_tokens)` answer for layers that declare this type of spec."""
     _KINDS[spec] = kind
 
 

@@ -26,7 +26,7 @@ class FullSpec(PagedSpec):
 
 @dataclass(frozen=True)
 class FullKind:
-    """Every token's page stays until the request ends."""
+    """Pages of full attention: every page stays until the request ends."""
 
     spec: PagedSpec
     page_tokens: int

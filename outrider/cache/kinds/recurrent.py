@@ -1,5 +1,5 @@
-"""Recurrent layers: a state in every row that each token overwrites. A running state is never a page; a checkpoint is a
-list of pages, with the layers' states and tails one after the other."""
+"""Recurrent layers keep a state in every row, which each token overwrites. A running state is never a page; a
+checkpoint is a list of pages that hold the layers' states and tails one after the other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class RecurrentSpec:
     """The state, tail and draft window that one layer keeps in every row."""
 
     conv_dim: int  # inputs of the causal convolution per token
-    conv_width: int  # its kernel; the tail holds the last conv_width - 1 inputs, before the convolution
+    conv_width: int  # kernel width; the tail holds the last conv_width - 1 inputs, before the convolution
     state_shape: tuple[int, ...]  # float32, or float64 in a float64 model
-    gate_sizes: tuple[int, ...]  # further inputs per token that a fold needs
-    out_dim: int  # of the output per token
+    gate_sizes: tuple[int, ...]  # widths of the further inputs per token that a fold needs
+    out_dim: int  # outputs per token
     itemsize: int  # bytes of one input in the model's dtype
 
     @property
     def state_itemsize(self) -> int:
-        """A narrower state would round where steps end, and the text would depend on acceptance."""
+        """Bytes of one element. A narrower state would round where steps end, and text would depend on acceptance."""
         return max(4, self.itemsize)
 
     @property
@@ -40,7 +40,7 @@ class RecurrentSpec:
 
     @property
     def row_bytes(self) -> int:
-        """State and tail: what a checkpoint keeps of the layer."""
+        """Bytes of state and tail, which a checkpoint keeps of the layer."""
         return self.state_bytes + self.tail_bytes
 
     @property
@@ -53,15 +53,15 @@ class RecurrentSpec:
 class RowCapacity:
     """Sizes of a model's recurrent layers for one request."""
 
-    row_bytes: int  # its state, tail and window in all of them
-    window_bytes: int  # of these, what the drafts take: the only part that grows with their number
+    row_bytes: int  # state, tail and window of the request in all layers
+    window_bytes: int  # the windows' part of `row_bytes`, which alone grows with the number of drafts
     checkpoint_pages: int  # pages of one checkpoint
-    max_checkpoints: int  # that it can hold at once
+    max_checkpoints: int  # checkpoints that the request can hold at once
 
 
 @dataclass(frozen=True)
 class RecurrentKind:
-    """All recurrent layers of a model, or none."""
+    """All recurrent layers of a model. A model without recurrent layers has an empty one."""
 
     layers: tuple[tuple[int, RecurrentSpec], ...] = ()
     page_tokens: int = 1  # checkpoints are taken at multiples of this, where the pages of all the target's groups end
@@ -89,15 +89,16 @@ class RecurrentKind:
         return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
 
     def is_kept(self, boundary: int, prompt_len: int) -> bool:
-        """Taken for good, and not only until the next one: at intervals, and last before the prompt's end."""
+        """Whether a checkpoint is published for good: at every interval, and at the last boundary before the prompt's
+        end. Other checkpoints live only until the row's next one."""
         return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
 
     def last_boundary(self, tokens: int) -> int:
-        """The last one from which at least one of the tokens is left to compute."""
+        """The last boundary that leaves at least one of the tokens to compute."""
         return max(0, tokens - 1) // self.page_tokens * self.page_tokens
 
     def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
-        """The longest prefix of at most `candidate` tokens whose state is known; without layers all of it."""
+        """The longest prefix of at most `candidate` tokens whose state is known; `candidate` if there are no layers."""
         if not self.layers:
             return candidate
         for boundary in range(candidate // self.page_tokens * self.page_tokens, 0, -self.page_tokens):

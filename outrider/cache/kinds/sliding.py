@@ -23,14 +23,14 @@ class SlidingSpec(FullSpec):
 
 @dataclass(frozen=True)
 class SlidingKind:
-    """Only pages that a query at or after the settled length can see."""
+    """Pages of sliding attention: a request keeps only pages that a query at or after the settled length can see."""
 
     spec: SlidingSpec
     page_tokens: int
 
     def capacity(self, limits: Limits) -> Capacity:
         width = pages_for(limits.max_len, self.page_tokens)
-        # The window of the next settled query plus everything unsettled; the first may be a page's last token.
+        # The window of the next settled query plus all unsettled tokens; the first token may be the last of its page.
         held = self.spec.window - 1 + limits.max_unsettled_tokens + limits.max_drafts
         return Capacity(table_width=width, max_pages=min(width, pages_for(held - 1, self.page_tokens) + 1))
 

@@ -77,7 +77,7 @@ def _compiler() -> list[str]:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
+    """A text that identifies the processor. -march=native depends on it, and machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def _compile(compiler: list[str], target: Path) -> None:
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why. Raises if the structures of Python and of C differ."""
+    """The library, or None and the reason. Raises if the structures of Python and of C differ."""
     if os.environ.get("OUTRIDER_NATIVE") == "0":
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:
@@ -130,7 +130,7 @@ def reason() -> str:
 
 
 def library() -> ctypes.CDLL:
-    """The library, for those who have been told that it is available."""
+    """The library. Call this only if `available()`."""
     found = load()[0]
     assert found is not None
     return found

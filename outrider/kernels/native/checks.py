@@ -1,4 +1,4 @@
-"""What the C code takes. The rows of the table of operations ask these questions; the calls then trust the answer.
+"""Conditions on the arguments of the C code. The table of operations asks them; the calls then rely on the answer.
 
 The C code reads float32 through pointers and records no gradients.
 """

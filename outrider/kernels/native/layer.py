@@ -1,4 +1,4 @@
-"""A whole decoder layer as one call of the C code, with the bits of its operations one by one."""
+"""A whole decoder layer as one call of the C code. Its results have the bits of its operations called one by one."""
 
 from __future__ import annotations
 

@@ -84,8 +84,29 @@ static void rotate_head(float *x, const float *cosine, const float *sine, int64_
     }
 }
 
+static int is_finite(const float *x, int64_t count) {
+    vf rest = {0}; /* NaN where something is not finite: inf x 0 is NaN */
+    float last = 0;
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) rest += load(x + i) * splat(0.0f);
+    for (; i < count; i++) last += x[i] * 0.0f;
+    return sum_lanes(rest) + last == 0.0f;
+}
+
+/* Keys and values of one token. See contain_non_finite in reference.py. */
+static void write_token(float *to_k, float *to_v, const float *k, const float *v, int64_t count) {
+    if (is_finite(k, count) && is_finite(v, count)) {
+        memcpy(to_k, k, count * sizeof(float));
+        memcpy(to_v, v, count * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        to_k[i] = NAN;
+        to_v[i] = 0;
+    }
+}
+
 static void rope_write_row(float *row, int64_t position, int64_t slot, const Rope *r) {
-    int64_t head_bytes = r->cache.dim * (int64_t)sizeof(float);
     float *k = row + r->heads * r->cache.dim, *v = k + r->cache.kv_heads * r->cache.dim;
     const float *cosine = r->cos + position * r->cos_stride, *sine = r->sin + position * r->sin_stride;
     for (int64_t h = 0; h < r->heads + r->cache.kv_heads; h++) {
@@ -96,8 +117,8 @@ static void rope_write_row(float *row, int64_t position, int64_t slot, const Rop
     }
     if (slot < 0) return;
     int64_t page = slot / r->cache.page_size, offset = (slot % r->cache.page_size) * r->cache.kv_heads * r->cache.dim;
-    memcpy(r->cache.k + page * r->cache.k_stride + offset, k, r->cache.kv_heads * head_bytes);
-    memcpy(r->cache.v + page * r->cache.v_stride + offset, v, r->cache.kv_heads * head_bytes);
+    write_token(r->cache.k + page * r->cache.k_stride + offset, r->cache.v + page * r->cache.v_stride + offset, k, v,
+                r->cache.kv_heads * r->cache.dim);
 }
 
 /* Counts in `bad` the tokens whose position or slot is out of range; those are left alone. */

@@ -1,8 +1,8 @@
-"""The table of operations: what each means (a torch reference), and the kernels that carry it out.
+"""The table of operations: each has a torch reference, which defines it, and kernels that carry it out.
 
 A row names the reference, then kernels in the order in which they are asked, each with the dtypes that it serves and
-the question that its arguments must answer with yes. Native code serves the CPU and Triton a GPU. Operations are called
-like their references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
+a condition on its arguments (`takes`). Native code serves the CPU and Triton a GPU. Operations are called like their
+references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ add_rms_norm = Operation(
 
 def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    factor: float = 1.0) -> torch.Tensor:
-    """residual becomes factor * residual + norm(x) in place; returns the norm of that."""
+    """Set residual to factor * residual + norm(x) in place. Returns the norm of the result."""
     if factor != 1.0:
         residual.mul_(factor)
     return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)

@@ -1,4 +1,5 @@
-"""Shapes for which a kernel is the right one, beyond its device and dtype: what rows of the table name as `takes`."""
+"""Conditions on shapes under which a kernel serves, beyond its device and dtype. Rows of the table name them as
+`takes`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ def is_matrix(x: torch.Tensor, *_: object) -> bool:
 
 
 def has_one_row(x: torch.Tensor, *_: object) -> bool:
-    """One token row: a product is a matter of reading the weights once, and small kernels cost by their number."""
+    """Whether there is one token row. Then a product takes little more than reading the weights once, and every small
+    kernel that is saved counts."""
     return x.shape[0] == 1
 
 

@@ -1,4 +1,4 @@
-"""An operation of the table: a torch reference that says what it means, and the kernels that may carry it out.
+"""An operation of the table: a torch reference that defines it, and the kernels that may carry it out.
 
     rms_norm = Operation(
         reference.rms_norm,
@@ -54,7 +54,8 @@ def has_native() -> bool:
 
 
 def precompiling(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, kernels for the device are compiled and not launched; nothing where none is compiled at run time."""
+    """Within this context kernels for the device are compiled and not launched. Does nothing on devices whose kernels
+    are not compiled at run time."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
     ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
@@ -66,9 +67,9 @@ class Kernel:
     """One way to carry out an operation, and the conditions under which it serves."""
 
     kind: str  # "native", "triton", or a name of your own
-    device_type: str  # of the subject
+    device_type: str  # device type of the subject
     function: str | Callable[..., Any]  # "module:function" is imported when it is first needed
-    dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # of the subject
+    dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # dtypes of the subject that it serves
     takes: str | Callable[..., bool] | None = None  # asked at every call, with the arguments of the call
     is_available: Callable[[], bool] = lambda: True  # asked once
 
@@ -123,7 +124,7 @@ class Operation(Generic[P, R]):
         return next(taken, self.reference)
 
     def add(self, kernel: Kernel) -> None:
-        """Is asked before the kernels that are there."""
+        """Add a kernel that is asked before the present ones."""
         self.kernels = (kernel, *self.kernels)
         self._candidates.clear()
 
@@ -159,7 +160,7 @@ def operations() -> dict[str, Operation[..., Any]]:
 
 @contextmanager
 def using(kind: str, *chosen: Operation[..., Any]) -> Iterator[None]:
-    """Inside, these operations, or all, run their kernels of one kind on any device, or their reference ("reference").
+    """Within this context these operations, or all, run kernels of one kind on any device, or their reference.
 
     For tests: Triton's kernels run on the CPU under its interpreter. Operations without such a kernel, and calls that
     it does not take, run the reference. Holds for all threads.

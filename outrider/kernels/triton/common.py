@@ -1,4 +1,4 @@
-"""What the Triton kernels share: small device functions, programmatic dependent launch, and host-side checks.
+"""Shared parts of the Triton kernels: small device functions, programmatic dependent launch, and host-side checks.
 
 It knows nothing of models, caches or steps. Wrappers take `pdl`: with it a kernel may start while its predecessor
 drains, does what depends on no other kernel (fetching weights), then waits for the predecessor's memory. None leaves

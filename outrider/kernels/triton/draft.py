@@ -255,7 +255,7 @@ def _check_tables(name: str, batch: CommittedRequests, tables: Tables, own: Draf
 def plan_draft_passes(
     requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *, num_wanted: int
 ) -> DraftPasses:
-    """As `kernels.drafting.plan_draft_passes`."""
+    """See `kernels.drafting.plan_draft_passes`."""
     name, device, (count,), (num_tokens,) = (
         "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
     )  # fmt: skip
@@ -304,7 +304,7 @@ def _unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSampli
 
 
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
-    """As `kernels.drafting.forget_pages`."""
+    """See `kernels.drafting.forget_pages`."""
     name, device, (count,) = "forget_pages", requests.rows.device, requests.rows.shape
     _check_tables(name, requests, tables, own)
     for field, tensor in (("computed_before", requests.computed_before), ("num_computed", requests.num_computed)):
@@ -320,7 +320,7 @@ def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheS
 def plan_reading_pass(
     requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int, behind: int
 ) -> ReadingPass:
-    """As `kernels.drafting.plan_reading_pass`."""
+    """See `kernels.drafting.plan_reading_pass`."""
     name, device, (count,) = "plan_reading_pass", requests.rows.device, requests.rows.shape
     _check(name, requests, rows, max_len)
     require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
@@ -342,7 +342,7 @@ def store_drafts(
     rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *, drafts: torch.Tensor,
     num_drafts: torch.Tensor, proposed: torch.Tensor,
 ) -> None:
-    """As `kernels.step.store_drafts`; the null row keeps what it has."""
+    """See `kernels.step.store_drafts`. The null row keeps its drafts."""
     name, device, int64, (requests,) = "store_drafts", rows.device, (torch.int64,), rows.shape
     require_tensor(name, "rows", rows, (requests,), device, int64)
     require_tensor(name, "tokens", tokens, (requests, None), device, int64, 0)
@@ -364,6 +364,6 @@ def draw_drafts(
     logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
     out: torch.Tensor,
 ) -> None:
-    """As `spec.draw.draw_drafts`. One kernel draws whether a temperature is 0 or not."""
+    """See `spec.draw.draw_drafts`. The kernel is the same for any temperature, 0 included."""
     key = (keys.seed, keys.sample_index, keys.positions[index])
     sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out)

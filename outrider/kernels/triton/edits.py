@@ -25,6 +25,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import SLICES, TILE, Spans, load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
+_TOP_K = tl.constexpr(flags.TOP_K)
 _MIN_TOKENS, _PENALTIES = tl.constexpr(flags.MIN_TOKENS), tl.constexpr(flags.PENALTIES)
 _LISTED, _EDITED, _OUTPUTS = tl.constexpr(flags.LISTED), tl.constexpr(flags.EDITED), tl.constexpr(flags.OUTPUTS)
 _LIST = 128  # entries of a list that are read at a time
@@ -147,18 +148,22 @@ def _forbid_stops(edited, lowest, end, of, place, rows, stop_stride, LIST: tl.co
 
 
 @triton.jit
-def _greatest_of(logits, first, last, vocab, SIZE: tl.constexpr):
+def _greatest_of(logits, first, last, vocab, tile_greatest, flag, SIZE: tl.constexpr):
+    """The greatest of some tiles; each tile's own is kept where top-k looks for a bound."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
-        greatest = tl.maximum(greatest, load_logits(logits, token, token < vocab))
+        logit = load_logits(logits, token, token < vocab)
+        greatest = tl.maximum(greatest, logit)
+        if (flag & _TOP_K) != 0:
+            tl.store(tile_greatest + tile, tl.max(logit, axis=0))
     return tl.max(greatest, axis=0)
 
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
-    logits, edited, row, draft_index, position, rows, text, span_greatest, logit_stride, edited_stride, mask_words,
-    stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
+    logits, edited, row, draft_index, position, rows, text, span_greatest, tile_greatest, logit_stride, edited_stride,
+    mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
     SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program edits one span of one logit row, lists included: no other program writes there."""
@@ -170,6 +175,7 @@ def _edit_kernel(
     of = tl.load(row + at)
     flag = tl.load(rows.flags + of)
     own = logits + at * logit_stride
+    tile_greatest += at * num_tiles
     greatest_at = span_greatest + at * tl.num_programs(0) + tl.program_id(0)
     if (flag & _EDITED) != 0:
         new = edited + at * edited_stride
@@ -183,7 +189,10 @@ def _edit_kernel(
             raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
             logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
             tl.store(new + token, logit, mask=valid)
-            greatest = tl.maximum(greatest, tl.where(logit == logit, logit, float("inf")))
+            logit = tl.where(logit == logit, logit, float("inf"))
+            greatest = tl.maximum(greatest, logit)
+            if (flag & _TOP_K) != 0:
+                tl.store(tile_greatest + tile, tl.max(logit, axis=0))
         top = tl.max(greatest, axis=0)
         if (flag & _LISTED) != 0:
             lowest, end = first * SIZE, tl.minimum(last * SIZE, vocab)
@@ -199,12 +208,12 @@ def _edit_kernel(
             if (flag & _MIN_TOKENS) != 0:
                 _forbid_stops(new, lowest, end, of, place, rows, stop_stride, LIST)
             tl.debug_barrier()
-            top = _greatest_of(new, first, last, vocab, SIZE)
+            top = _greatest_of(new, first, last, vocab, tile_greatest, flag, SIZE)
         # Where the model's own logits are bad the row is bad, whatever the edits made of them.
         is_bad = tl.max(raw, axis=0) == float("inf")
         tl.store(greatest_at, tl.where(is_bad, float("inf"), top))
     elif tl.load(rows.temperature + of) > 0:
-        tl.store(greatest_at, _greatest_of(own, first, last, vocab, SIZE))
+        tl.store(greatest_at, _greatest_of(own, first, last, vocab, tile_greatest, flag, SIZE))
 
 
 def edit_logits(
@@ -212,8 +221,8 @@ def edit_logits(
     text: Text, spans: Spans, *, any_edits: bool = True, pdl: bool | None = None,
 ) -> torch.Tensor:
     """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; every other one is
-    to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the
-    greatest logit of a span, +inf where the model's own logits hold a NaN or +inf.
+    to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
+    logit of a span (and of each tile, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
 
     Without `any_edits` nobody asks, and what is returned is `logits` itself.
     """
@@ -231,8 +240,8 @@ def edit_logits(
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
         logits, edited, row, draft_index, position, rows._replace(counts=counts), text,
-        spans.greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
-        draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
+        spans.greatest, spans.tile_greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride,
+        token_stride, draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
         SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip

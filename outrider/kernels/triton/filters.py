@@ -1,14 +1,16 @@
 """Thresholds of top-k, top-p and min-p, without a sort. `sample/filters.py` is the specification, to the bit.
 
     scaled logits of a row, likeliest first      0 ........................................ -inf
+    0. a bound below which no threshold lies     k tiles have a logit that reaches the k-th greatest of their maxima
     1. a histogram over bins of scaled logits    counts for top-k, probability masses for top-p
     2. the bin that each threshold lies in       from running sums over the bins
     3. the logits of those bins are collected    a few hundred, or a few thousand, of them
     4. a search by bisection among those
 
-Masses are integers (`probability_mass`), so that sums do not depend on their order. Two passes over the logits; rows
-that ask for neither top-k nor top-p take part in none. Where more logits are collected than there is room for (many
-equal ones), the search reads the whole row instead: slow, and right.
+Masses are integers (`probability_mass`), so that sums do not depend on their order. Two passes over the logits, of
+which few reach the bound, and tiles that have none are not read; rows that ask for neither top-k nor top-p take part in
+none. Where more logits are collected than there is room for (many equal ones), the search reads the whole row instead:
+slow, and right.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.logprobs import nth_greatest
 from outrider.kernels.triton.sampling import SLICES, TILE, Spans, own_logits, shift_of
 
 _TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
@@ -58,6 +61,7 @@ class _Scratch(NamedTuple):
     num_candidates: torch.Tensor  # [logit rows] int32
     candidates: torch.Tensor  # [logit rows, room] float32: scaled logits
     bins: torch.Tensor  # [logit rows, 3] int32: of top-k (-1: none), first and last that top-p may lie in
+    bounds: torch.Tensor  # [logit rows] float32: no threshold of top-k or top-p is a lower scaled logit
     above: torch.Tensor  # [logit rows, 3] int64: count above top-k's bin, mass above it, mass above top-p's first
 
 
@@ -94,8 +98,25 @@ def _scaled_tile(own, token, valid, shift, heat, floor):
     return tl.where(scaled >= floor, scaled, float("-inf"))
 
 
-@kernel(do_not_specialize_on_alignment=SLICES)
-def _clear_kernel(row, rows, thresholds, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def _bound_of(flag, top_k, top_p, tile_greatest, num_tiles, vocab, shift, heat, TILES: tl.constexpr):
+    """A scaled logit that no threshold is below. Top-k: k tiles hold a logit that reaches the k-th greatest of their
+    maxima. Top-p alone: all logits below the bound together have less than half of the mass 1 - p leaves out, as the
+    greatest alone has mass 1."""
+    bound = tl.log((1.0 - top_p) / (2.0 * vocab))
+    if (flag & _TOP_K) != 0:
+        bound = float("-inf")
+        if top_k <= num_tiles:
+            bound = tl.div_rn(nth_greatest(tile_greatest, top_k, num_tiles, TILES) - shift, heat)
+    return bound
+
+
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=SLICES)
+def _prepare_kernel(
+    row, rows, thresholds, span_greatest, tile_greatest, scratch, num_spans, num_tiles, vocab, BINS: tl.constexpr,
+    SPANS: tl.constexpr, PDL: tl.constexpr,
+):
+    """Clears a logit row's histograms and finds its bound."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -108,12 +129,25 @@ def _clear_kernel(row, rows, thresholds, scratch, BINS: tl.constexpr, PDL: tl.co
         tl.store(scratch.counts + bins, tl.zeros([BINS], dtype=tl.int32))
         tl.store(scratch.masses + bins, tl.zeros([BINS], dtype=tl.int64))
         tl.store(scratch.num_candidates + at, 0)
+        shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+        bound = _bound_of(
+            flag, tl.load(rows.top_k + of), tl.load(rows.top_p + of), tile_greatest + at * num_tiles, num_tiles, vocab,
+            shift, tl.load(rows.temperature + of), SPANS,
+        )
+        tl.store(scratch.bounds + at, bound)
+
+
+@triton.jit
+def _reaches(tile_greatest, tile, flag, shift, heat, bound):
+    """Whether some logit of a tile may reach the bound. Top-p alone needs the masses of all of them."""
+    top = tl.load(tile_greatest + tile, mask=(flag & _TOP_K) != 0, other=float("inf"))
+    return tl.div_rn(top - shift, heat) >= bound
 
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _histogram_kernel(
-    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
-    BINS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, rows, span_greatest, tile_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles,
+    span, BINS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -125,17 +159,23 @@ def _histogram_kernel(
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
+        bound, tile_greatest = tl.load(scratch.bounds + at), tile_greatest + at * num_tiles
+        rest = tl.zeros([SIZE], dtype=tl.int64)  # mass below the bound
         first = tl.program_id(0) * span
         for tile in range(first, tl.minimum(first + span, num_tiles)):
-            token = tile * SIZE + tl.arange(0, SIZE)
-            scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
-            counts = scaled > float("-inf")
-            at_bin = at * BINS + _bin_of(tl.abs(scaled))
-            if (flag & _TOP_K) != 0:
-                tl.atomic_add(scratch.counts + at_bin, 1, mask=counts, sem="relaxed")
-            if (flag & _TOP_P) != 0:
-                mass = probability_mass(scaled)
-                tl.atomic_add(scratch.masses + at_bin, mass, mask=counts & (mass > 0), sem="relaxed")
+            if _reaches(tile_greatest, tile, flag, shift, heat, bound):
+                token = tile * SIZE + tl.arange(0, SIZE)
+                scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
+                counts = (scaled > float("-inf")) & (scaled >= bound)
+                at_bin = at * BINS + _bin_of(tl.abs(scaled))
+                if (flag & _TOP_K) != 0:
+                    tl.atomic_add(scratch.counts + at_bin, 1, mask=counts, sem="relaxed")
+                if (flag & _TOP_P) != 0:
+                    mass = probability_mass(scaled)
+                    tl.atomic_add(scratch.masses + at_bin, mass, mask=counts & (mass > 0), sem="relaxed")
+                    rest += tl.where(counts, 0, mass)
+        if (flag & _SEARCHED) == _TOP_P:  # what top-k leaves out has no mass
+            tl.atomic_add(scratch.masses + at * BINS + BINS - 1, tl.sum(rest, axis=0), sem="relaxed")
 
 
 @kernel(do_not_specialize_on_alignment=SLICES)
@@ -153,7 +193,7 @@ def _bins_kernel(row, rows, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
         bin = tl.arange(0, BINS)
         top_k = tl.load(rows.top_k + of)
         count = tl.load(scratch.counts + at * BINS + bin)
-        is_cut = top_k < tl.sum(count, axis=0)  # counts are 0 where there is no top-k
+        is_cut = top_k <= tl.sum(count, axis=0)  # counted are those that reach the bound, as the k greatest do
         is_cut = is_cut & ((flag & _TOP_K) != 0)
         k_bin = tl.where(is_cut, tl.sum((tl.cumsum(count, axis=0) < top_k).to(tl.int32), axis=0), BINS)
         mass = tl.load(scratch.masses + at * BINS + bin)
@@ -175,8 +215,8 @@ def _bins_kernel(row, rows, scratch, BINS: tl.constexpr, PDL: tl.constexpr):
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _collect_kernel(
-    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
-    ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, rows, span_greatest, tile_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles,
+    span, ROOM: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     """In any order: what is searched for does not depend on it."""
     release_dependents(PDL)
@@ -191,18 +231,20 @@ def _collect_kernel(
         heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
         k_bin = tl.load(scratch.bins + 3 * at)
         p_first, p_last = tl.load(scratch.bins + 3 * at + 1), tl.load(scratch.bins + 3 * at + 2)
+        bound, tile_greatest = tl.load(scratch.bounds + at), tile_greatest + at * num_tiles
         first = tl.program_id(0) * span
         for tile in range(first, tl.minimum(first + span, num_tiles)):
-            token = tile * SIZE + tl.arange(0, SIZE)
-            scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
-            bin = _bin_of(tl.abs(scaled))
-            is_in = (bin == k_bin) | ((bin >= p_first) & (bin <= p_last))
-            is_in = is_in & (scaled > float("-inf"))
-            found = tl.sum(is_in.to(tl.int32), axis=0)
-            if found > 0:
-                place = tl.atomic_add(scratch.num_candidates + at, found, sem="relaxed")
-                place += tl.cumsum(is_in.to(tl.int32), axis=0) - 1
-                tl.store(scratch.candidates + at * ROOM + place, scaled, mask=is_in & (place < ROOM))
+            if _reaches(tile_greatest, tile, flag, shift, heat, bound):
+                token = tile * SIZE + tl.arange(0, SIZE)
+                scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
+                bin = _bin_of(tl.abs(scaled))
+                is_in = (bin == k_bin) | ((bin >= p_first) & (bin <= p_last))
+                is_in = is_in & (scaled > float("-inf")) & (scaled >= bound)
+                found = tl.sum(is_in.to(tl.int32), axis=0)
+                if found > 0:
+                    place = tl.atomic_add(scratch.num_candidates + at, found, sem="relaxed")
+                    place += tl.cumsum(is_in.to(tl.int32), axis=0) - 1
+                    tl.store(scratch.candidates + at * ROOM + place, scaled, mask=is_in & (place < ROOM))
 
 
 @triton.jit
@@ -325,25 +367,28 @@ def find_thresholds(
     scratch = _Scratch(
         empty(height, bins, dtype=torch.int32), empty(height, bins, dtype=torch.int64), empty(num, dtype=torch.int32),
         empty(height, _CANDIDATES, dtype=torch.float32), empty(height, 3, dtype=torch.int32),
-        empty(height, 3, dtype=torch.int64),
+        empty(height, dtype=torch.float32), empty(height, 3, dtype=torch.int64),
     )  # fmt: skip
     if num == 0:
         return thresholds
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
-    _clear_kernel[(num,)](row, rows, thresholds, scratch, BINS=bins, num_warps=4, **options)
+    greatest = (spans.greatest, spans.tile_greatest)
+    _prepare_kernel[(num,)](
+        row, rows, thresholds, *greatest, scratch, spans.grid[0], spans.num_tiles, vocab, BINS=bins, SPANS=spans.most,
+        num_warps=4, **options,
+    )
     if not any_searched:
         return thresholds
-    common = (logits, edited, row, rows, spans.greatest, scratch)
-    sizes = (logits.stride(0), edited.stride(0), vocab)
-    tiles = (*sizes, spans.num_tiles, spans.length)
-    _histogram_kernel[spans.grid](*common, *tiles, BINS=bins, SIZE=TILE, SPANS=spans.most, num_warps=4, **options)
+    common, sizes = (logits, edited, row, rows), (logits.stride(0), edited.stride(0), vocab)
+    tiles = (*common, *greatest, scratch, *sizes, spans.num_tiles, spans.length)
+    _histogram_kernel[spans.grid](*tiles, BINS=bins, SIZE=TILE, SPANS=spans.most, num_warps=4, **options)
     _bins_kernel[(num,)](row, rows, scratch, BINS=bins, num_warps=4, **options)
     _collect_kernel[spans.grid](
-        *common, *tiles, ROOM=_CANDIDATES, SIZE=TILE, SPANS=spans.most, num_warps=4, **options
+        *tiles, ROOM=_CANDIDATES, SIZE=TILE, SPANS=spans.most, num_warps=4, **options
     )
     _search_kernel[(num,)](
-        *common, thresholds, *sizes, spans.grid[0], ROOM=_CANDIDATES, SIZE=_SEARCH_TILE, SPANS=spans.most, num_warps=4,
-        **options,
+        *common, spans.greatest, scratch, thresholds, *sizes, spans.grid[0], ROOM=_CANDIDATES, SIZE=_SEARCH_TILE,
+        SPANS=spans.most, num_warps=4, **options,
     )
     return thresholds

@@ -1,5 +1,5 @@
-"""What draft heads take in, in one launch: a token's embedding and a hidden state side by side, each normed or not; and
-the rows of two matrices that the next pass goes on from.
+"""The inputs of draft heads in one launch: a token's embedding and a hidden state side by side, each normed or not; and
+a gather of rows of two matrices for the next pass.
 
 Rounds as embedding, scale and norm do one after the other. Knows nothing of heads or drafts.
 """

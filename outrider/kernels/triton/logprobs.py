@@ -109,8 +109,8 @@ def _tiles_kernel(
 
 
 @triton.jit
-def _nth_greatest(values, count, size, GROUPS: tl.constexpr):
-    """The count-th greatest of values [size]; -inf if there are fewer."""
+def nth_greatest(values, count, size, GROUPS: tl.constexpr):
+    """The count-th greatest of values [size]; There must be as many."""
     group = tl.arange(0, GROUPS)
     value = tl.load(values + group, mask=group < size, other=float("-inf"))
     greater = tl.zeros([GROUPS], dtype=tl.int32)
@@ -137,7 +137,7 @@ def _count_kernel(
             inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED, SPANS
         )
         chosen = _shaped(own, tl.load(tokens + at), True, shift, heat, threshold, PROCESSED)
-        enough = _nth_greatest(scratch.group_greatest + at * num_groups, wanted, num_groups, GROUPS)
+        enough = nth_greatest(scratch.group_greatest + at * num_groups, wanted, num_groups, GROUPS)
         greater = tl.zeros([SIZE], dtype=tl.int32)
         for tile in range(tl.program_id(0) * TILES, tl.program_id(0) * TILES + TILES):
             token = tile * SIZE + tl.arange(0, SIZE)

@@ -55,7 +55,7 @@ def _few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _sorted_pairs(order, ends, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The same for the tile of this number, of tiles numbered expert by expert; there may be fewer."""
+    """Like `_few_pairs`, for the tile of this number among tiles numbered expert by expert; there may be fewer."""
     index = tl.arange(0, EXPERTS)
     start = tl.load(ends + index - 1, mask=(index > 0) & (index < E), other=0)
     end = tl.load(ends + index, mask=index < E, other=0)
@@ -170,7 +170,7 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Pairs, outputs and inputs per tile, and what the compiler is told. A gated product has two tiles of outputs."""
+    """Pairs, outputs and inputs per tile, and options of the compiler. A gated product has two tiles of outputs."""
 
     block_m: int
     block_n: int
@@ -180,8 +180,8 @@ class TileConfig:
 
 
 def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int) -> TileConfig:
-    """By the shapes alone, so that it is known without reading ids. Few pairs an expert: the time is that of reading
-    weights, and narrow tiles give every multiprocessor some. Many: tiles that reuse what they have read."""
+    """Chosen by the shapes alone, without reading ids. With few pairs per expert the time is that of reading weights,
+    and narrow tiles give every multiprocessor some; with many, large tiles reuse the weights that they have read."""
     rows = num_pairs / num_experts
     if rows <= 32:
         block_m = 16 if rows <= 8 else 32
@@ -250,7 +250,7 @@ def experts(
     activation: str, added: torch.Tensor | None = None, *, method: str | None = None,
     up_config: TileConfig | None = None, down_config: TileConfig | None = None, pdl: bool = False,
 ) -> torch.Tensor:
-    """Means what kernels.moe.experts says.
+    """See `kernels.moe.experts`.
 
     method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first), "library" (torch's grouped
     product on sorted rows), or None for the choice by shapes."""

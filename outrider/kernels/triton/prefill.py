@@ -32,15 +32,15 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
-@kernel(do_not_specialize=["num_requests", "longest_short"], do_not_specialize_on_alignment=["query_starts"])
+@kernel(do_not_specialize=["num_requests", "decode_kernel_max_query"], do_not_specialize_on_alignment=["query_starts"])
 def _count_tiles_kernel(
-    query_starts, starts, counter, num_requests, longest_short, QUERIES: tl.constexpr, PAD: tl.constexpr
+    query_starts, starts, counter, num_requests, decode_kernel_max_query, QUERIES: tl.constexpr, PAD: tl.constexpr
 ):
     request = tl.arange(0, PAD)
     valid = request < num_requests
     first = tl.load(query_starts + request, mask=valid, other=0)
     count = tl.load(query_starts + request + 1, mask=valid, other=0) - first
-    tiles = tl.where(count > longest_short, tl.cdiv(count, QUERIES), 0)
+    tiles = tl.where(count > decode_kernel_max_query, tl.cdiv(count, QUERIES), 0)
     tl.store(starts + request + 1, tl.cumsum(tiles, axis=0).to(tl.int32), mask=valid)
     zero = tl.zeros([PAD], dtype=tl.int32)
     tl.store(starts + request, zero, mask=request == 0)
@@ -209,19 +209,20 @@ def _search_width(num_requests: int) -> int:
 
 
 def device_query_tiles(
-    query_starts: torch.Tensor, num_tokens: int, longest_short: int, num_heads: int, num_kv_heads: int, head_dim: int,
-    *, config: PrefillChoice | None = None,
+    query_starts: torch.Tensor, num_tokens: int, decode_kernel_max_query: int, num_heads: int, num_kv_heads: int,
+    head_dim: int, *, config: PrefillChoice | None = None,
 ) -> QueryTiles:
-    """Tiles of the requests with more than `longest_short` query tokens, of num_tokens in all. Reads nothing back."""
+    """Tiles of the requests with more than `decode_kernel_max_query` query tokens; num_tokens: of all requests. Reads
+    nothing back."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     require_tensor("device_query_tiles", "query_starts", query_starts, (None,), query_starts.device, (torch.int32,))
     num_requests = query_starts.shape[0] - 1
     starts, counter = torch.empty_like(query_starts), torch.empty_like(query_starts[:1])
-    _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, longest_short, QUERIES=queries,
+    _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, decode_kernel_max_query, QUERIES=queries,
                               PAD=_search_width(num_requests), num_warps=4)
-    # A request's last tile may hold one query; the shortest request that has any holds longest_short + 1.
-    most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (longest_short + 1))
+    # A request's last tile may hold one query; the shortest request that has any holds decode_kernel_max_query + 1.
+    most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
     return QueryTiles(requests=starts, indices=None, counter=counter, queries=queries, config=config, count=most)
 
 

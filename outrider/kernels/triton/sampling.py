@@ -44,6 +44,7 @@ class Spans(NamedTuple):
     num_tiles: int  # of a logit row
     length: int  # tiles of a span
     greatest: torch.Tensor  # [logit rows, spans] float32
+    tile_greatest: torch.Tensor  # [logit rows, tiles] float32, of every tile: in logit rows with a top-k
 
     @property
     def most(self) -> int:
@@ -277,7 +278,10 @@ def plan_spans(logits: torch.Tensor) -> Spans:
     num_tiles = triton.cdiv(vocab, TILE)
     length = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
     grid = (triton.cdiv(num_tiles, length), num_logit_rows)
-    return Spans(grid, num_tiles, length, torch.empty(grid[::-1], dtype=torch.float32, device=logits.device))
+    greatest, tile_greatest = (
+        torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device) for width in (grid[0], num_tiles)
+    )
+    return Spans(grid, num_tiles, length, greatest, tile_greatest)
 
 
 def _launch(

@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages: the protocol of its backends, and what a model calls.
+"""Attention over keys and values in pages: the base class of its backends, and the layer that a model calls.
 
 A backend plans once per step and group and runs once per layer.
 """
@@ -54,11 +54,10 @@ class Rope(Protocol):
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The table's columns of cos and of sin."""
-        ...
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of q and k heads: what multiplies, [dim] each; perhaps of v heads, without a weight."""
+    """Scales of the RMS norms of q and k heads, [dim] each. v heads may be normed too, without a scale."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -68,7 +67,8 @@ class HeadNorms(NamedTuple):
 
 
 class Backend(ABC):
-    """Plans never outlive their step. `run` writes k and v at the view's slots, then attends over the cache."""
+    """Runs attention. `run` writes k and v at the view's slots, then attends over the cache. A plan is used only in its
+    own step."""
 
     name: str
 
@@ -85,8 +85,8 @@ class Backend(ABC):
         return None
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
-        """Called before steps are captured: allocates the buffers that captured steps share. Memory that a step
-        allocates while it is captured belongs to that capture alone."""
+        """Allocate the buffers that captured steps share. Called before any capture: memory that a step allocates
+        while it is captured belongs to that capture alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class PagedLayer:
     plan: Any
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], or None for both where the layer reads another's
+        """q [tokens, heads, dim], k and v [tokens, kv heads, dim]; k and v are None if the layer reads another layer's
         cache. Returns [tokens, heads * dim]."""
         return self.backend.run(self.layer, self.cache, q, k, v, self.plan)
 
     def fused(self, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one go, or None if that must be done
-        step by step. May overwrite qkv if it does not return None."""
+        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one call. None if the backend has no
+        such call for the layer; otherwise qkv may be overwritten."""
         return self.backend.run_fused(self.layer, self.cache, qkv, rope, norms, self.plan)
 
 
@@ -119,7 +119,7 @@ class PagedMixer:
         self._groups = tuple({group.index: group for _, _, group in self._layers}.values())
 
     def bind(self, view: BatchView) -> dict[int, PagedLayer]:
-        """Plans every group once, now."""
+        """Plan every group once, and bind the layers to the plans."""
         backend = self.backend
         plans = {group.index: backend.plan(view, group) for group in self._groups}
         return {layer.index: PagedLayer(backend, layer, cache, plans[group.index])

@@ -1,7 +1,8 @@
-"""The `native` backend: native paged attention in float32, with norm, rope and cache write as one operation before it,
-and decoder layers as one native call.
+"""The `native` backend: paged attention in float32 by C code on the CPU. Norm, rope and cache write are one operation
+before it, and a decoder layer can be one native call.
 
-Reads keys and values where they lie; nothing is gathered. Other types and machines without a compiler use `torch`.
+Keys and values are read where they lie; nothing is gathered. Other dtypes, and machines without a compiler, use the
+`torch` backend.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class NativeBackend(Backend):
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
             check_writes(layer)
+            k, v = reference.contain_non_finite(k, v)
             reference.write_slots(cache.k, k, plan.slots)
             reference.write_slots(cache.v, v, plan.slots)
         return self._attend(layer, cache, q, plan)
@@ -52,8 +54,8 @@ class NativeBackend(Backend):
 
     def decoder_layer(self, paged: PagedLayer, weights: native.LayerWeights, delta: torch.Tensor | None,
                       residual: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """residual += delta, then attention and MLP of it, in one native call. Returns what the MLP adds, perhaps in
-        delta's memory; or None, with nothing done, if the layer must be done in parts."""
+        """Add delta to residual, then compute attention and MLP, in one native call. Returns the MLP's output, perhaps
+        in delta's memory; or None, with nothing done, if the layer must be done in parts."""
         layer, plan = paged.layer, paged.plan
         write = _rope_write(layer, paged.cache, rope, norms, plan)
         if write is None or plan.requests is None:
@@ -69,13 +71,14 @@ class NativeBackend(Backend):
 
 
 def _first_keys(view: BatchView) -> torch.Tensor | None:
-    """First visible key of each request, as the native call takes it: none where every key may be seen."""
+    """First visible key of each request for the native call; None if every key is visible."""
     return view.visible.starts if isinstance(view.visible, KeysFrom) else None
 
 
 def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: HeadNorms | None,
                 plan: Plan) -> native.RopeWrite | None:
-    """None for layers whose values are normed or made of keys, or that write no cache."""
+    """Arguments of the native norm, rope and cache write. None for layers whose values are normed or made of keys, or
+    that write no cache."""
     if not layer.writes or (norms is not None and (norms.norms_v or not norms.has_v)):
         return None
     cos, sin = rope.halves

@@ -1,4 +1,4 @@
-"""The attention backends by name: which serves a device and a dtype, which one `auto` takes, how one is made.
+"""The attention backends by name: which device and dtype each serves, and the order in which `auto` prefers them.
 
 `register_backend` adds one from outside the package.
 """
@@ -24,15 +24,15 @@ class BackendEntry:
     """A backend that can be asked for by name."""
 
     name: str
-    refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None where it does
-    make: Callable[[int], Backend]  # for at most so many drafts of a request
+    refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None if it does
+    make: Callable[[int], Backend]  # takes the most drafts of a request
 
 
 _BACKENDS: dict[str, BackendEntry] = {}  # in the order in which `auto` prefers them
 
 
 def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
-    """`preferred`: `auto` asks this backend before all others; else after them."""
+    """Make a backend available by name. `preferred`: `auto` asks it before all others; else after them."""
     others = {name: other for name, other in _BACKENDS.items() if name != entry.name}
     _BACKENDS.clear()
     _BACKENDS.update({entry.name: entry} | others if preferred else others | {entry.name: entry})
@@ -41,7 +41,7 @@ def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0) -> Backend:
-    """The backend of that name; for "auto" the first one that serves the dtype on the device."""
+    """The backend of that name; for "auto" the first backend that serves the dtype on the device."""
     refusals: dict[str, str | None] = {}
     for entry in _BACKENDS.values() if name == "auto" else [_BACKENDS[ALIASES.get(name, name)]]:
         refusals[entry.name] = entry.refusal(device, dtype)

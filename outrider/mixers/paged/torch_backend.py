@@ -1,4 +1,4 @@
-"""The `torch` backend: plain, any device, any float type. The reference the others are measured against.
+"""The `torch` backend: plain torch for any device and any float type. It is the reference of the other backends.
 
 Requests with few tokens are attended together, padded to their longest; longer ones one by one. Gathered keys and
 values beyond a request's length are zeroed, since 0 x NaN is NaN and free pages may hold anything.
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
+from outrider.kernels.reference import contain_non_finite
 from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, VisibleKeys, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
 
-SHORT_QUERY = 16  # requests of at most so many tokens are attended together
+SHORT_QUERY = 16  # requests of at most this many tokens are attended together
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Part:
     positions: torch.Tensor  # [requests, query]
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
-    visible: VisibleKeys  # of these requests
+    visible: VisibleKeys  # keys that these requests see
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TorchBackend(Backend):
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
         slots = view.slots(group)
-        live_rows = (slots >= 0).nonzero().squeeze(1)  # a plan of this backend may read the device
+        live_rows = (slots >= 0).nonzero().squeeze(1)  # waits for the device, which a plan of this backend may do
         lengths = view.lengths.tolist()
         starts = view.query_starts.tolist()
         lens = view.queries.lens if isinstance(view.queries, ExactQueries) else view.query_starts.diff().tolist()
@@ -68,8 +69,9 @@ class TorchBackend(Backend):
 def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
     page_tokens = cache.k.shape[1]
     pages, offsets = plan.write_slots // page_tokens, plan.write_slots % page_tokens
-    cache.k[pages, offsets] = k[plan.write_rows].to(cache.k.dtype)
-    cache.v[pages, offsets] = v[plan.write_rows].to(cache.v.dtype)
+    k, v = contain_non_finite(k[plan.write_rows], v[plan.write_rows])
+    cache.k[pages, offsets] = k.to(cache.k.dtype)
+    cache.v[pages, offsets] = v.to(cache.v.dtype)
 
 
 def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> Part:
@@ -104,34 +106,42 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     exists = key_positions < part.lengths[:, None]  # [requests, keys]
     if isinstance(part.visible, KeysFrom):
         exists = exists & (key_positions >= part.visible.starts[:, None])
-    keys = _gather(cache.k, part, exists)  # [requests, kv heads, keys, dim]
+    # Tokens that are not finite have keys of NaN: whoever sees one gets NaN, by the mask, and nobody else does.
+    is_finite = ~_flat(cache.k[..., 0, 0], part).isnan()
+    keys = _gather(cache.k, part, exists & is_finite)  # [requests, kv heads, keys, dim]
     values = _gather(cache.v, part, exists)
     seen = (key_positions <= part.positions[..., None]) & exists[:, None, :]  # [requests, query, keys]
     if layer.window is not None:
         seen = seen & (key_positions > part.positions[..., None] - layer.window)
     queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
-    out = masked_attention(queries, keys, values, seen[:, None], layer.scale, layer.softcap)
+    mask = torch.where(seen, torch.where(is_finite, 0.0, torch.nan)[:, None], -torch.inf)[:, None].to(q.dtype)
+    out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap)
     return out.transpose(1, 2).reshape(requests * query, layer.num_heads * layer.head_dim)
 
 
 def _gather(cache: torch.Tensor, part: Part, exists: torch.Tensor) -> torch.Tensor:
+    return tail_zeroed(_flat(cache, part), exists).transpose(1, 2)
+
+
+def _flat(cache: torch.Tensor, part: Part) -> torch.Tensor:
+    """[requests, keys, ..] of a cache [pages, page tokens, ..]"""
     requests, columns = part.pages.shape
-    gathered = cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])
-    return tail_zeroed(gathered, exists).transpose(1, 2)
+    return cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])
 
 
 def tail_zeroed(gathered: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
     return torch.where(exists[..., None, None], gathered, torch.zeros((), dtype=gathered.dtype, device=gathered.device))
 
 
-def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float,
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float,
                      softcap: float | None) -> torch.Tensor:
-    """q [.., heads, query, dim], k and v [.., kv heads, keys, dim], seen broadcastable to [.., heads, query, keys]."""
+    """q [.., heads, query, dim], k and v [.., kv heads, keys, dim]; mask, broadcastable to [.., heads, query, keys], is
+    added to the scores."""
     group = q.shape[-3] // k.shape[-3]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
     if softcap is None:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    weights = torch.softmax(scores + mask, dim=-1)
     return weights.to(v.dtype) @ v

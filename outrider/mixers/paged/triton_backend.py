@@ -1,6 +1,6 @@
 """The `triton` backend: paged attention on CUDA, with norms, rope and cache write as one kernel before it.
 
-Requests with few tokens go to the decode kernel, which splits over keys; longer ones to the prefill kernel, in tiles
+Requests with few tokens use the decode kernel, which splits over keys; longer ones use the prefill kernel, in tiles
 that never span requests. Grids come from host bounds; lengths are read on the device.
 """
 
@@ -31,19 +31,19 @@ from outrider.kernels.triton import (
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 
-ENOUGH_LAYERS = 4  # of a group, that a list of splits pays for
+MIN_LAYERS_TO_LIST = 4  # a list of splits pays off for groups of at least this many layers
 
 
 @dataclass(frozen=True)
 class NoPrefill:
-    """Every request is for the decode kernel."""
+    """Every request uses the decode kernel."""
 
 
 @dataclass(frozen=True)
 class HostPrefill:
-    """Requests for the prefill kernel, as the host knows them."""
+    """The host knows which requests use the prefill kernel."""
 
-    lens: list[int]  # tokens of each, 0 for the others
+    lens: list[int]  # tokens of each such request, 0 for the others
 
     def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
         return query_tiles(self.lens, *heads, view.query_starts_int32.device, config=config)
@@ -51,9 +51,9 @@ class HostPrefill:
 
 @dataclass(frozen=True)
 class DevicePrefill:
-    """Only the device knows which requests are for the prefill kernel."""
+    """Only the device knows which requests use the prefill kernel."""
 
-    decode_kernel_max_query: int
+    decode_kernel_max_query: int  # requests with more tokens than this
 
     def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
         return device_query_tiles(view.query_starts_int32, view.num_tokens, self.decode_kernel_max_query, *heads,
@@ -65,20 +65,21 @@ class Plan:
     view: BatchView
     page_table: torch.Tensor
     slots: torch.Tensor
-    decode_live: torch.Tensor  # [requests] int32: live tokens of the requests for the decode kernel, 0 for the others
-    decode_max_query: int  # most tokens of such a request; 0 where there is none
+    decode_live: torch.Tensor  # [requests] int32: live tokens of requests that use the decode kernel, 0 for the others
+    decode_max_query: int  # most tokens of such a request; 0 if there is none
     prefill: NoPrefill | HostPrefill | DevicePrefill
-    may_list: bool  # whether the group has layers enough for a list of splits, a drafter's included
+    may_list: bool  # whether the group has enough layers for a list of splits, a drafter's included
     tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
     split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """First visible key of each request, as kernels take it: none where every key may be seen."""
+        """First visible key of each request, for kernels; None if every key is visible."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
-        """The splits for the decode kernel: one list for all layers with the same heads and window."""
+        """The list of splits for the decode kernel, shared by layers with the same heads and window. None if a list
+        does not pay off."""
         if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
@@ -91,7 +92,7 @@ class Plan:
         return self.split_lists[key]
 
     def tiles_for(self, layer: AttentionLayer, cache: KeyValueCache) -> QueryTiles | None:
-        """Tiles for the prefill kernel, None where no request is for it."""
+        """Tiles for the prefill kernel; None if no request uses it."""
         if isinstance(self.prefill, NoPrefill):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
@@ -104,8 +105,8 @@ class TritonBackend(Backend):
     name = "triton"
 
     def __init__(self, decode_kernel_max_query: int = 16) -> None:
-        """decode_kernel_max_query: tokens of a request that the decode kernel takes, 16 at most. Every power of two up
-        to it is a kernel of its own to compile."""
+        """decode_kernel_max_query: most tokens of a request that the decode kernel takes, 16 at most. Every power of
+        two up to it is a kernel of its own to compile."""
         self._max_query = min(16, decode_kernel_max_query)
 
     def plan(self, view: BatchView, group: Group) -> Plan:
@@ -128,7 +129,7 @@ class TritonBackend(Backend):
                 max_query, prefill = most, DevicePrefill(most)
                 live = torch.where(view.query_starts_int32.diff() <= most, live, 0)
         return Plan(view, view.page_table(group), view.slots(group), live, max_query, prefill,
-                    may_list=len(group.layers) >= ENOUGH_LAYERS)
+                    may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token; and the protocol of the
+"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token; and the base class of the
 backends that run mixers over a ragged batch.
 
-What stands before a mixer (projections) and after it (norms) works on each token row alone and belongs to the layer. A
-mixer knows nothing of rows, pages or drafts: the backend decides what is stored.
+Projections before a mixer and norms after it work on each token row alone and belong to the layer. A mixer knows
+nothing of rows, pages or drafts: the backend decides which states are stored.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, Recurren
 
 Gates = tuple[torch.Tensor, ...]
 RecurrentLayer = Callable[[torch.Tensor, Gates], torch.Tensor]
-"""One recurrent layer in one step, as a model calls it: conv_in [tokens, conv_dim] and gates [tokens, n] each in,
-[tokens, out_dim] out; 0 for dead and padded token rows."""
+"""One recurrent layer in one step, as a model calls it. Takes conv_in [tokens, conv_dim] and gates [tokens, n] each,
+returns [tokens, out_dim], with 0 for dead and padded token rows."""
 
 
-class Stepped(NamedTuple):
-    """One more token of each row."""
+class StepOutput(NamedTuple):
+    """Result of one more token of each row."""
 
     y: torch.Tensor  # [rows, out_dim] in the model's dtype
     state: torch.Tensor  # [rows, *state_shape]
     tail: torch.Tensor  # [rows, conv_width - 1, conv_dim]
 
 
-class Scanned(NamedTuple):
-    """Many more tokens of one request."""
+class ScanOutput(NamedTuple):
+    """Result of many more tokens of one request."""
 
     y: torch.Tensor  # [tokens, out_dim] in the model's dtype
     state: torch.Tensor
     tail: torch.Tensor
-    states_at: list[RecurrentState]  # after as many tokens as each boundary says
+    states_at: list[RecurrentState]  # the state after each boundary's number of tokens
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,31 @@ class MixerParams:
     conv_bias: torch.Tensor | None
     dt_bias: torch.Tensor  # [heads]
     decay: torch.Tensor  # [heads], below zero
-    num_groups: int  # of heads that share B and C, or q and k
-    skip: torch.Tensor | None = None  # [heads] D of Mamba-2
+    num_groups: int  # groups of heads that share B and C, or q and k
+    skip: torch.Tensor | None = None  # [heads] D of Mamba-2, the weight of the input itself
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
 
 class RecurrentMixer(Protocol):
-    """conv_in and gates are as the projections leave them, in the model's dtype and before any nonlinearity: kept in
-    that dtype for a later fold, they lose nothing. Both functions are pure and read nothing on the host.
-    """
+    """The recurrence of one layer, as two pure functions that read nothing on the host.
+
+    conv_in and gates come straight from the projections, in the model's dtype and before any nonlinearity, so that
+    keeping them in that dtype for a later fold loses nothing."""
 
     spec: RecurrentSpec
 
-    def step(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates) -> Stepped:
-        """One token for each of several rows: state [rows, *state_shape], tail [rows, conv_width - 1, conv_dim],
-        conv_in [rows, conv_dim], gates [rows, n] each. The recurrence itself; no row's result depends on another's.
-        """
-        ...
+    def step(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates) -> StepOutput:
+        """Compute one token of each of several rows: state [rows, *state_shape], tail [rows, conv_width - 1, conv_dim],
+        conv_in [rows, conv_dim], gates [rows, n] each. No row's result depends on another's."""
 
     def scan(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates,
-             boundaries: list[int], exact: bool = False) -> Scanned:
-        """Tokens of one request, in chunks: state [*state_shape], tail [conv_width - 1, conv_dim], conv_in
+             boundaries: list[int], exact: bool = False) -> ScanOutput:
+        """Compute many tokens of one request, in chunks: state [*state_shape], tail [conv_width - 1, conv_dim], conv_in
         [tokens, conv_dim], gates [tokens, n] each; boundaries do not decrease. However the tokens are split into
-        calls, results are equal up to rounding; with `exact` they are those of `step`, bit for bit.
-        """
-        ...
+        calls, results are equal up to rounding; with `exact` they are those of `step`, bit for bit."""
 
     def kernel_params(self) -> MixerParams | None:
-        """None if no kernel serves this mixer."""
-        ...
+        """The parameters for kernels; None if no kernel serves this mixer."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +95,18 @@ class StepCounts:
     rows: torch.Tensor  # [requests]
     query_starts: torch.Tensor  # [requests + 1]
     request_of: torch.Tensor  # [tokens]
-    computed: torch.Tensor  # [requests] when the step begins
-    num_known: torch.Tensor  # [requests] live ones: all that were scheduled, or none
-    num_drafts: torch.Tensor  # [requests] live ones
+    computed: torch.Tensor  # [requests] computed tokens when the step begins
+    num_known: torch.Tensor  # [requests] live known tokens: all that were scheduled, or none
+    num_drafts: torch.Tensor  # [requests] live drafts
     pending: torch.Tensor  # [requests] accepted drafts to fold
-    query_lens: tuple[int, ...]  # as scheduled
-    known_lens: tuple[int, ...]  # as scheduled
+    query_lens: tuple[int, ...]  # scheduled tokens of each request
+    known_lens: tuple[int, ...]  # scheduled known tokens of each request
     most_drafts: int
     most_pending: int
     targets: CheckpointTargets | None = None
 
     def passes(self, targets: CheckpointTargets) -> torch.Tensor:
-        """[targets] whether the state to be stored has passed the boundary, and the one before had not."""
+        """[targets] whether the state that this step stores has passed the boundary, and the state before had not."""
         request, boundary = targets.request, targets.boundary
         computed, num_known = self.computed[request], self.num_known[request]
         has_passed = (boundary > computed - self.pending[request]) & (boundary <= computed + num_known)
@@ -118,7 +114,7 @@ class StepCounts:
 
 
 class RecurrentStep(ABC):
-    """One step of a batch, layer by layer."""
+    """One step of a batch, which runs layer by layer."""
 
     def __init__(self, layers: RecurrentBackend, counts: StepCounts) -> None:
         self.layers, self.counts = layers, counts
@@ -135,8 +131,8 @@ class RecurrentStep(ABC):
 class RecurrentBackend(ABC):
     """A model's recurrent layers with their rows and checkpoint pages, and how steps advance them."""
 
-    scan_from_tokens: int  # requests with at least so many known tokens are scanned, the others go token by token
-    finds_runs: bool  # whether lengths of runs, and boundaries within them, are found on the device alone
+    scan_from_tokens: int  # requests with at least this many known tokens are scanned, others go token by token
+    finds_runs: bool  # whether the device alone finds the requests' token counts, and boundaries within them
 
     def __init__(self, mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows], pages: CheckpointPages, *,
                  exact: bool = False) -> None:
@@ -148,5 +144,5 @@ class RecurrentBackend(ABC):
     @abstractmethod
     def fold_ended(self, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
                    targets: CheckpointTargets) -> None:
-        """Rows [targets] that take no further step: their pending drafts are applied up to the boundary. Stores
-        nothing but the checkpoints."""
+        """Fold the pending drafts of rows [targets] that take no further step, up to the boundary. Stores nothing but
+        the checkpoints."""

@@ -1,7 +1,7 @@
-"""CheckpointPages: recurrent states copied to pages of the pool and back, layer by layer. Never computed on there.
+"""CheckpointPages: copies recurrent states to pages of the pool and back, layer by layer.
 
-A checkpoint's bytes are those of its layers one after the other, cut into pages; where each layer's part lies is the
-same in every checkpoint. Whose pages they are is not known here.
+A checkpoint's bytes are those of its layers one after the other, cut into pages; each layer's part lies at the same
+place in every checkpoint. This file does not know which request owns the pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.cache.kinds import RecurrentKind
 
 
 class RecurrentState(NamedTuple):
-    """All that a request's past is to one layer."""
+    """A request's state in one recurrent layer, with the inputs that the next convolution needs."""
 
     state: torch.Tensor  # [*state_shape], float32, or float64 in a float64 model
     tail: torch.Tensor  # [conv_width - 1, conv_dim] the last inputs before the convolution, oldest first
@@ -25,14 +25,14 @@ class RecurrentState(NamedTuple):
 class Piece:
     """A part of a layer's bytes: the same columns of one or more pages."""
 
-    pages: slice  # of the checkpoint's list
-    columns: slice  # bytes of a page
-    source: slice  # of the layer's bytes
+    pages: slice  # positions in the checkpoint's list of pages
+    columns: slice  # bytes within a page
+    source: slice  # bytes within the layer
 
 
 class CheckpointPages:
     def __init__(self, kind: RecurrentKind, pool: torch.Tensor, dtype: torch.dtype) -> None:
-        """pool: [pages, elements]; dtype: the model's."""
+        """pool: [pages, elements]; dtype: the model's dtype."""
         self.pool, self.page_bytes, self.starts = pool, kind.page_bytes, kind.starts()
         self._bytes = pool.view(torch.uint8)
         self._dtype = dtype
@@ -44,8 +44,8 @@ class CheckpointPages:
         }
 
     def write(self, layer: int, saved: RecurrentState, pages: torch.Tensor, written: torch.Tensor) -> None:
-        """saved: state and tail with a leading axis of checkpoints; pages [checkpoints, pages]; written [checkpoints],
-        without which a page keeps what it holds."""
+        """saved: state and tail with a leading axis of checkpoints; pages [checkpoints, pages]; written [checkpoints].
+        Pages of a checkpoint that is not written keep their bytes."""
         parts = [part.to(dtype).flatten(1).contiguous().view(torch.uint8)
                  for part, dtype in zip(saved, (self._state_dtype, self._dtype), strict=True)]
         layer_bytes = torch.cat(parts, dim=1)
@@ -76,7 +76,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def split(start: int, stop: int, page_bytes: int) -> list[Piece]:
-    """Bytes [start, stop) of a checkpoint: the end of a page, whole pages, the beginning of one, if there are any."""
+    """Cut bytes [start, stop) of a checkpoint into pieces: the end of a page, whole pages, the beginning of a page."""
     pieces: list[Piece] = []
     at = start
     while at < stop:

@@ -1,7 +1,7 @@
 """RecurrentRows: the recurrent state of every row, from admission to the row's last fold.
 
 A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Nothing
-but the window grows with the number of drafts, and nothing is a page. A model without such layers has an empty one.
+but the window grows with the number of drafts, and nothing is a page. It is empty for a model without recurrent layers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class RecurrentRows:
         self.device = device
         self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
         self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
-        # Pages of the checkpoint that a row was last given: where captured steps find them.
+        # Pages of the checkpoint that a row was last given. Captured steps read them here.
         num_pages = kind.capacity(limits).checkpoint_pages
         self._row_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
-        self._row_checkpoint: dict[int, int] = {}  # by row: the checkpoint whose pages those are
+        self._row_checkpoint: dict[int, int] = {}  # row to the checkpoint whose pages those are
         self.pages = CheckpointPages(kind, pool.data, pool.dtype)
         self.backend = make_backend(mixers, self.layers, self.pages)
 
@@ -45,12 +45,12 @@ class RecurrentRows:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def no_targets(self, count: int) -> CheckpointTargets | None:
-        """Checkpoints of the null row that no step reaches, one for each of its requests."""
+        """Targets of the null row that no step reaches, one for each of `count` requests."""
         none = torch.zeros(count, dtype=torch.int64, device=self.device)
         return self.row_targets(none, none - 1) if self.layers else None
 
     def warm_up(self) -> None:
-        """Compiles the kernels that fold rows which ended; the others are those of steps."""
+        """Compile the kernels that fold rows which ended. All other kernels are compiled by running steps."""
         targets = self.no_targets(1)
         if targets is not None and self.backend.finds_runs:
             none = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -58,7 +58,7 @@ class RecurrentRows:
 
     @property
     def needs_no_counts(self) -> bool:
-        """Whether a step's runs may be of lengths that only the device knows."""
+        """Whether a step may have token counts that only the device knows."""
         return not self.layers or self.backend.finds_runs
 
     # Before a step
@@ -70,8 +70,8 @@ class RecurrentRows:
         self._row_checkpoint.clear()
 
     def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
-        """Rows that ended with accepted drafts pending reach their last boundary; before anyone else has them.
-        computed [ROWS]. Returns whether each did [folds]."""
+        """Bring ended rows with pending drafts to their last boundary, before other requests take the rows.
+        computed [ROWS]. Returns whether each reached it [folds]."""
         if not folds:
             return None
         rows = to_device([fold.row for fold in folds], torch.int64, self.device)
@@ -81,7 +81,7 @@ class RecurrentRows:
         return (targets.boundary > computed - pending) & (targets.boundary <= computed)
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Rows begin from nothing, or from a checkpoint."""
+        """Set the states of admitted rows: to zero, or to a checkpoint's."""
         if not admissions or not self.layers:
             return
         rows = to_device([a.row for a in admissions], torch.int64, self.device)
@@ -98,7 +98,7 @@ class RecurrentRows:
                 own.tail.index_copy_(0, restored_rows, tail)
 
     def targets(self, scheduled: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
-        """Checkpoints of the batch's requests, any number for each; num_requests: with padded ones."""
+        """Targets of the batch's checkpoints, any number for each request; num_requests includes padded ones."""
         if not scheduled.checkpoints:
             return None
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
@@ -106,7 +106,7 @@ class RecurrentRows:
         targets = self._make_targets(scheduled.checkpoints, requests, num_requests)
         if self.backend.finds_runs:
             return targets
-        # The host says where boundaries lie among tokens that are scanned: right only if its bound is exact.
+        # The host says where boundaries lie among scanned tokens, which is right only if its bound is exact.
         ends, known, drafts = scheduled.bounds, scheduled.num_known, scheduled.num_drafts
         return targets._replace(scans=tuple(
             ScanTarget(i, target, write.boundary - (ends[i] - known[i] - drafts[i]))
@@ -115,7 +115,7 @@ class RecurrentRows:
         ))  # fmt: skip
 
     def give_pages(self, writes: list[CheckpointWrite]) -> None:
-        """Tells rows the pages of the checkpoints they may write; a row that has several needs `targets`."""
+        """Write the pages of checkpoints to their rows, one checkpoint per row; a row with several needs `targets`."""
         fresh = {write.row: write for write in writes if self._row_checkpoint.get(write.row) != write.id}
         if not fresh:
             return
@@ -127,8 +127,8 @@ class RecurrentRows:
     # In a step
 
     def row_targets(self, rows: torch.Tensor, boundaries: torch.Tensor) -> CheckpointTargets:
-        """One for each request, from what the device holds: its boundary, or -1, and the pages that its row was given.
-        Pages that a row was given once and has no more must not be touched."""
+        """One target for each request, from device data: its boundary, or -1 for none, and the pages given to its row.
+        A request without a boundary gets the null page, because its row's old pages may belong to others by now."""
         starts = torch.arange(rows.shape[0] + 1, device=self.device)
         pages = torch.where(boundaries[:, None] >= 0, self._row_pages[rows], NULL_PAGE)
         return CheckpointTargets(starts, starts[:-1], boundaries, pages)
@@ -136,8 +136,8 @@ class RecurrentRows:
     def begin(self, view: BatchView, computed: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, *,
               known: Queries, max_drafts: int, max_pending: int,
               targets: CheckpointTargets | None) -> RecurrentStep | None:
-        """The recurrent layers in this step; None if the model has none. computed, num_known and num_drafts [requests]
-        are live counts; known: what the host knows of the known tokens."""
+        """Begin a step of the recurrent layers; None if the model has none. computed, num_known and num_drafts
+        [requests] are live counts; known: the host's knowledge of the known tokens."""
         if not self.layers:
             return None
         return self.backend.begin(StepCounts(
@@ -147,8 +147,8 @@ class RecurrentRows:
         ))  # fmt: skip
 
     def _lens(self, queries: Queries, requests: int) -> tuple[int, ...]:
-        """Tokens of each request; where only the device knows them, as many as there may be: a few, or, with prompts
-        among them, enough to be scanned."""
+        """Tokens of each request. If only the device knows them, the most there may be: a few for decoding, and enough
+        to be scanned with prompts."""
         match queries:
             case ExactQueries(lens):
                 return lens
@@ -158,8 +158,8 @@ class RecurrentRows:
                 return (self.backend.scan_from_tokens,) * requests
 
     def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
-        """Accepted drafts wait to be folded in the row's next step; a request that took no part keeps those that wait
-        already. num_accepted [requests]. Returns which checkpoints were written [targets]."""
+        """Store the accepted drafts as pending; they are folded in the row's next step. A request that took no part
+        keeps its pending drafts. num_accepted [requests]. Returns which checkpoints were written [targets]."""
         if step is None:
             return None
         counts = step.counts
@@ -182,7 +182,8 @@ class RecurrentRows:
 
 def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows],
                  pages: CheckpointPages) -> RecurrentBackend:
-    """Kernels on a GPU, in types and for mixers that have any, with states at whole words of a checkpoint's pages."""
+    """Choose Triton kernels on a GPU if they serve the dtype and all mixers, and if states begin at whole words of a
+    checkpoint's pages; the torch backend otherwise."""
     starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
     on_gpu = pages.pool.device.type == "cuda" and pages.pool.dtype != torch.float64
     if (on_gpu and ops.has_triton() and starts_whole

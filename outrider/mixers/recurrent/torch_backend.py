@@ -1,14 +1,14 @@
-"""Recurrent layers over a ragged batch: fold, known tokens, store, drafts. Plain torch, any device, the reference; on a
-GPU kernels do the same (`triton_backend.py`).
+"""The torch backend of recurrent layers over a ragged batch, for any device. It is the reference of the kernels in
+`triton_backend.py`. A step folds accepted drafts, computes known tokens, stores the state and computes drafts.
 
     row's state   | accepted drafts of the last step | known tokens | drafts of this step
     covers        | folded from the row's window     | applied      | run, not stored: their inputs are the new window
     tokens < c-a  | c-a ... c-1                      | c ... c+n-1  | c+n ...
                                                          state stored ^
 
-There are no modes: prefill chunks, one-token prompts, decoding with and without drafts are this one thing. Requests
-with few known tokens go together, longer ones one by one through the mixer's scan. Whatever is masked is selected away
-and never multiplied by zero: rows may hold NaN. Dead, padded and absent rows keep all they have.
+There are no modes: prefill chunks, one-token prompts, decoding with and without drafts all follow this picture.
+Requests with few known tokens are computed together, longer ones one by one through the mixer's scan. Masked values are
+selected away and never multiplied by zero, because rows may hold NaN. Dead, padded and absent rows keep their state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TorchRecurrent(RecurrentBackend):
 
 
 class Walk:
-    """States of several requests on their way over tokens, and what they are at the boundaries of checkpoints."""
+    """Advances the states of several requests token by token, and saves them at the boundaries of checkpoints."""
 
     def __init__(self, mixer: RecurrentMixer, begin: RecurrentState, at: torch.Tensor,
                  targets: CheckpointTargets | None) -> None:
@@ -59,7 +59,7 @@ class Walk:
         self.has_saved = torch.zeros(count, dtype=torch.bool, device=at.device)
 
     def step(self, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
-        """One token of those requests that move [requests]; y of all."""
+        """Compute one token of the requests that move [requests]. Returns y of all requests."""
         y, state, tail = self.mixer.step(self.state, self.tail, conv_in, gates)
         self.state, self.tail = selected(moves, state, self.state), selected(moves, tail, self.tail)
         self.at = self.at + moves
@@ -71,7 +71,7 @@ class Walk:
 
     def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor, *,
              exact: bool) -> torch.Tensor:
-        """Many tokens of one request, if it moves []; its y."""
+        """Compute many tokens of one request, if it moves []. Returns its y."""
         count, targets = conv_in.shape[0], self.targets
         mine = [] if targets is None else sorted(
             (offset, i) for owner, i, offset in targets.scans if owner == request and 0 < offset <= count
@@ -103,7 +103,7 @@ class TorchStep(RecurrentStep):
         host_starts = list(accumulate(counts.query_lens, initial=0))
         self._spans = [(i, slice(host_starts[i], host_starts[i] + n))
                        for i, n in enumerate(counts.known_lens) if n >= from_tokens]  # fmt: skip
-        # [requests] known tokens that go with everyone's, one by one.
+        # [requests] known tokens that are computed one by one, together with those of the other requests.
         lens = torch.where(self._is_live, counts.num_known, 0)
         self._short_lens = torch.where(lens < from_tokens, lens, 0)
         if counts.targets is not None and self.written is not None:
@@ -116,7 +116,7 @@ class TorchStep(RecurrentStep):
         at_row = counts.rows
         walk = Walk(mixer, RecurrentState(rows.state[at_row], rows.tail[at_row]), counts.computed - counts.pending,
                     counts.targets)
-        # One row more than there are tokens: where what must not be seen goes.
+        # One row more than there are tokens takes the outputs that nobody may see.
         out = conv_in.new_zeros(conv_in.shape[0] + 1, mixer.spec.out_dim)
         for j in range(counts.most_pending):
             walk.step(rows.conv_in[at_row, j], tuple(gate[at_row, j] for gate in rows.gates),
@@ -140,14 +140,15 @@ class TorchStep(RecurrentStep):
 
     def _step(self, walk: Walk, out: torch.Tensor, conv_in: torch.Tensor, gates: Gates, token_rows: torch.Tensor,
               moves: torch.Tensor) -> None:
-        """One token of every request that moves, at these token rows."""
+        """Compute one token of every request that moves, at these token rows."""
         dump = out.shape[0] - 1
         source = token_rows.clamp_max(dump - 1)
         y = walk.step(conv_in[source], tuple(gate[source] for gate in gates), moves)
         out.index_copy_(0, torch.where(moves, token_rows, dump), selected(moves, y, torch.zeros_like(y)))
 
     def _keep_window(self, rows: LayerRows, conv_in: torch.Tensor, gates: Gates) -> None:
-        """The drafts' inputs, before the convolution. A row that ended keeps those it has: they wait to be folded."""
+        """Keep the drafts' inputs before the convolution. A row that ended keeps its old ones, which wait to be
+        folded."""
         counts, width = self.counts, self.counts.most_drafts
         if width == 0:
             return
@@ -160,5 +161,5 @@ class TorchStep(RecurrentStep):
 
 
 def selected(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """new where mask [n], old elsewhere; both [n, ..]."""
+    """`new` where mask [n] holds, `old` elsewhere; both [n, ..]."""
     return torch.where(mask.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,7 +1,7 @@
-"""Recurrent layers over a ragged batch by Triton kernels: three launches a layer at most, and no copy of any state.
+"""The Triton backend of recurrent layers over a ragged batch: at most three launches a layer, and no copy of any state.
 
-The torch backend is the specification. What kernels need of a batch is made once per step; this file knows which kernel
-goes with which kind of mixer, and nothing of tiles and grids.
+The torch backend is the specification. The tensors that kernels need of a batch are made once per step. This file knows
+which kernel goes with which kind of mixer, and nothing of tiles and grids.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TritonStep(RecurrentStep):
 
 
 class LayerKernels:
-    """A batch as the kernels take it. fold_only: its rows have ended; nothing but checkpoints is written."""
+    """The kernels of all layers over one batch. fold_only: its rows have ended; nothing but checkpoints is written."""
 
     def __init__(self, layers: TritonRecurrent, step: StepTensors, targets: CheckpointTargets | None, *, chunked: bool,
                  fold_only: bool = False) -> None:
@@ -71,7 +71,7 @@ class LayerKernels:
         return self._advance(params, inputs, own)
 
     def _advance(self, params: MixerParams, inputs: StepInputs, own: LayerTensors) -> torch.Tensor:
-        # The same tile for any number of requests where bits must not depend on them.
+        # With `exact`, one tile size serves any number of requests, so that bits do not depend on the number.
         heads, dim = own.state.shape[1:3]
         exact, targets = self._layers.exact, self._targets
         if params.kind == "delta":
@@ -85,5 +85,5 @@ class LayerKernels:
 
 
 def _only(targets: CheckpointTargets, written: torch.Tensor) -> CheckpointTargets:
-    """Those targets that this step writes."""
+    """Targets with boundary -1 where this step does not write."""
     return targets._replace(boundary=torch.where(written, targets.boundary, -1))

@@ -1,4 +1,4 @@
-"""Where models come from: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
+"""Sources of models: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def resolve(model: str | Path, revision: str | None = None, weights: bool = True,
             download_dir: str | None = None) -> ModelSource:
-    """Finds a model's files and fetches them if need be. `weights=False` fetches no weights from the hub.
-    `download_dir`: where the hub's files are kept."""
+    """Find a model's files, and fetch them if they are not here. `weights=False` fetches no weights from the hub.
+    `download_dir`: the folder for files of the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _local_folder(path)

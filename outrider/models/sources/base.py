@@ -1,7 +1,7 @@
-"""ModelSource: where a model's config, weights and tokenizer come from, whatever the form of its files.
+"""ModelSource: a model's config, weights and tokenizer, whatever the form of its files.
 
-Knows nothing of layers or devices: it hands out a config in Hugging Face's names and tensors one at a time. Torch is
-imported only when weights are read, so the engine learns a model's config and tokenizer without it.
+A source knows nothing of layers or devices: it hands out a config in Hugging Face's names, and tensors one at a time.
+Torch is imported only when weights are read, so the engine reads a model's config and tokenizer without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelSource(ABC):
 
     name: str
     path: Path  # the folder or the file
-    config: dict[str, Any]  # as config.json of a Hugging Face folder
+    config: dict[str, Any]  # in the form of config.json of a Hugging Face folder
     eos_token_ids: tuple[int, ...]
 
     @abstractmethod
@@ -40,8 +40,8 @@ class ModelSource(ABC):
         """Each call reads the files anew, one tensor at a time."""
 
     def read(self, *, keep_quantized: bool) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-        """For the loader: quantised weights in the file's own bits, if these are to be kept. A layer that cannot keep
-        bits gets the numbers they stand for either way."""
+        """Tensors for the loader. `keep_quantized`: quantised weights come in the file's own bits; the loader
+        dequantises those that a layer cannot keep."""
         return self.tensors()
 
     def kept_bytes(self) -> dict[str, int]:

@@ -38,7 +38,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist: a model folder holds a config.json and its weights")
     config = _read_json(path)
     generation = path.with_name("generation_config.json")
-    # What a model must never say is part of what it computes, and newer checkpoints keep it in the other file.
+    # Suppressed tokens are part of the model's arithmetic, and newer checkpoints list them in the other file.
     suppressed = _read_json(generation).get("suppress_tokens") if generation.is_file() else None
     return config if suppressed is None else config | {"suppress_tokens": suppressed}
 
@@ -54,7 +54,7 @@ def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: int = INT32) -> tuple[int, ...]:
-    """Ids outside the vocabulary are refused here, where it is known who gave them."""
+    """The eos ids of a config. Ids outside the vocabulary are refused here, where the message can name the file."""
     value = config.get("eos_token_id")
     if value is None and isinstance(config.get("text_config"), Mapping):
         value = config["text_config"].get("eos_token_id")

@@ -1,7 +1,7 @@
 """A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under HF names.
 
-What the file asks for and Outrider does not have is refused by its key or tensor name. Knows nothing of tokenizing: the
-metadata is handed on as it is. No torch until weights are read.
+Unsupported settings are refused by their key or tensor name. The tokenizer's metadata is handed on unread. Torch is
+imported only when weights are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama",)
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
-# Keys under "llama." that are read below or that say nothing about the arithmetic. Any other is refused.
+# Keys under "llama." that are read below or do not change the arithmetic. All others are refused.
 KNOWN_KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",

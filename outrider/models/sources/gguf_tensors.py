@@ -1,4 +1,4 @@
-"""Single tensors of a GGUF file: what Hugging Face calls them, and their bytes."""
+"""Single tensors of a GGUF file: their names in Hugging Face's form, and their bytes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAYER_TENSOR_NAMES = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # that a layer can keep in the file's own bits
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: what rope divides its frequencies by
+KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # kinds that a layer can keep in the file's own bits
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
 
 
 def hf_name(name: str, path: Path) -> str:

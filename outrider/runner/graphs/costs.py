@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from outrider.core import Limits
+from outrider.core import NULL_ROW, Limits
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.kernels.buffers import to_device
+from outrider.kernels.sampling_flags import SEARCHED
 from outrider.runner.batch import PaddedSize, pack_eager
+from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.keys import GraphKey
+from outrider.runner.graphs.keys import GraphKey, SamplerForm
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_TOKENS, MEASURED_UNCAPTURED
 from outrider.runner.graphs.warm_up import dead_batch
 from outrider.runner.step import DeviceStep, StepPlan
@@ -45,7 +48,29 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
             counts = sorted({*(n for n in DRAFTING_REQUESTS if n < limits.max_requests), limits.max_requests})
         drafting = [_drafting(step, limits, runner, n, plain.get(n)) for n in counts]
     reading, row_seconds = read_costs(step)
-    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, is_padded)
+    loads = (0.0, 0.0, 0.0)
+    if runner is not None and runner.graphs is not None:
+        loads = sampler_costs(step, runner.graphs)
+    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, loads, is_padded)
+
+
+def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
+    """Seconds that the sampler adds for one logit row, by load: with the null row, whose dead tokens these are, as if a
+    request with a temperature, then with filters too, had it."""
+    requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
+    plain = GraphKey(requests, requests, 0, False)
+    full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
+    before = [field[NULL_ROW].clone() for field in (rows.temperature, rows.flags, rows.top_k, rows.top_p)]
+    found = []
+    for key, asked in ((plain, (0.0, 0, 0, 1.0)), (plain, (1.0, 0, 0, 1.0)), (full, (1.0, SEARCHED, 50, 0.9))):
+        for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), asked, strict=True):
+            field[NULL_ROW] = value
+        with graphs.borrowed(key) as captured:
+            found.append(_best(lambda captured=captured: captured.replay(lambda: None), device))  # type: ignore[misc]
+    for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), before, strict=True):
+        field[NULL_ROW] = value
+    greedy, draw, searched = found
+    return 0.0, max(0.0, draw - greedy) / requests, max(0.0, searched - greedy) / requests
 
 
 def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, requests: int,

@@ -1,0 +1,74 @@
+"""Activations that are not finite end the request that computes them, and reach no page, state or token of others.
+
+A weight of 0 times NaN is NaN, so a token that attention masks can still spoil those before it in its step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.base import Model
+from outrider.spec.scripted import ScriptedDrafter
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tokens_of
+from tests.engine.recurrent_rig import HYBRIDS
+
+CURSED = 7
+FAMILIES = {name: (CONFIGS | HYBRIDS)[name] for name in ("llama", "sliding", "mamba2", "gated_delta")}
+STEM = [token for token in prompt_of(1, 60) if token != CURSED][:40]
+NEVER = {"logit_bias": {CURSED: -100.0}}
+
+
+def cursed_model(family: str, dtype: torch.dtype) -> Model:
+    model: Any = random_model(FAMILIES[family], dtype, seed=3)
+    model.embed_tokens.weight[CURSED] = torch.nan
+    return model
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return getattr(torch, request.param)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bad_at", [17, 37])
+def test_pages_before_a_bad_token_serve_others(family: str, dtype: torch.dtype, bad_at: int) -> None:
+    """The bad token lies in a chunk of its prompt that yields nothing, so that the chunk's pages are published."""
+    model = cursed_model(family, dtype)
+    healthy = Ask([*STEM[:bad_at], 9, 10, 11], greedy(8, **NEVER))
+    with Rig(model, enable_prefix_caching=False) as rig:
+        expected = tokens_of(rig.run([healthy]))
+    with Rig(model, max_num_batched_tokens=48, checkpoint_interval=16) as rig:
+        (failed,) = rig.run([Ask([*STEM[:bad_at], CURSED, *prompt_of(2, 49 - bad_at)], greedy(4))])
+        assert "not finite" in (failed.outputs[0].error or "") and not failed.outputs[0].token_ids
+        (output,) = rig.run([healthy])
+        assert tokens_of([output]) == expected
+        assert output.metrics.num_cached_tokens == bad_at // 16 * 16, "what came before the bad token is found"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_that_is_not_finite_is_only_a_wrong_draft(family: str, dtype: torch.dtype, overlap: bool) -> None:
+    model = cursed_model(family, dtype)
+    asks = [Ask(STEM[:20], greedy(12, **NEVER)), Ask(STEM[5:14], greedy(9, **NEVER))]
+    with Rig(model, overlap=False) as rig:
+        expected = tokens_of(rig.run(asks))
+    right = {tuple(ask.prompt): answer for ask, (answer,) in zip(asks, expected, strict=True)}
+    drafter = ScriptedDrafter(3, lambda prompt, _: [CURSED if i % 4 == 2 else token
+                                                    for i, token in enumerate(right[prompt])])
+    with Rig(model, drafter=drafter, overlap=overlap) as rig:
+        for _ in range(2):
+            assert tokens_of(rig.run(asks)) == expected
+        assert rig.engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_that_fails_publishes_nothing_of_the_step_that_failed(family: str, dtype: torch.dtype) -> None:
+    model = cursed_model(family, dtype)
+    with Rig(model) as rig:
+        (failed,) = rig.run([Ask([*STEM, CURSED], greedy(4))])
+        assert failed.outputs[0].error is not None
+        (output,) = rig.run([Ask([*STEM, 9], greedy(4, **NEVER))])
+        assert output.outputs[0].error is None and output.metrics.num_cached_tokens == 0

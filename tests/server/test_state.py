@@ -1,0 +1,120 @@
+"""What a server says of itself: metrics, health, the page, the life of its engine."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from outrider import __version__
+from outrider.engine.async_llm import AsyncLLM
+from outrider.server.engine_host import Failed, Loading, Serving
+from outrider.server.metrics import Histogram
+from outrider.server.settings import ServerConfig
+from tests.server.rig import Served, serving, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(stall_timeout=0.5) as served:
+        yield served
+
+
+def values(served: Served) -> dict[str, float]:
+    lines = [line for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'vllm:\w+\{model_name="tiny",engine="0"(,\w+="[^"]*")*\} \S+', line) for line in lines)
+    found = {re.sub(r'\{model_name="tiny",engine="0",?(.*)\} .*', r"\1", line): float(line.split()[-1])
+             for line in lines}
+    assert len(found) == len(lines), "a series came twice"
+    return found
+
+
+def test_metrics_count_requests_tokens_and_drafts(served: Served) -> None:
+    before = values(served)
+    for _ in range(2):
+        assert served.post("/v1/completions", prompt="ab" * 20, max_tokens=30, temperature=0).status_code == 200
+    served.assert_idle()
+    after = values(served)
+    assert after["vllm:prompt_tokens_total"] - before.get("vllm:prompt_tokens_total", 0) == 80
+    assert after["vllm:generation_tokens_total"] - before.get("vllm:generation_tokens_total", 0) == 60
+    assert after["vllm:prefix_cache_hits_total"] > 0
+    assert after['vllm:request_success_totalfinished_reason="length"'] == 2
+    drafted, accepted = (after[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+    assert drafted >= accepted > 0
+    per_position = [v for k, v in after.items() if k.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")]
+    assert sum(per_position) == accepted
+    assert sum(v for k, v in after.items() if k.startswith("vllm:spec_decode_chosen_drafts")) > 0
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert after[f"vllm:{name}_count"] == after[f'vllm:{name}_bucketle="+Inf"'] == 2
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram("x", "X.", (1, 2))
+    for value in (0.5, 1, 1.5, 9):
+        histogram.observe(value)
+    assert [line.split()[-1] for line in histogram.lines("l")][-5:] == ["2", "3", "4", "12.0", "4"]
+
+
+def test_health_version_and_the_page(served: Served) -> None:
+    assert served.http.get("/health").content == b"" and served.http.get("/ready").status_code == 200
+    assert served.http.get("/version").json() == {"version": __version__}
+    page = served.http.get("/")
+    assert page.status_code == 200 and "Outrider" in page.text
+    assert not re.search(r"""(src|href)\s*=|url\(|https?://""", page.text), "the page loads something from elsewhere"
+    assert "script-src 'sha256-" in page.headers["content-security-policy"]
+
+
+def test_health_fails_while_steps_have_stopped(served: Served) -> None:
+    inner, may_go_on = served.llm.engine.step, threading.Event()
+    served.llm.engine.step = lambda: (may_go_on.wait(60), inner())[1]  # type: ignore[method-assign]
+    answers: list[int] = []
+    client = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", prompt="x").status_code))
+    client.start()
+    try:
+        served.wait_for(lambda: served.http.get("/health").status_code == 503)
+        assert "no step" in served.http.get("/health").json()["error"]["message"]
+    finally:
+        may_go_on.set()
+        client.join()
+        served.llm.engine.step = inner  # type: ignore[method-assign]
+    served.wait_for(lambda: served.http.get("/health").status_code == 200)
+    assert answers == [200]
+
+
+def break_engine(served: Served) -> None:
+    served.llm.engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    answer = served.post("/v1/completions", prompt="x")
+    assert answer.status_code == 503 and "ZeroDivision" not in answer.text
+
+
+def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
+    with serving(max_restarts=1, stall_timeout=0.4) as served:
+        first = served.llm
+        break_engine(served)
+        served.wait_for(lambda: isinstance(served.host.state, Serving) and served.host.state.llm is not first)
+        break_engine(served)
+        served.wait_for(lambda: isinstance(served.host.state, Failed))
+        assert served.host.num_restarts == 1 and not first.is_running
+        assert served.http.get("/health").status_code == 503 and served.http.get("/metrics").status_code == 200
+        assert served.error("/v1/completions", 503, prompt="x")["type"] == "ServiceUnavailableError"
+
+
+def test_it_answers_while_the_model_loads() -> None:
+    def start() -> AsyncLLM:
+        time.sleep(1)
+        return AsyncLLM.around(tiny_engine().engine)
+
+    served = Served(start, ServerConfig())
+    try:
+        served.wait_for(lambda: served._server.started)
+        assert isinstance(served.host.state, Loading)
+        assert served.http.get("/health").status_code == 503 and served.http.get("/v1/models").status_code == 200
+        answer = served.post("/v1/completions", prompt="x")
+        assert answer.status_code == 503 and answer.headers["retry-after"] and "loading" in answer.text
+        served.wait_for(lambda: served.http.get("/ready").status_code == 200)
+    finally:
+        served.close()
