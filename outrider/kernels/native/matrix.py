@@ -11,6 +11,7 @@ from outrider.kernels.native.structures import MATRIX
 
 # How native.h numbers the ways to store a weight.
 FLOATS, HALVES, Q8_0, Q4_0, Q4_1 = range(5)
+INT8 = 3  # added to a kind of blocks: token rows are rounded to 8 bits
 _DENSE = {torch.float32: FLOATS, torch.bfloat16: HALVES}
 
 
@@ -47,7 +48,7 @@ def product(x: Tensor, matrix: Matrix) -> Tensor:
 
 def dequantize(matrix: Matrix, first: int, out: Tensor) -> None:
     """Weight rows [first, first + rows of out) as float32; the matrix is stored in blocks."""
-    assert matrix.kind > HALVES and first + out.shape[0] <= matrix.outputs
+    assert HALVES < matrix.kind <= Q4_1 and first + out.shape[0] <= matrix.outputs
     assert out.is_contiguous() and out.dtype is torch.float32 and out.shape[1] == matrix.inputs
     library().dequantize(matrix.packed, first, out.shape[0], out.data_ptr(), torch.get_num_threads())
 
