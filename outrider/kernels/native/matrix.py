@@ -34,14 +34,14 @@ def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
 
 
-def product(x: Tensor, matrix: Matrix) -> Tensor:
-    """x [tokens, inputs] float32, rows at any distance, times the matrix.
+def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
+    """x [tokens, inputs] float32, rows at any distance, times the matrix, by torch's number of threads or another.
 
     The cost is nearly flat up to eight token rows, and rows do not depend on each other."""
     assert is_matrix(x) and x.shape[1] == matrix.inputs
     out = torch.empty(x.shape[0], matrix.outputs)
     library().product(
-        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], torch.get_num_threads()
+        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], threads or torch.get_num_threads()
     )  # fmt: skip
     return out
 
