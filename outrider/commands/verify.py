@@ -101,7 +101,7 @@ class Check:
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
         self.reference: list[list[int]] = []
-        self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # by what comes before
+        self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # prompt to log-probability of each next token
 
     def run_reference(self) -> None:
         self.reference = self._tokens(Variant("reference", alone=True))[0]

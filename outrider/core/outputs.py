@@ -161,7 +161,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        for output in self.outputs:  # not all(..): asked for every request in every step
+        for output in self.outputs:  # a loop is faster than all(..), and every request is asked in every step
             if output.finish_reason is None:
                 return False
         return True

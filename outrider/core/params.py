@@ -25,10 +25,10 @@ from outrider.core.fields import (
 )
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
-MAX_SAMPLES = 128  # of one prompt
+MAX_SAMPLES = 128  # most samples of one prompt
 MAX_BIAS = 1e9  # a larger bias decides as much, and stays finite when it is divided by a temperature
 Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
-Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # of a request: smaller ones come first
+Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # requests with smaller numbers come first
 
 # Fields of vLLM's SamplingParams that Outrider does not have, with what to do instead.
 REFUSED_FIELDS = {

@@ -43,7 +43,7 @@ class DrafterCacheState:
     """The slots and pages that a drafter has filled. Every step updates the tensors."""
 
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
-    tail_group: int  # which of these groups' pages keep hidden states
+    tail_group: int  # index of the group whose pages keep hidden states
     first_slot: int  # the first slot there is
     max_len: int
     valid_from: torch.Tensor  # [ROWS] slots before it were never filled

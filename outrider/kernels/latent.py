@@ -26,7 +26,7 @@ class TokenContexts(NamedTuple):
     first: Tensor  # [tokens]
     stop: Tensor  # [tokens]; not above `first` where the token row sees nothing
 
-    def cut(self, rows: slice) -> TokenContexts:
+    def cut(self, rows: slice | Tensor) -> TokenContexts:
         return TokenContexts(self.page_table, self.request_of[rows], self.first[rows], self.stop[rows])
 
 
@@ -62,7 +62,7 @@ def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, position
     q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
     heads, its latent part their value. Returns [tokens, heads, latent]."""
     out = q.new_empty(*q.shape[:2], latent_dim)
-    for rows in _chunks(q.shape[0], positions.shape[1] * cache.shape[2]):
+    for rows in _chunks(q.shape[0], positions.shape[1] * max(q.shape[1:])):
         out[rows] = _attend(q[rows], cache, contexts.cut(rows), positions[rows], scale, latent_dim)
     return out
 
@@ -71,12 +71,16 @@ def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, nu
                            latent_dim: int) -> Tensor:
     """Attention over every visible position, all of which are below `num_positions`. Otherwise `latent_attention`."""
     out = q.new_empty(*q.shape[:2], latent_dim)
-    every = torch.arange(num_positions, device=q.device)
-    for rows in _chunks(q.shape[0], num_positions * cache.shape[2]):
+    for rows in _chunks(q.shape[0], num_positions * max(q.shape[1:])):
         own = contexts.cut(rows)
-        positions = torch.where(_is_visible(every, own), every, NOT_CHOSEN)
-        out[rows] = _attend(q[rows], cache, own, positions, scale, latent_dim)
+        out[rows] = _attend(q[rows], cache, own, every_position(own, num_positions), scale, latent_dim)
     return out
+
+
+def every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
+    """[tokens, num_positions] the visible positions, NOT_CHOSEN in place of the others."""
+    every = torch.arange(num_positions, device=contexts.first.device)
+    return torch.where(_is_visible(every, contexts), every, NOT_CHOSEN)
 
 
 def _chunks(num_rows: int, row_elements: int) -> Iterator[slice]:

@@ -74,6 +74,11 @@ class QuantizedRows:
             weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
         return weights.view(self.shape)
 
+    def dequantize_into(self, target: Tensor) -> None:
+        step = max(1, TILE_WEIGHTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
+
     def matrix(self, bias: Tensor | None, activation_bits: int = 32) -> native.Matrix:
         """For the native code; with 8 activation bits its products round token rows: see `round_activations`."""
         kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]

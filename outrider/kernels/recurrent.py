@@ -15,7 +15,7 @@ from torch import Tensor
 
 SHORT_RUN = 4  # runs of known tokens up to this length go token by token, longer ones are scanned
 CHUNK = 64  # tokens that products handle at once; work within a chunk grows with its square
-NORM_EPS = 1e-6  # of the lengths of q and k
+NORM_EPS = 1e-6  # added to the squared lengths of q and k
 
 
 class ScanTarget(NamedTuple):

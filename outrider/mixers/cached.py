@@ -76,12 +76,22 @@ class CachedLayers:
             by_kind.setdefault(_MIXERS[spec], []).append(layer)
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
 
-    def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> Attend:
+    def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
         """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""
         bound = dict(others or {})
         for mixer in self.mixers:
             bound.update(mixer.bind(view))
         return BoundLayers(bound)
+
+    def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
+        """Bind the layers to a further pass with one token row for each of `token_rows` of an earlier pass. Mixers with
+        a method `carry` may go on with what that pass found."""
+        later = self.bind(view)
+        for mixer in self.mixers:
+            carry = getattr(mixer, "carry", None)
+            if carry is not None:
+                carry(earlier.layers, later.layers, token_rows)
+        return later
 
     def prepare_capture(self, limits: Limits) -> None:
         for mixer in self.mixers:
@@ -92,7 +102,7 @@ class BoundLayers:
     """All layers of a model, bound to one step."""
 
     def __init__(self, layers: Mapping[int, Any]) -> None:
-        self._layers = layers
+        self.layers = layers
 
     def mixer(self, layer: int) -> Any:
-        return self._layers[layer]
+        return self.layers[layer]

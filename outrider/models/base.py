@@ -1,4 +1,4 @@
-"""Model: everything the engine and draft heads may ask of a model. Decoder: the loop that decoders share.
+"""Model: the interface of models to the engine and to draft heads. Decoder: the forward that decoders share.
 
 A model knows its weights and its arithmetic. It knows nothing of pages, batches or sampling: attention goes
 through `attend`, and token rows of different requests never meet anywhere else.
@@ -26,13 +26,13 @@ class Hidden(NamedTuple):
 
 
 class Model(LayeredModule, ABC):
-    """A constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the loader, which
-    takes their names from `parts`."""
+    """A model. Its constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the
+    loader, which takes their names from `parts`."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    max_positions: int  # as the config says; max_len of an engine may be less
+    max_positions: int  # positions of the config; max_len of an engine may be less
     device: torch.device
     embed_tokens: Embedding
     lm_head: Linear
@@ -67,7 +67,7 @@ class Decoder(Model):
     names = DecoderNames()
     norm_offset = False  # norms scale by 1 + weight
     rotaries: list[Rotary]
-    softcap: float | None = None  # of the logits
+    softcap: float | None = None  # soft limit of the logits
 
     def __init__(
         self,

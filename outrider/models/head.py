@@ -88,7 +88,7 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`."""
     if load_format == "dummy":
         return load_dummy_head(head, seed)
-    loadable: Any = head  # of a model, the loader uses what a head has too
+    loadable: Any = head  # the loader only uses methods of a model that a head has too
     load_weights(loadable, head.arrivals(find_source().tensors()))
     head.check_loaded()
 

@@ -56,7 +56,7 @@ class LlamaLayer(AttentionMLPLayer):
 class Llama(Decoder):
     """LlamaForCausalLM, and the base of those that differ from it by a switch."""
 
-    default_head_dim: int | None = None  # where a config is silent; None: hidden_size / heads
+    default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     has_head_norm = False
 
     def __init__(

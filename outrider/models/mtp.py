@@ -8,14 +8,14 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from outrider.kernels import ops
 from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
-from outrider.mixers import Attend, AttentionLayer, EveryPosition, LatentLayer
+from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32
@@ -173,8 +173,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
-    """One more layer with experts, and with an indexer of its own where the target has them. It chooses positions anew
-    in every drafting pass."""
+    """One more layer with experts, and with an indexer of its own where the target has them. The config says whether
+    further drafting passes keep the choice of the first."""
     target.config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
     module = f"{target.names.layers}.{target.num_layers}"
     names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
@@ -183,7 +183,10 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
                      shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
 
     def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
-        attends_to = target.indexed_positions() if isinstance(target, DeepseekV32) else EveryPosition()
+        attends_to: AttendsTo = EveryPosition()
+        if isinstance(target, DeepseekV32):
+            lasts = target.config.get("index_share_for_mtp_iteration", bool, False)
+            attends_to = replace(target.indexed_positions(), lasts_for_drafting=lasts)
         attention = target.latent_layer(index, attends_to)
         return [target.layer(attention, is_sparse=True)], [attention]
 

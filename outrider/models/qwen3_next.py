@@ -35,7 +35,7 @@ from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_val
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ACTIVATION = "silu"
-ROTARY_FACTOR = 0.25  # where a config does not say
+ROTARY_FACTOR = 0.25  # default for configs without one
 
 
 class GatedAttention(SelfAttention):

@@ -35,10 +35,9 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
 
 def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:
     """A captured step reports for whoever asks; the parameters of the batch say who did."""
-    asked = params.of_rows(batch.rows)
-    if all(one.logprobs is None for one in asked):
+    if not params.logprobs_of(batch.rows):
         return replace(result, logprobs=None)
-    return replace(result, params=asked)
+    return replace(result, params=params.of_rows(batch.rows))
 
 
 def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],

@@ -22,6 +22,8 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
+        self._penalised: set[int] = set()
+        self._num_logprobs: dict[int, int] = {}  # of rows that report any
         self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -29,6 +31,10 @@ class RowParams:
             row, params = admission.row, admission.params
             self._by_row[row] = params
             (self._not_plain.discard if params.is_plain else self._not_plain.add)(row)
+            (self._penalised.add if params.has_penalties else self._penalised.discard)(row)
+            self._num_logprobs.pop(row, None)
+            if params.logprobs is not None:
+                self._num_logprobs[row] = params.logprobs
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
@@ -45,6 +51,14 @@ class RowParams:
     def are_plain(self, rows: list[int]) -> bool:
         """Whether none of the rows asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
+
+    def have_penalties(self, rows: list[int]) -> bool:
+        return not self._penalised.isdisjoint(rows)
+
+    def logprobs_of(self, rows: list[int]) -> list[int]:
+        """How many log-probabilities the rows ask for, of those that do."""
+        found = self._num_logprobs
+        return [] if found.keys().isdisjoint(rows) else [found[row] for row in rows if row in found]
 
     def report_prompts(self, batch: ScheduledBatch) -> bool:
         """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed

@@ -59,12 +59,12 @@ class DraftNetwork(Protocol):
     def weight_bytes(self) -> int: ...
 
 
-class AutoregressiveDrafter(Drafter):
+class NetworkDrafter(Drafter):
+    """A drafter that draws its drafts from the logits of a network of its own."""
+
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
         self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
         self.attention_layers = tuple(network.attention_layers)
-        self.lookahead = max_drafts
-        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
 
     def modules(self) -> list[LayeredModule]:
         return [self.network.module()]
@@ -74,6 +74,21 @@ class AutoregressiveDrafter(Drafter):
 
     def weight_bytes(self) -> int:
         return self.network.weight_bytes()
+
+    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
+              drafts: torch.Tensor) -> None:
+        """Draw draft `index` of every request into drafts[index]."""
+        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
+                    any_sampled=step.any_sampled, out=drafts[index])
+
+
+class AutoregressiveDrafter(NetworkDrafter):
+    """A drafter whose network writes a slot for every token, each draft's included."""
+
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
+        super().__init__(name, network, max_drafts, taps)
+        self.lookahead = max_drafts
+        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
 
     def page_bytes(self, itemsize: int) -> int:
         return self.network.hidden_size * itemsize
@@ -127,21 +142,17 @@ class AutoregressiveDrafter(Drafter):
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
-        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
+        first = self._cached.bind(view)
+        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
         output, feedback = ops.take_rows(output, feedback, passes.keys.last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.most):
             view = self._batches.further(step, passes, index, drafts[index - 1])
-            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, self._cached.bind(view))
+            attend = self._cached.bind_after(first, passes.keys.last, view)
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)
             self._draw(step, passes.keys, output, index, drafts)
         return Drafts(drafts.t(), passes.keys.counts)
-
-    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
-              drafts: torch.Tensor) -> None:
-        """Draw draft `index` of every request into drafts[index]."""
-        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
-                    any_sampled=step.any_sampled, out=drafts[index])
 
     # Admission: the slot before the first one that a step fills
 

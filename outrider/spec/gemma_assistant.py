@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from outrider.config import SpeculativeConfig
-from outrider.core import Admission, Limits
+from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
 from outrider.mixers import CachedLayers
@@ -24,33 +24,21 @@ from outrider.models.config import ConfigReader
 from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
 from outrider.models.head import load_head
 from outrider.models.sources import resolve
-from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.autoregressive import NetworkDrafter
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 
-class AssistantDrafter(AutoregressiveDrafter):
+class AssistantDrafter(NetworkDrafter):
+    """A drafter that keeps no slots and no state of rows, so that no step is missed."""
+
     def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
         super().__init__("gemma4_assistant", assistant, max_drafts)
-        self.lookahead = 0  # it writes no slots
         self._behind = {"sampled": 1, "computed": 2}[position]  # distance from the rope position to the known length
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         self._cached, self._max_len = cached, limits.max_len
         self._batches = DraftingBatches(cached.groups, limits, device)
-
-    def admit(self, admissions: list[Admission]) -> None:
-        """Does nothing, because an assistant keeps no state of rows."""
-
-    @property
-    def has_slots_to_fill(self) -> bool:
-        return False
-
-    def skip(self, step: Step) -> None:
-        """Does nothing, because an assistant keeps no state that could miss the step."""
-
-    def page_bytes(self, itemsize: int) -> int:
-        return 0
 
     def propose(self, step: Step) -> Drafts:
         reading = self.reading_pass(step)

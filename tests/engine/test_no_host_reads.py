@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.cache.groups import Group
 from outrider.core.params import SamplingParams
+from outrider.layers.base import find_modules
+from outrider.layers.moe import Experts
 from outrider.mixers.batch import BatchView
 from outrider.mixers.paged.torch_backend import Plan, TorchBackend
 from outrider.runner.step import DeviceStep
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.spec.latent_rig import latent_of
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "_unique",
          "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
@@ -150,6 +153,20 @@ def test_a_step_with_drafts_reads_nothing(monkeypatch: pytest.MonkeyPatch, mode:
         guard_steps(rig, MODES[mode])
         assert tokens_of(rig.run(asks)) == expected
         assert sum(part.num_accepted for result in rig.results for part in result.requests) > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_step_with_an_indexer_reads_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Choosing positions has shapes of its own, which must not come from the device. Experts on the CPU may read."""
+    model = latent_of(family)
+    for experts in find_modules([model], Experts):
+        monkeypatch.setattr(experts.format, "mix", lambda x, *_: x)
+    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    asks = [Ask(prompt_of(i, 20 + 9 * i, 24), greedy(6)) for i in range(3)]
+    with Rig(model, overlap=False, pad_requests=(8,), pad_tokens=(80,)) as rig:
+        guard = guard_steps(rig, torch.inference_mode)
+        assert all(sample for (sample,) in tokens_of(rig.run(asks)))
+        assert guard.num_operations > 100 * len(rig.batches), "the steps did pass through the guard"
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {

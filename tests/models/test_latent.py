@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.cache.groups import plan_groups
 from outrider.kernels import latent, ops
@@ -155,6 +156,39 @@ def test_attention_over_chosen_positions_means_what_it_says(monkeypatch: pytest.
         entries = inputs["by_request"][contexts.request_of[row]][[p for p in positions[row].tolist() if p >= 0]]
         shares = (q[row] @ entries.T * 0.3).softmax(-1) if len(entries) else torch.zeros(3, 0, dtype=torch.float64)
         torch.testing.assert_close(out[row], shares @ entries[:, :4])
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ not in ("view", "slice", "select", "index_put_", "copy_"):
+            for tensor in made if isinstance(made, (tuple, list)) else [made]:
+                self.elements = max(self.elements, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return made
+
+
+def test_131072_positions_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores, gathered keys and gathered entries exist for a chunk at a time."""
+    monkeypatch.setattr(latent, "MAX_ELEMENTS", 1 << 18)
+    generator = torch.Generator().manual_seed(0)
+    q, weights = torch.randn(5, 4, 6, generator=generator), torch.randn(5, 4, generator=generator)
+    keys = torch.randn(1 + 8192, 16, 6, generator=generator)
+    pages = (1 + torch.randperm(8192, generator=generator))[None]
+    contexts = TokenContexts(pages, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64),
+                             torch.arange(131072 - 5, 131072))
+    chosen = torch.empty(5, 2048, dtype=torch.int64)
+    with LargestTensor() as largest:
+        ops.choose_positions(q, weights, keys, contexts, chosen)
+        ops.latent_attention(q, keys, contexts, chosen, 0.3, 4)
+    assert 1 << 17 <= largest.elements <= 1 << 18
+    scores = (weights[4][:, None] * (q[4] @ keys[pages[0]].flatten(0, 1)[:131071].T).relu()).sum(0)
+    assert set(chosen[4].tolist()) == set(scores.topk(2048).indices.tolist())
 
 
 def test_token_rows_that_disagree_are_refused() -> None:

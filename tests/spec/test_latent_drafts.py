@@ -43,19 +43,20 @@ def make_checkpoint(family: str, folder: Path) -> Path:
     return folder
 
 
-def without_last_layer(folder: Path) -> None:
+def without_last_layer(folder: Path, **changes: Any) -> None:
     config = read_config(folder)
     for key in ("mlp_layer_types", "layer_types", "indexer_types"):
         if config.get(key) is not None:
             config[key] = config[key][:LAYERS]
-    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1} | changes
     (folder / "config.json").write_text(json.dumps(config))
 
 
 class Naive:
     """One request, everything from scratch, by transformers' layer."""
 
-    def __init__(self, folder: Path, deeper: Any, target: Any) -> None:
+    def __init__(self, folder: Path, deeper: Any, target: Any, keeps_choice: bool = False) -> None:
+        self.keeps_choice = keeps_choice
         self.t = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
         self.rope, self.target = deeper.model.rotary_emb, target
         self.layer = deeper.model.layers[LAYERS]
@@ -63,6 +64,7 @@ class Naive:
     def drafts(self, known: Sequence[int], k: int) -> list[int]:
         hidden = PagedModel(self.target).forward([Piece(0, list(known[:-1]))]).final
         chosen: list[int] = []
+        self.kept: torch.Tensor | None = None
         for _ in range(k):
             output = self.module(torch.tensor([*known, *chosen][1:]), hidden)
             chosen.append(int((output[-1] @ self.t["lm_head.weight"].T).argmax()))
@@ -77,22 +79,42 @@ class Naive:
         x = (torch.cat(parts, dim=1) @ self.t[f"{MODULE}.eh_proj.weight"].T)[None]
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=self.rope(x, positions))
+        options = {"attention_mask": mask, "position_ids": positions, "position_embeddings": self.rope(x, positions)}
+        if self.keeps_choice:
+            return self.norm(self.with_kept_choice(x, options), "shared_head.norm")
+        out = self.layer(x, **options)
         return self.norm((out[0] if isinstance(out, tuple) else out)[0], "shared_head.norm")
+
+    def with_kept_choice(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """The last row takes the choice that the last row of the first pass made. The others' choices do not matter:
+        a module of one layer keeps nothing that depends on them."""
+        indexer = self.layer.self_attn.indexer
+        if self.kept is not None:
+            self.layer.self_attn.indexer = None
+            options = options | {"prev_topk_indices": self.kept.expand(1, x.shape[1], -1)}
+        out, choice = self.layer(x, **options)
+        self.layer.self_attn.indexer = indexer
+        if self.kept is None:
+            count = min(choice.shape[2], x.shape[1])
+            self.kept = choice[:, -1:, :count]
+        return out[0]
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         eps = self.target.sizes.eps
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.t[f"{MODULE}.{name}.weight"]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-def test_drafts_equal_a_naive_reference(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "keeps_choice"),
+    [("deepseek_v3", False), ("deepseek_v32", False), ("glm_moe_dsa", False), ("glm_moe_dsa", True)],
+)
+def test_drafts_equal_a_naive_reference(family: str, keeps_choice: bool, tmp_path: Path) -> None:
     """Ragged, padded, in chunks, with a prefix hit; contexts below and above top-k."""
     folder = make_checkpoint(family, tmp_path)
     deeper = hf_model(folder, torch.float64, attn_implementation="eager", experts_implementation="eager")
-    without_last_layer(folder)
+    without_last_layer(folder, index_share_for_mtp_iteration=keeps_choice)
     target = load(folder, torch.float64)
-    reference = Naive(folder, deeper, target)
+    reference = Naive(folder, deeper, target, keeps_choice)
     first = prompt_of(1, 37)
     asks = [Ask(first, greedy(6)), Ask(prompt_of(2, 4), greedy(7)), Ask(prompt_of(3, 21), greedy(5))]
     speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": K, "auto": False}
@@ -106,4 +128,8 @@ def test_drafts_equal_a_naive_reference(family: str, tmp_path: Path) -> None:
         for proposal in rig.proposals:
             assert list(proposal.drafts) == reference.drafts(proposal.known, K)[: len(proposal.drafts)]
             seen |= set(proposal.drafts)
+        anew = Naive(folder, deeper, target)
+        differs = [list(proposal.drafts) != anew.drafts(proposal.known, K)[: len(proposal.drafts)]
+                   for proposal in rig.proposals if keeps_choice]  # fmt: skip
+    assert any(differs) == keeps_choice, "keeping the choice must show"
     assert len(rig.proposals) > 15 and len(seen) > 8, "constant drafts would hide mistakes"

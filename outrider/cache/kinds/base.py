@@ -28,7 +28,7 @@ class Part:
     name: str
     shape: tuple[int, ...]  # shape of one token's values
     itemsize: int  # bytes of one element
-    dtype: str = MODEL_DTYPE  # or a name that torch knows, such as "uint8"
+    dtype: str = MODEL_DTYPE  # MODEL_DTYPE, or the name of a torch dtype, such as "uint8"
 
     @property
     def token_bytes(self) -> int:

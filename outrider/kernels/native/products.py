@@ -47,7 +47,7 @@ class CpuProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool, exact: bool) -> None:
         self.weight, self.bias = weight, bias
         self.copy: Tensor | None = None
-        self.matrix: native.Matrix | None = None  # what the native product reads
+        self.matrix: native.Matrix | None = None  # the weight for the native product
         self.few: Callable[[Tensor], Tensor] = self._library
         self.few_rows = range(0)
         if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():

@@ -67,9 +67,9 @@ class Kernel:
     """One way to carry out an operation, and the conditions under which it serves."""
 
     kind: str  # "native", "triton", or a name of your own
-    device_type: str  # of the subject
+    device_type: str  # device type of the subject
     function: str | Callable[..., Any]  # "module:function" is imported when it is first needed
-    dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # of the subject
+    dtypes: tuple[torch.dtype, ...] = ANY_DTYPE  # dtypes of the subject that it serves
     takes: str | Callable[..., bool] | None = None  # asked at every call, with the arguments of the call
     is_available: Callable[[], bool] = lambda: True  # asked once
 

@@ -192,7 +192,7 @@ _counters_of: dict[tuple[torch.device, int], torch.Tensor] = {}  # for ever: gra
 
 
 def _counters(device: torch.device, size: int) -> torch.Tensor:
-    """Zeros, and left so by every launch: all launches on a device share them, which must come one after the other."""
+    """Counters that are 0 before and after every launch. All launches on a device share them and must not overlap."""
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("decode_attention: run it before it is captured: its counters must not be a graph's")
@@ -201,7 +201,7 @@ def _counters(device: torch.device, size: int) -> torch.Tensor:
 
 
 def prepare_counters(device: torch.device) -> None:
-    """Allocates the counters of all usual launches, so that none is the first to need them while it is captured."""
+    """Allocate the counters of all usual launches now, so that no launch allocates them while it is captured."""
     _counters(device, _COUNTERS)
 
 

@@ -116,7 +116,8 @@ def least_listed_split(programs: int, sms: int, padded_dim: int) -> int:
 
 
 def pays_split_list(num_requests: int, window: int | None) -> bool:
-    """Few requests have a program for every split anyway, and a short window makes their lengths equal."""
+    """Whether a list of splits pays off. With few requests every split has a program anyway, and a short window makes
+    all lengths equal."""
     return num_requests >= _LISTED_REQUESTS and (window is None or window > _LISTED_WINDOW)
 
 
@@ -200,7 +201,7 @@ def list_splits(
     max_query: int, max_length: int, window: int | None = None, key_starts: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> SplitList:
-    """For `decode_attention`, which must be given the same lengths, live counts, bounds, window and key_starts."""
+    """The list for `decode_attention`, which must get the same lengths, live counts, bounds, window and key_starts."""
     name, device, int32 = "list_splits", lengths.device, (torch.int32,)
     num_requests, sms = lengths.shape[0], num_sms(device)
     require_tensor(name, "lengths", lengths, (None,), device, int32)

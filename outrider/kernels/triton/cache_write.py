@@ -1,5 +1,5 @@
-"""Keys and values that are ready as they are, written to their tokens' slots: for layers whose projections need neither
-norm nor rotation, or got them elsewhere. A slot of -1 writes nothing. Knows slots, not requests or pages' owners.
+"""Writes finished keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or
+got them elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
 """
 
 from __future__ import annotations

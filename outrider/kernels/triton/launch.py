@@ -41,7 +41,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @contextmanager
 def collecting(collect: Collector) -> Iterator[None]:
-    """Inside, launches of this thread are handed to the collector, and nothing runs."""
+    """Within this context launches of this thread go to the collector, and nothing runs."""
     before = _collector.set(collect)
     try:
         yield

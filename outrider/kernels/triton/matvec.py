@@ -154,7 +154,8 @@ def matvec(
 
 
 def is_fastest(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
-    """One token row, or up to four and a weight that is read before the tensor cores have begun."""
+    """Whether this kernel is the fastest: for one token row, or for up to four rows and a weight so small that it is
+    read before tensor cores would have started."""
     num_rows = x.shape[0]
     return num_rows == 1 or (1 < num_rows <= MAX_ROWS and weight.numel() * weight.element_size() <= TINY_WEIGHT)
 

@@ -1,4 +1,4 @@
-"""n-gram lookup over the rows' own tokens. The time is that of reading what a row knows, whatever it might know.
+"""n-gram lookup over the rows' own tokens. It reads only a row's known tokens, not its whole buffer.
 
 One program reads one part of one row's text; where there are several parts, a second launch takes the best of them.
 """
@@ -20,7 +20,8 @@ _LONGER = tl.constexpr(1 << 40)  # in a score: one more token that is equal coun
 
 @triton.jit
 def _best_in(text, last, begin, end, MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """The best score of occurrences that end at places begin to end - 1, by how much is equal, then how late; or -1."""
+    """The best score of occurrences that end at places begin to end - 1, or -1. Longer matches score higher; of equally
+    long ones, later ones."""
     best = tl.full([], -1, dtype=tl.int64)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)

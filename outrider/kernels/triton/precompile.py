@@ -1,4 +1,4 @@
-"""Compiling kernels before they are needed, many at once. It knows neither the kernels nor who launches them.
+"""Compiles kernels before they are needed, many at once. This file knows neither the kernels nor their callers.
 
 Triton's front end holds the GIL, and threads alone keep fewer than two cores busy. So forks compile into Triton's cache
 on disk (a fresh process would import for seconds, and would have to be sent the kernels), and this process loads from
@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds without a kernel from any fork
 
 @contextmanager
 def compiling_ahead(workers: int | None = None) -> Iterator[None]:
-    """Inside, launches of this thread are collected and not carried out. When it returns, their kernels are compiled.
+    """Within this context launches of this thread are collected, not carried out. At its end they are compiled.
 
     Tensors that are made empty inside are zeros, as no kernel fills them: zero is a valid index wherever one is needed,
     since row, page and token 0 always exist. A kernel that the compiler refuses is refused again when it is launched.
@@ -61,7 +61,7 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """Memory that kernels would have written is zeros, in this thread."""
+    """Within this mode empty tensors of this thread are zeros, since no kernel fills them."""
 
     _FILLED: dict[Any, Callable[..., Any]] = {
         torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros,
@@ -73,7 +73,7 @@ class _ZerosForEmpty(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Launch:
-    """A launch as far as the compiler is concerned: one for all that differ in nothing that it looks at."""
+    """A launch, by the properties that the compiler looks at. Launches that share all of these are one."""
 
     function: Any
     args: tuple[Any, ...]
@@ -123,7 +123,7 @@ class _Missing(Exception):
 
 
 def _not_on_disk(launches: list[_Launch]) -> list[list[_Launch]]:
-    """Launches whose kernels have to be compiled, in lists of those that share a kernel. The others are loaded."""
+    """Launches whose kernels must be compiled, in lists that share a kernel. Kernels on disk are loaded."""
 
     class Reader(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
         def __init__(self, key: str, *args: Any, **options: Any) -> None:
@@ -155,7 +155,7 @@ def _num_cores() -> int:
 
 @dataclass(frozen=True)
 class _AskedDriver:
-    """A driver that was asked in advance what compiling asks."""
+    """A driver with answers, asked in advance, to the questions that compiling asks."""
 
     driver: Any
     device: int

@@ -1,7 +1,7 @@
 """Inputs of the recurrences, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
 
-Token-parallel: a program has some channels of one token row, or of a request's pending drafts. It only reads what rows
-keep; who moves that on must run later. The recurrence and what it does with the results are unknown here.
+A program computes some channels of one token row, or of a request's pending drafts. It only reads rows' tails and
+windows; the kernel that updates these must run later. This file does not know the recurrences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConvParams(NamedTuple):
 
 @triton.jit
 def _softplus(x):
-    """log1p of exp(x), without the loss of small exponentials beside 1; as torch has it, x itself above 20."""
+    """log(1 + exp(x)) without losing small exponentials beside 1. Above 20 it is x itself, as in torch."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
     exact = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -146,7 +146,7 @@ def _inputs_kernel(
 
 
 def channel_tile(tokens: int) -> tuple[int, int]:
-    """(channels of a program, warps): many small programs while they do not fill the card."""
+    """Returns (channels of a program, warps). Programs are small while there are too few to fill the card."""
     return (256, 2) if tokens <= 64 else (1024, 4)
 
 

@@ -5,8 +5,8 @@
     -pending <= j < 0     the row's window: accepted drafts, folded in this step
     0 <= j                token rows of this step: known tokens, then drafts
 
-The recurrences themselves are unknown here, and so is who owns a row or a page. Requests without known tokens are dead:
-their rows keep all they have. Rows that ended are folded by themselves (FOLD_ONLY): only checkpoints are written then.
+This file does not know the recurrences, nor the owners of rows and pages. Requests without known tokens are dead: their
+rows keep their contents. Rows that ended are folded by themselves (FOLD_ONLY); then only checkpoints are written.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def input_of(
 
 @triton.jit
 def save_state(state, at, request, element, valid, saves, layer_word, num_pages, PAGE_WORDS: tl.constexpr):
-    """Writes part of a layer's state, `element` of it, to those checkpoints of the request whose boundary `at` is."""
+    """Write part of a layer's state, its elements `element`, to the request's checkpoints whose boundary is `at`."""
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         if tl.load(saves.boundary + target) == at:
             word = layer_word + element
@@ -155,9 +155,9 @@ def keep_inputs(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GATES: tl.constexpr,
     PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """The row's tail and window after a step: this program's share of the channels, which no other one reads or
-    writes. The tail's new inputs may come from its old ones and from the window: they are read before anything is
-    stored."""
+    """Store the row's tail and window after a step: this program's share of the channels, which no other program reads
+    or writes. The tail's new inputs may come from its old ones and from the window, so they are read before anything
+    is stored."""
     per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
     lane = tl.arange(0, CHANNELS)
     channel = (part * per_part + lane)[None, :]
@@ -185,8 +185,8 @@ def keep_inputs(
 
 @triton.jit
 def clear_dead(out, out_stride, column, valid, request, requests, live, start, stop, tokens, counts):
-    """Zeros for the request's dead token rows, and for its share of those that are nobody's. `column` [D]: the
-    program's part of an output row."""
+    """Write zeros to the request's dead token rows, and to its share of the token rows without a request. `column` [D]:
+    the program's part of an output row."""
     zero = tl.zeros(column.shape, dtype=out.dtype.element_ty)
     first = start + live
     for i in range(stop - first):
@@ -212,7 +212,7 @@ class StepSizes(NamedTuple):
 
 def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTensors,
                targets: CheckpointTargets | None) -> StepSizes:
-    """Shapes, dtypes and devices of what a state kernel is given."""
+    """Check shapes, dtypes and devices of a state kernel's arguments."""
     device, dtype = layer.state.device, inputs.conv_in.dtype
     requests, tokens = step.counts.shape[1], inputs.conv_in.shape[0]
     num_rows, heads, dim, n = layer.state.shape

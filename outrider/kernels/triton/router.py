@@ -29,13 +29,13 @@ _LOWEST = tl.constexpr(-1e38)  # the sum of two is still above minus infinity
 
 @triton.jit
 def _best(values, index):
-    """The index of the largest value, of equals the lowest."""
+    """The index of the largest value; of equal values, the lowest index."""
     return tl.min(tl.where(values == tl.max(values, axis=0), index, 1 << 30), axis=0)
 
 
 @triton.jit
 def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """ranked [GROUPS * SIZE], with what lies outside of the best groups at minus infinity."""
+    """ranked [GROUPS * SIZE], with minus infinity outside of the best groups."""
     grouped = tl.reshape(ranked, [GROUPS, SIZE])
     worth = tl.max(grouped, axis=1)
     if TOP2:
@@ -96,7 +96,7 @@ def _route_kernel(
 
 
 def can_route(rule: RouteRule) -> bool:
-    """Groups are rows of a matrix in the kernel, whose sides must be powers of two."""
+    """Whether the kernel serves the rule: groups are rows of a matrix whose sides must be powers of two."""
     is_split = rule.top_groups < rule.num_groups
     shapes = (rule.num_groups, rule.group_size) if is_split else ()
     return rule.num_experts <= MAX_EXPERTS and all(n == next_power_of_two(n) for n in shapes)

@@ -1,7 +1,7 @@
 """Conv tails of checkpoints: the last inputs before each boundary that a step passes, copied to the checkpoint's pages.
 
-Runs before the rows' own tails and windows move on. Which boundaries are passed was decided before; states are saved by
-the kernels that compute them.
+Runs before the rows' own tails and windows are updated. The boundaries that are passed were decided before; states are
+saved by the kernels that compute them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def accept_at_rates(
     sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *, vocab: int,
     row_step: int,
 ) -> torch.Tensor:
-    """sampled [logit rows] with the draft where 32 random bits lie below its threshold, another token where not.
+    """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, else another token.
 
     The bits are word 0 of Philox with counter (0, position, 0, 0) and key seed[row] + row * row_step.
     """

@@ -35,7 +35,7 @@ _GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 
 @triton.jit
 def prefetch_rows(weight, row, width, N, K: tl.constexpr):
-    """Asks for the first lines of this program's weight rows while the kernel before it still runs."""
+    """Prefetch the first lines of this program's weight rows while the kernel before it still runs."""
     bytes_per: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     column = tl.minimum(tl.arange(0, _LINES) * (_LINE // bytes_per), K - 1)
     address = (weight + tl.minimum(row, N - 1).to(tl.int64)[:, None] * width + column[None, :]).to(tl.int64)
@@ -46,7 +46,7 @@ def prefetch_rows(weight, row, width, N, K: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, in_rows, inside, WHOLE: tl.constexpr):
-    """Read once: it need not stay in the cache."""
+    """Load a weight. It is read only once, so it need not stay in the cache."""
     mask = in_rows[:, None] if WHOLE else in_rows[:, None] & inside[None, :]
     return tl.load(weight, mask=mask, other=0.0, eviction_policy="evict_first")
 
@@ -102,7 +102,7 @@ class ThinConfig:
 
 
 def gated_config(num_rows: int) -> ThinConfig:
-    """Each program reads its rows of both halves: half the tile of a plain product."""
+    """The tile of a gated product: half of a plain one, since each program reads its rows of both halves."""
     return ThinConfig(32, 256 if num_rows <= FEW_ROWS else 128, 4, 4)
 
 
@@ -119,7 +119,7 @@ def thin_config(n: int, sms: int, num_rows: int = 1) -> ThinConfig:
 
 
 def is_small(weight: torch.Tensor) -> bool:
-    """Read in a few microseconds: what a product costs then is waiting, which a library does not save."""
+    """Whether the weight is read in a few microseconds. Then a product mostly waits, which a library does not avoid."""
     return weight.numel() * weight.element_size() <= _SMALL_WEIGHT
 
 

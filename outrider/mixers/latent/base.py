@@ -6,7 +6,7 @@ requests with any number of token rows. There is no captured form yet: steps run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
 from outrider.core import Limits
 from outrider.kernels import ops
-from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent import TokenContexts, every_position
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
 
@@ -33,6 +33,7 @@ class IndexedPositions:
     num_heads: int
     head_dim: int
     top_k: int
+    lasts_for_drafting: bool = False  # further drafting passes take the choice of the first one
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class ChosenPositions:
 
     def __init__(self) -> None:
         self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
+        self.is_kept = False  # an earlier drafting pass made the choice, and indexers leave it as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class BoundLatentLayer:
         assert isinstance(self.layer.attends_to, IndexedPositions)
         top_k, plan, keys = self.layer.attends_to.top_k, self.plan, self.cache["index_key"]
         ops.write_entries(key, keys, plan.slots)
+        if self.chosen.is_kept:
+            return
         if plan.num_positions <= top_k:
             self.chosen.latest = None
             return
@@ -107,6 +111,12 @@ class BoundLatentLayer:
                                               layer.latent_dim)
         return ops.latent_attention(q, cache, plan.contexts, positions, layer.scale, layer.latent_dim)
 
+    def positions_of(self, token_rows: torch.Tensor) -> torch.Tensor:
+        """[rows, chosen] the positions that some token rows attend to."""
+        if self.chosen.latest is not None:
+            return self.chosen.latest[token_rows]
+        return every_position(self.plan.contexts.cut(token_rows), self.plan.num_positions)
+
 
 class LatentMixer:
     """A model's latent layers with their parts of the pool."""
@@ -122,6 +132,14 @@ class LatentMixer:
         chosen = ChosenPositions()
         return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen)
                 for layer, cache, group in self._layers}  # fmt: skip
+
+    def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
+        """Keep what indexers of an earlier pass chose for `token_rows` in a later pass with one token row for each of
+        them, where the layers say so."""
+        for layer, _, _ in self._layers:
+            if isinstance(layer.attends_to, IndexedPositions) and layer.attends_to.lasts_for_drafting:
+                chosen = later[layer.index].chosen
+                chosen.latest, chosen.is_kept = earlier[layer.index].positions_of(token_rows), True
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Nothing to share: see `is_capturable`."""

@@ -32,7 +32,7 @@ class ModelSource(ABC):
 
     name: str
     path: Path  # the folder or the file
-    config: dict[str, Any]  # as config.json of a Hugging Face folder
+    config: dict[str, Any]  # in the form of config.json of a Hugging Face folder
     eos_token_ids: tuple[int, ...]
 
     @abstractmethod

@@ -20,7 +20,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-MAX_NESTING = 4  # of arrays; deeper means a damaged file
+MAX_NESTING = 4  # depth of nested arrays; a deeper one means a damaged file
 MAX_DIMENSIONS = 8
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.block_scaled import SCALES, dequantize_blocks
 
-MAPPED_BYTES = 32 << 20  # of one file read before it is opened anew, which drops the pages read so far
+MAPPED_BYTES = 32 << 20  # after reading this many bytes files are opened anew, which drops the pages read so far
 
 
 def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

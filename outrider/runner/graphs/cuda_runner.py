@@ -25,6 +25,7 @@ from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
 from outrider.runner.results import read_result, with_asked_logprobs
 from outrider.runner.step import DeviceResult, DeviceStep
+from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 
 
 class PendingStep(Future[StepResult]):
@@ -33,7 +34,7 @@ class PendingStep(Future[StepResult]):
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
-        if result.logprobs is not None:
+        if result.logprobs is not None and result.logprobs.top.shape[1] <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             result = replace(result, logprobs=result.logprobs.map(_to_pinned))
         self._device_result = result
         self._counts = _to_pinned(result.counts)

@@ -102,10 +102,9 @@ class GraphKeys:
             return Uncaptured.PROMPT_LOGPROBS
         if not state.sampling.lists.are_placed(batch.rows):
             return Uncaptured.UNPLACED_LISTS
-        asked = state.params.of_rows(batch.rows)
-        if any(p.logprobs is not None and not 0 <= p.logprobs <= self._max_logprobs for p in asked):
+        if not all(0 <= num <= self._max_logprobs for num in state.params.logprobs_of(batch.rows)):
             return Uncaptured.MANY_LOGPROBS
-        return SamplerForm.PENALISED if any(p.has_penalties for p in asked) else SamplerForm.FULL
+        return SamplerForm.PENALISED if state.params.have_penalties(batch.rows) else SamplerForm.FULL
 
     def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
                       sampler: SamplerForm) -> GraphKey | Uncaptured:
