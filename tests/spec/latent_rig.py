@@ -29,8 +29,11 @@ _SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
-    "glm_moe_dsa": _SIZES | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]},
-}
+    "glm_moe_dsa": _SIZES | {
+        "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+}  # fmt: skip
 
 
 @functools.cache
