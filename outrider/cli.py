@@ -49,7 +49,8 @@ CHAT_EXAMPLES = """examples:
   outrider chat
   outrider chat path/to/folder --system "Answer in one sentence." --stats
 
-in a chat: /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer.
+in a chat: /reset forgets the conversation, /help lists the commands, /exit (or Ctrl-D) ends, Ctrl-C stops an answer;
+the arrow keys edit the line and bring back earlier ones; a paste of several lines is one message.
 """
 SERVE_EXAMPLES = """examples:
   outrider serve
@@ -131,7 +132,8 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--stats", action="store_true", help="print tokens per second and prefix hits")
+    parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
+                        help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
     _add_priority(parser)
     add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.core import RequestOutput, SamplingParams
+from outrider.core.fields import did_you_mean
 from outrider.llm import LLM
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = ("/exit", "/help", "/quit", "/reset")
+COMMAND = re.compile(r"(/[a-z?]+)\s*")
+HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 class Conversation:
@@ -54,31 +59,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
-    on_terminal = sys.stdin.isatty()
-    if on_terminal:
+    lines = LineInput("> ")
+    if lines.on_terminal:
         print(f"{args.model}: {HELP}")
+    if args.stats is None:
+        args.stats = lines.on_terminal
+    was_interrupted = False
     while True:
         try:
-            text = input("> " if on_terminal else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if on_terminal:
+            text = lines.read()
+        except KeyboardInterrupt:
+            print()
+            if was_interrupted or not lines.on_terminal:
+                return 0
+            print("(Ctrl-C once more, Ctrl-D or /exit ends the chat)")
+            was_interrupted = True
+            continue
+        except EOFError:
+            if lines.on_terminal:
                 print()
             return 0
-        match text:
-            case "":
-                continue
-            case "/exit" | "/quit":
-                return 0
-            case "/reset":
-                conversation.reset()
-                print("(forgotten)")
-            case "/help" | "/?":
-                print(HELP)
-            case _:
-                _turn(conversation, text, args)
+        was_interrupted = False
+        command = COMMAND.fullmatch(text)
+        if command is None:
+            _turn(conversation, text.strip(), args)
+        elif _obey(command[1], conversation):
+            return 0
+
+
+def _obey(command: str, conversation: Conversation) -> bool:
+    """Whether the command ends the chat."""
+    match command:
+        case "/exit" | "/quit":
+            return True
+        case "/reset":
+            conversation.reset()
+            print("(forgotten)")
+        case "/help" | "/?":
+            print(HELP)
+        case _:
+            print(f"there is no command {command}{did_you_mean(command, COMMANDS)} (/help lists them; a text that "
+                  "begins with a space is sent as it is)")
+    return False
 
 
 def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:
+    if not text:
+        return
     start = time.perf_counter()
     try:
         output = conversation.answer(text, _show, args.priority)
@@ -101,5 +128,7 @@ def _stats(output: RequestOutput, seconds: float) -> str:
     line = (f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s; prompt {len(output.prompt_token_ids)} tokens, "
             f"{metrics.num_cached_tokens} of them hits")
     if metrics.num_draft_tokens:
-        line += f"; mean run {metrics.mean_run_length:.2f}"
-    return line + "]"
+        line += (f"; {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "
+                 f"{metrics.mean_run_length:.2f} tokens a step")
+    line += "]"
+    return f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line

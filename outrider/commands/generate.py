@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
@@ -23,14 +26,10 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(config)
     asks = [Ask(_encode(loaded.need_tokenizer(), text, args), params, text) for text in prompts]
     streams = sys.stdout.isatty() and len(asks) == 1 and params.n == 1 and not args.json
-    with loaded.llm(config) as llm:
-        ran = run_prompts(llm, asks, on_output=_Stream() if streams else None, priority=args.priority,
+    show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
+    with loaded.llm(config) as llm, closing(show):
+        ran = run_prompts(llm, asks, on_output=show, priority=args.priority,
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
-    if streams:
-        print()
-    else:
-        for output in ran.outputs:
-            print(json.dumps(as_json(output)) if args.json else _as_text(output, len(asks) > 1))
     if args.stats:
         print(stats_line(ran), file=sys.stderr)
     raise_failed(ran.outputs)  # after the outputs that succeeded are shown
@@ -95,6 +94,36 @@ class _Stream:
         sys.stdout.write(text[self._shown :])
         sys.stdout.flush()
         self._shown = len(text)
+
+    def close(self) -> None:
+        print()
+
+
+class _InOrder:
+    """Prints every answer when it is finished and those of the prompts before it are. At the end, also of an
+    interrupt, whatever is finished."""
+
+    def __init__(self, as_json: bool, with_prompt: bool) -> None:
+        self._as_json, self._with_prompt = as_json, with_prompt
+        self._waiting: dict[int, str] = {}
+        self._num_printed = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        if not output.finished:
+            return
+        text = json.dumps(as_json(output)) if self._as_json else _as_text(output, self._with_prompt)
+        self._waiting[int(output.request_id)] = text  # ids are given in the order of the prompts
+        while self._num_printed in self._waiting:
+            self._print(self._waiting.pop(self._num_printed))
+            self._num_printed += 1
+
+    def close(self) -> None:
+        for _, text in sorted(self._waiting.items()):
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        tqdm.write(text)  # above the bar
+        sys.stdout.flush()
 
 
 def _as_text(output: RequestOutput, with_prompt: bool) -> str:

@@ -44,6 +44,7 @@ ENGINE_HELP = {
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
+    "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",
 }
 SAMPLING_HELP = {
     "n": "samples per prompt",

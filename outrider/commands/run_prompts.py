@@ -9,9 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from outrider.core import RequestOutput, SamplingParams
 from outrider.engine.progress import bar
@@ -90,15 +91,14 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     done: list[RequestOutput] = []
     prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids} for ask in asks]
     start = time.perf_counter()
-    with interruptible() as interrupt, bar(total=len(asks), desc=label or "", unit="req") as progress:
-        if label is None:
-            progress.disable = True
+    with interruptible() as interrupt, _bar(len(asks), label) as progress:
         outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)
         with closing(outputs):
             for output in outputs:
                 if output.finished:
                     done.append(output)
-                    progress.update()
+                    if progress is not None:
+                        progress.update()
                 if on_output is not None:
                     on_output(output)
     done.sort(key=lambda output: int(output.request_id))  # ids are given in the order of the prompts
@@ -106,6 +106,10 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     if not may_fail:
         raise_failed(ran.outputs)
     return ran
+
+
+def _bar(num_asks: int, label: str | None) -> Any:
+    return nullcontext() if label is None else bar(total=num_asks, desc=label, unit="req")
 
 
 def raise_failed(outputs: Sequence[RequestOutput]) -> None:

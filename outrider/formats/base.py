@@ -56,6 +56,11 @@ class LinearFormat(ABC):
         those that the slots count."""
         return 0
 
+    def use_int8_activations(self) -> float | None:
+        """Round token rows to 8 bits in products of few of them. Returns the largest error of a product with random
+        activations, as a share of its largest result; None if the format has no such product."""
+        return None
+
     # Questions about the weight
 
     @property

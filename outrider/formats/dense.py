@@ -43,7 +43,7 @@ class DenseLinear(LinearFormat):
         kept = self._kept(list(stored.values()))
         if kept is None or self._is_shared:
             for first, part in stored.items():
-                self._numbers[first : first + part.shape[0]] = part.dequantize()
+                part.dequantize_into(self._numbers[first : first + part.shape[0]])
         return self if kept is None else kept
 
     def _kept(self, parts: list[StoredWeight]) -> LinearFormat | None:

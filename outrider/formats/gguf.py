@@ -1,6 +1,7 @@
 """GgufLinear: a weight in the bits of a GGUF file (Q8_0, Q4_0, Q4_1), for float32 models on the CPU.
 
-The products have exactly the bits that they would have with the dequantised weight.
+The products have exactly the bits that they would have with the dequantised weight, unless token rows are rounded to
+8 bits on request.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class GgufLinear(KeptFormat):
 
     def prepare(self, allow_copy: bool) -> int:
         return self.weight_bytes
+
+    def use_int8_activations(self) -> float:
+        exact = self._product
+        self._product = QuantizedProduct(exact.rows, exact.bias, exact.weight, activation_bits=8)
+        return self._product.rounding_error()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x)

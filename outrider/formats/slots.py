@@ -26,6 +26,10 @@ class StoredWeight(Protocol):
     def dequantize(self) -> torch.Tensor:
         """The numbers that the bits stand for."""
 
+    def dequantize_into(self, target: torch.Tensor) -> None:
+        """The same numbers in a tensor that is there, with little memory beside it."""
+        ...
+
 
 @dataclass(frozen=True)
 class HeadLayout:

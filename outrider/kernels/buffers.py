@@ -12,7 +12,8 @@ import torch
 
 from outrider.core import Axis, Limits
 
-DIRECT_BYTES = 1 << 19  # a smaller weight shares its pages with others
+DIRECT_BYTES = 1 << 19  # a smaller tensor shares its pages with others
+
 
 def buffer(limits: Limits, *axes: Axis, dtype: torch.dtype, device: torch.device, fill: float = 0) -> torch.Tensor:
     return torch.full([limits.extent(axis) for axis in axes], fill, dtype=dtype, device=device)
@@ -22,9 +23,20 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch
     """A tensor that lives as long as its model. On the CPU its memory is asked of the system directly: torch's
     allocator may round sizes up by an eighth (mimalloc, on aarch64) and touch what it hands out, in whole huge pages,
     so that a model takes more memory than its weights, and takes it before they are read."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < DIRECT_BYTES:
+    if device.type != "cpu" or math.prod(shape) * dtype.itemsize < DIRECT_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
+    return _mapped_zeros(shape, dtype)
+
+
+def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that, on the CPU, take memory when they are first written: torch's own allocator may touch all of them."""
+    if device.type != "cpu" or math.prod(shape) * dtype.itemsize < DIRECT_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return _mapped_zeros(shape, dtype)
+
+
+def _mapped_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -38,6 +50,11 @@ def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
         tensor = torch.frombuffer(array("q", cast(Sequence[int], values)), dtype=dtype)
     else:
         tensor = torch.tensor(values, dtype=dtype)
+    return send(tensor, device)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor as a device tensor, without waiting for the device."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -26,6 +26,7 @@ BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 KINDS = tuple(BLOCK_BYTES)
 TRIAL_SHAPE = (8192, 2048)  # of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
+TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
 TILE_WEIGHTS = 1 << 21  # dequantised at once where the library multiplies: 8 MB stay in a cache
 _scratch = threading.local()
 
@@ -73,18 +74,36 @@ class QuantizedRows:
             weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
         return weights.view(self.shape)
 
-    def matrix(self, bias: Tensor | None) -> native.Matrix:
+    def dequantize_into(self, target: Tensor) -> None:
+        step = max(1, TILE_WEIGHTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
+
+    def matrix(self, bias: Tensor | None, activation_bits: int = 32) -> native.Matrix:
+        """For the native code; with 8 activation bits its products round token rows: see `round_activations`."""
         kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
-        return native.Matrix(self.data, bias, kind, self.shape[1])
+        return native.Matrix(self.data, bias, kind + (native.INT8 if activation_bits == 8 else 0), self.shape[1])
+
+
+def round_activations(x: Tensor) -> Tensor:
+    """x [tokens, inputs] as products with 8 activation bits see it: every 32 inputs share a scale, by which the
+    largest of them becomes 127 or -127, and are rounded to integers."""
+    blocks = x.view(x.shape[0], -1, BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    return ((blocks * (127 / largest).nan_to_num(0, 0, 0)).round() * (largest / 127)).view_as(x)
 
 
 class QuantizedProduct:
     """x [tokens, inputs] -> x @ weight.T + bias. Many token rows go to the library, with `weight`, the same numbers in
-    float32, where there is one, and by tiles dequantised into scratch where not."""
+    float32, where there is one, and by tiles dequantised into scratch where not; only the products of few token rows
+    know activation bits."""
 
-    def __init__(self, rows: QuantizedRows, bias: Tensor | None, weight: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: QuantizedRows, bias: Tensor | None, weight: Tensor | None = None, activation_bits: int = 32
+    ) -> None:
         self.rows, self.bias, self.weight = rows, bias, weight
-        self.matrix = rows.matrix(bias)
+        self.matrix = rows.matrix(bias, activation_bits)
+        self._exact = rows.matrix(bias)
         self.few_rows = range(1, NATIVE_MAX_ROWS + 1)
         self.extra_bytes = rows.data.nbytes
 
@@ -98,10 +117,16 @@ class QuantizedProduct:
         tiles = [self._tile(x, first, min(first + step, outputs)) for first in range(0, outputs, step)]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
+    def rounding_error(self) -> float:
+        """The largest error of a product with normally distributed activations, as a share of the largest result."""
+        x = torch.randn(1, self.matrix.inputs, generator=torch.Generator().manual_seed(0))
+        exact = native.product(x, self._exact)
+        return float((native.product(x, self.matrix) - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
+
     def _tile(self, x: Tensor, first: int, end: int) -> Tensor:
         inputs = self.matrix.inputs
         tile = scratch((end - first) * inputs).view(end - first, inputs)
-        native.dequantize(self.matrix, first, tile)
+        native.dequantize(self._exact, first, tile)
         return F.linear(x, tile, None if self.bias is None else self.bias[first:end])
 
 
@@ -115,25 +140,25 @@ def scratch(size: int) -> Tensor:
 
 @functools.cache
 def kept_bits_are_fast() -> bool:
-    """Whether a product of one token row with kept bits takes no longer than with float32 weights.
+    """Whether decoding with kept bits takes no longer than with float32 weights.
 
-    Known for x86. Elsewhere one weight larger than the caches is multiplied both ways when first asked, about 0.1 s."""
+    Known for x86. Elsewhere one weight larger than the caches is multiplied both ways when first asked, about 0.2 s."""
     if not native.available() or platform.machine() in ("x86_64", "AMD64"):
         return native.available()
     outputs, inputs = TRIAL_SHAPE
     rows = QuantizedRows("Q4_1", torch.zeros(outputs, inputs // BLOCK * BLOCK_BYTES["Q4_1"], dtype=torch.uint8))
     dense = native.Matrix(torch.ones(TRIAL_SHAPE), None, native.FLOATS, inputs)
     kept_seconds, dense_seconds = product_seconds([rows.matrix(None), dense])
-    return kept_seconds <= dense_seconds
+    return kept_seconds <= TRIAL_MARGIN * dense_seconds
 
 
 def product_seconds(matrices: Sequence[native.Matrix]) -> list[float]:
-    """For each matrix the shortest of a few products with one token row, in turns: other users of the machine can
-    only lengthen them."""
+    """For each matrix the shortest of a few products with one token row, in turns, in one thread's own time: so a busy
+    machine measures what a quiet one does."""
     seconds = [math.inf] * len(matrices)
     for _ in range(TRIAL_REPEATS):
         for at, matrix in enumerate(matrices):
-            x, start = torch.ones(1, matrix.inputs), time.perf_counter()
-            native.product(x, matrix)
-            seconds[at] = min(seconds[at], time.perf_counter() - start)
+            x, start = torch.ones(1, matrix.inputs), time.thread_time()
+            native.product(x, matrix, threads=1)
+            seconds[at] = min(seconds[at], time.thread_time() - start)
     return seconds

@@ -10,6 +10,7 @@ import torch
 
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import MODEL_DTYPE, Part
+from outrider.kernels.buffers import lazy_zeros
 
 
 class DevicePool:
@@ -17,7 +18,7 @@ class DevicePool:
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0
-        self.data = torch.zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.data = lazy_zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """The parts of one layer's cache by name: [pages, page tokens, *shape] each, views of the pool."""

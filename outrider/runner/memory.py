@@ -5,10 +5,11 @@ Every number comes from the layout, the limits and the device's memory; nothing 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +18,7 @@ from outrider.cache.kinds import RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
 
+log = logging.getLogger("outrider")
 MIB = 1 << 20
 
 
@@ -137,8 +139,10 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
             f"lower max_model_len to {low}, or give the cache more memory (num_pages, kv_cache_memory_bytes, "
             "gpu_memory_utilization)"
         )
-    return Limits(limits.max_requests, limits.max_batched_tokens, low, limits.max_drafts, limits.vocab_size,
-                  limits.max_stop_ids, limits.steps_in_flight)
+    log.warning("the cache holds one request of %d tokens, so max_model_len is lowered to that from the model's %d: "
+                "longer answers end there (give the cache more memory: kv_cache_memory_bytes, num_pages)",
+                low, limits.max_len)
+    return replace(limits, max_len=low)
 
 
 def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: int, other: int) -> str:

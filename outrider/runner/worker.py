@@ -16,6 +16,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, fill_model
@@ -44,6 +45,8 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
         model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
     fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
                watch=watch)
+    if config.activation_bits == 8:
+        log.warning(use_int8_activations(model))
     return model
 
 

@@ -22,12 +22,14 @@ from outrider.server.dashboard import dashboard
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import TENANT, Guard
+from outrider.server.messages import MessagesRequest, create_message
 from outrider.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from outrider.server.responses import ResponsesRequest, create_response
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
@@ -80,6 +82,14 @@ def _openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def create_chat(body: ChatRequest, request: Request) -> Response:
         return await chat_completions(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/responses")
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        return await create_response(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/messages")
+    async def create_anthropic(body: MessagesRequest, request: Request) -> Response:
+        return await create_message(service, body, request.scope[TENANT])
 
     @routes.post("/v1/embeddings")
     async def create_embedding() -> None:

@@ -21,20 +21,30 @@ PROMPT_END = 16  # tokens of the prompt in which a template may have opened a re
 
 
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
+    model, asks, choices = await prepare_chat(service, body, tenant)
+    run = _Chat(service, body, asks, model, choices)
+    timeout = service.config.request_timeout
+    return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
+
+
+async def prepare_chat(service: Service, body: ChatRequest,
+                       tenant: str | None) -> tuple[str, list[Ask], list[ParsedChoice]]:
+    """The model's name, what to ask of the engine, and parsers by sample if the model's text needs any."""
     model = service.check_model(body.model)
     _check(body, service.config.tool_call_parser)
     service.check_load()
-    config = service.config
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = await service.encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    prompt = await service.encode_chat(body.messages, tools, variables, body.add_generation_prompt,
+                                       body.continue_final_message)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     choices = _parsed_choices(service, body, prompt)
     if choices:
         more["skip_special_tokens"] = False  # markers often are special tokens
-    run = _Chat(service, body, service.asks(body, [prompt], tenant, **more), model, choices)
-    timeout = config.request_timeout
-    return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
+    return model, service.asks(body, [prompt], tenant, **more), choices
 
 
 def _parsed_choices(service: Service, body: ChatRequest, prompt: list[int]) -> list[ParsedChoice]:

@@ -20,11 +20,11 @@ class ParsedChoice:
         self._num_calls = 0
 
     def deltas(self, text: str, is_last: bool) -> list[Delta]:
-        return [delta for event in self._events(text, is_last) for delta in self._deltas(event)]
+        return [delta for event in self.events(text, is_last) for delta in self._deltas(event)]
 
     def message(self, text: str) -> Delta:
         """The whole text at once."""
-        events = self._events(text, is_last=True)
+        events = self.events(text, is_last=True)
         content = "".join(event.text for event in events if isinstance(event, Content))
         thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [self._call(event) for event in events if isinstance(event, Call)]
@@ -38,7 +38,7 @@ class ParsedChoice:
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._num_calls else reason
 
-    def _events(self, text: str, is_last: bool) -> list[Event]:
+    def events(self, text: str, is_last: bool) -> list[Event]:
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])
 
     def _deltas(self, event: Event) -> list[Delta]:

@@ -35,11 +35,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "text is the only modality"),
     "prediction": ((), "use speculative decoding by suffix or n-gram"),
     "web_search_options": ((), "there is no web search"),
-    "reasoning_effort": ((), "give it in chat_template_kwargs, if the model's template reads it"),
+    "text": (({"format": {"type": "text"}},), GRAMMARS),
+    "reasoning": (({},), "give it in chat_template_kwargs, if the model's template reads it"),
+    "include": (([],), "answers hold all there is"),
+    "thinking": (({"type": "disabled"},), "give it in chat_template_kwargs, if the model's template reads it"),
     "verbosity": (("medium",), "ask for it in the messages"),
     "functions": ((), "use tools"),
     "function_call": ((), "use tool_choice"),
-    "continue_final_message": ((False,), "the answer is always a new message"),
     "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
     "documents": (([],), "put documents into the messages"),
     "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
@@ -96,13 +98,13 @@ class Sampled(Body):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
-    speculative: bool | int | None = Field(None, description="false: no drafts; a number: at most so many")
+    speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(None, description="requests of a lower number are served first")
-    cache_salt: str | None = Field(None, description="prefix hits come only from requests with the same salt")
+    priority: int | None = Field(default=None, description="requests of a lower number are served first")
+    cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
     return_token_ids: bool | None = None
-    user: str | None = Field(None, description="read by nobody")
+    user: str | None = Field(default=None, description="read by nobody")
 
     def sampling(self, **more: Any) -> SamplingParams:
         """`more`: fields that the two kinds of request spell differently."""
@@ -186,6 +188,8 @@ class ChatRequest(Sampled):
     parallel_tool_calls: Literal[True] | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = Field(default=None, description="given to the chat template, which must read it")
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -22,7 +22,7 @@ from outrider.server.protocol import ChatMessage, Sampled, Tool
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
 
-RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")  # the server's own variables
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a body has fields for
 
 
 class Service:
@@ -69,16 +69,21 @@ class Service:
         return self._encoded(text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
-                          variables: dict[str, Any] | None, add_generation_prompt: bool | None) -> list[int]:
+                          variables: dict[str, Any] | None, add_generation_prompt: bool | None,
+                          continue_final_message: bool | None = None) -> list[int]:
         variables = variables or {}
         for name in variables.keys() & set(RESERVED):
             raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         tokenizer = self.tokenizer
 
         def work() -> list[int]:
-            text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
-                                         add_generation_prompt=add_generation_prompt is not False,
-                                         chat_template=self._chat_template, **variables)
+            try:
+                text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
+                                             add_generation_prompt=add_generation_prompt is not False,
+                                             continue_final_message=continue_final_message is True,
+                                             chat_template=self._chat_template, chat_template_kwargs=variables)
+            except ValueError as error:
+                raise bad_value(error, ("messages", "tools")) from None
             self._check_length(text)
             return self._encoded(text, add_special_tokens=False)
 

@@ -98,7 +98,7 @@ class Storm:
                 pass
 
     async def _cursed(self, number: int) -> None:
-        with pytest.raises(RequestError, match="no such token"):
+        with pytest.raises(RequestError, match="a step failed"):  # once perhaps by chance
             async for _ in self.llm.generate([number % 50 + 100, CURSED, 9], greedy(4)):
                 pass
 

@@ -105,6 +105,26 @@ def test_a_batch_that_never_reaches_the_worker(rig: Rig, monkeypatch: pytest.Mon
     assert rig.scheduler.generation > 0
 
 
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_an_interrupt_between_scheduling_and_submitting(rig: Rig, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    llm = LLM.around(rig.engine)
+    expected = tokens_of(llm.generate([list(prompt) for prompt in PROMPTS], greedy(8)))
+    submit, calls = rig.runner.submit, iter(range(10**6))
+
+    def interrupted(batch: ScheduledBatch) -> Any:
+        if next(calls) == when:
+            raise KeyboardInterrupt
+        return submit(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.runner, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([list(prompt) for prompt in PROMPTS], greedy(8))
+    assert not rig.engine.has_work and rig.engine.scheduler.cache.usage() == 0
+    rig.runner._before_step = None  # the rig knows only the first scheduler
+    assert tokens_of(llm.generate([list(prompt) for prompt in PROMPTS], greedy(8))) == expected
+
+
 # Adding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import KINDS, QuantizedRows
 from outrider.layers.base import find_modules
-from outrider.layers.fuse import NativeDecoderLayer, prepare
+from outrider.layers.fuse import NativeDecoderLayer, prepare, use_int8_activations
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.models.base import Model
@@ -136,6 +137,22 @@ def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monk
     assert calls and all(calls)
     monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
     assert outcome(model) == fused
+
+
+def test_eight_activation_bits_stay_close_and_tell_their_error() -> None:
+    exact, rounded = build(QWEN3, {}, keep=True), build(QWEN3, {}, keep=True)
+    assert re.fullmatch(r"activation_bits=8: 9 of 9 weights .* is 0\.\d\d% of its largest result",
+                        use_int8_activations(rounded))
+    first_steps = [[steps[0] for _, steps in outcome(model)] for model in (exact, rounded)]
+    assert first_steps[0] != first_steps[1], "nothing was rounded"
+    for logprobs, close in zip(*first_steps, strict=True):
+        shared = logprobs.keys() & close.keys()
+        assert shared and all(abs(logprobs[token] - close[token]) < 0.1 for token in shared)
+
+
+def test_eight_activation_bits_need_kept_bits() -> None:
+    with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in a GGUF file's bits"):
+        use_int8_activations(build(CONFIG, {}, keep=False))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from outrider.kernels import native, quantized
-from outrider.kernels.quantized import KINDS, QuantizedProduct, QuantizedRows
+from outrider.kernels.quantized import KINDS, QuantizedProduct, QuantizedRows, round_activations
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 32]
 
@@ -101,3 +101,32 @@ def test_products_are_timed_in_turns() -> None:
     small, large = (make("Q4_1", outputs, 64)[0].matrix(None) for outputs in (8, 20000))
     small_seconds, large_seconds = quantized.product_seconds([small, large])
     assert 0 < small_seconds < large_seconds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 32), (131, 96), (24, 1536)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_eight_activation_bits_round_the_token_rows_and_nothing_else(
+    kind: str, shape: tuple[int, int], has_bias: bool
+) -> None:
+    need_native()
+    rows, weight = make(kind, *shape)
+    bias = torch.randn(shape[0]) if has_bias else None
+    product = QuantizedProduct(rows, bias, activation_bits=8)
+    for n in ROWS:
+        x = torch.randn(n, shape[1] + 3)[:, 3:]
+        x[0, :32] = 0  # a block without a largest number
+        x[-1, -32:] = torch.arange(-16, 16) * 127.0  # the largest numbers that eight bits hold, of both signs
+        got = product(x)
+        want = torch.nn.functional.linear(round_activations(x.contiguous()).double(), weight.double())
+        want = want if bias is None else want + bias
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()))
+        assert torch.equal(got[:1], product(x[:1])), "a row depends on the number of rows"
+    assert 0 < product.rounding_error() < 0.05
+    assert QuantizedProduct(rows, bias).rounding_error() == 0
+
+
+def test_rounded_activations_are_close() -> None:
+    x = torch.randn(3, 96)
+    steps = x.view(3, 3, 32).abs().amax(-1, keepdim=True) / 127
+    assert ((round_activations(x) - x).view(3, 3, 32).abs() <= steps * 0.5001).all()

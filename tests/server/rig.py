@@ -23,8 +23,9 @@ from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
 from tests.engine.harness import Rig, byte_tokenizer, tiny_model
 
-TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}")
+TEMPLATE = ("{% if tools %}({{ tools | length }} tools){% endif %}"
+            "{% for m in messages %}[{{ m.role }}]{% if 'refuse' in m.content %}{{ raise_exception('No.') }}{% endif %}"
+            "{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 MODEL = "tiny"
 

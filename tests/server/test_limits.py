@@ -65,7 +65,9 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"chat_template_kwargs": {"messages": []}}, "must not set messages"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "same thing"), ({"functions": []}, "use tools"),
     ({"response_format": {"type": "json_schema"}}, "structured output"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "refuse me"}]}, "refused the messages: No."),
+    ({"chat_template_kwargs": {"colour": "red"}}, "colour is not supported"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
 ])  # fmt: skip
 def test_a_bad_chat_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
     assert words in served.error("/v1/chat/completions", **({"messages": CHAT} | fields))["message"]

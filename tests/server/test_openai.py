@@ -147,6 +147,14 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert bytes(chat) == b"[user]hello hello[assistant]"
 
 
+def test_a_message_of_the_assistant_may_be_continued(client: openai.OpenAI) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Well"}]
+    options = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+    answer = client.chat.completions.create(messages=messages, extra_body={"continue_final_message": True}, **options)
+    same = client.completions.create(prompt="[user]hello hello[assistant]Well", **options)
+    assert answer.choices[0].message.content == same.choices[0].text
+
+
 def test_a_prefix_hit_shows_in_the_usage(client: openai.OpenAI) -> None:
     options = {"model": MODEL, "prompt": "prefix " * 12, "max_tokens": 2, "temperature": 0}
     client.completions.create(**options)

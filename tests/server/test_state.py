@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 
@@ -68,15 +69,20 @@ def test_health_version_and_the_page(served: Served) -> None:
 
 
 def test_health_fails_while_steps_have_stopped(served: Served) -> None:
-    inner = served.llm.engine.step
-    served.llm.engine.step = lambda: (time.sleep(2), inner())[1]  # type: ignore[method-assign]
+    inner, may_go_on = served.llm.engine.step, threading.Event()
+    served.llm.engine.step = lambda: (may_go_on.wait(60), inner())[1]  # type: ignore[method-assign]
+    answers: list[int] = []
+    client = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", prompt="x").status_code))
+    client.start()
     try:
-        with served.http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True}):
-            served.wait_for(lambda: served.http.get("/health").status_code == 503)
-            assert "no step" in served.http.get("/health").json()["error"]["message"]
+        served.wait_for(lambda: served.http.get("/health").status_code == 503)
+        assert "no step" in served.http.get("/health").json()["error"]["message"]
     finally:
+        may_go_on.set()
+        client.join()
         served.llm.engine.step = inner  # type: ignore[method-assign]
     served.wait_for(lambda: served.http.get("/health").status_code == 200)
+    assert answers == [200]
 
 
 def break_engine(served: Served) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -124,3 +127,35 @@ def test_a_step_that_cannot_be_queued_ends_its_requests_and_not_the_engine(error
             assert output.outputs[0].finish_reason == "error" and "a step failed" in message
         runner.error = None
         assert tokens_of(rig.run(asks)) == expected
+
+
+RESIDENT = """
+import torch
+from outrider.kernels.buffers import lazy_zeros
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+before = resident()
+pool = lazy_zeros(1 << 12, 1 << 16, dtype=torch.float32, device=torch.device("cpu"))  # 1 GiB
+unused = resident() - before
+pool[:64] = 1
+assert float(pool[64:70].sum()) == 0
+print(unused, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_pool_takes_memory_on_the_cpu_only_where_it_is_used() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
+    unused, used = map(int, done.stdout.split())
+    assert unused < 8 << 10 and 16 << 10 <= used < 64 << 10  # KiB
+
+
+def test_a_pool_that_shortens_the_longest_request_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="outrider"), \
+            Rig(tiny_model("llama"), num_pages=5, max_model_len=None) as rig:
+        limits = rig.engine.limits
+    assert f"max_model_len is lowered to that from the model's {tiny_model('llama').max_positions}" in caplog.text
+    assert limits.max_len < 128 and limits.max_list_ints == 1 << 20

@@ -10,6 +10,7 @@ from outrider.kernels.native.layer import LayerWeights, decoder_layer
 from outrider.kernels.native.matrix import (
     FLOATS,
     HALVES,
+    INT8,
     Q4_0,
     Q4_1,
     Q8_0,
@@ -24,6 +25,7 @@ from outrider.kernels.native.rows import add_rms_norm, find_ngram, gelu_tanh_mul
 __all__ = [
     "FLOATS",
     "HALVES",
+    "INT8",
     "Q4_0",
     "Q4_1",
     "Q8_0",

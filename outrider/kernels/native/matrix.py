@@ -11,6 +11,7 @@ from outrider.kernels.native.structures import MATRIX
 
 # How native.h numbers the ways to store a weight.
 FLOATS, HALVES, Q8_0, Q4_0, Q4_1 = range(5)
+INT8 = 3  # added to a kind of blocks: token rows are rounded to 8 bits
 _DENSE = {torch.float32: FLOATS, torch.bfloat16: HALVES}
 
 
@@ -33,21 +34,21 @@ def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
 
 
-def product(x: Tensor, matrix: Matrix) -> Tensor:
-    """x [tokens, inputs] float32, rows at any distance, times the matrix.
+def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
+    """x [tokens, inputs] float32, rows at any distance, times the matrix, by torch's number of threads or another.
 
     The cost is nearly flat up to eight token rows, and rows do not depend on each other."""
     assert is_matrix(x) and x.shape[1] == matrix.inputs
     out = torch.empty(x.shape[0], matrix.outputs)
     library().product(
-        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], torch.get_num_threads()
+        matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], threads or torch.get_num_threads()
     )  # fmt: skip
     return out
 
 
 def dequantize(matrix: Matrix, first: int, out: Tensor) -> None:
     """Weight rows [first, first + rows of out) as float32; the matrix is stored in blocks."""
-    assert matrix.kind > HALVES and first + out.shape[0] <= matrix.outputs
+    assert HALVES < matrix.kind <= Q4_1 and first + out.shape[0] <= matrix.outputs
     assert out.is_contiguous() and out.dtype is torch.float32 and out.shape[1] == matrix.inputs
     library().dequantize(matrix.packed, first, out.shape[0], out.data_ptr(), torch.get_num_threads())
 

@@ -340,6 +340,10 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
 }
 
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+    if (w->kind >= INT8_Q8_0) {
+        share_int8_product(w, x, x_stride, y, tokens);
+        return;
+    }
     for (int64_t t = 0; t < tokens; t += SLICE) {
         int64_t count = tokens - t < SLICE ? tokens - t : SLICE;
         share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, count, threads);

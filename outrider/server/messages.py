@@ -1,0 +1,221 @@
+"""/v1/messages: Anthropic's API over the same chat, streamed or whole. Its errors have this server's common form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Literal
+
+from outrider.server.conversation import Conversation
+from outrider.server.errors import ApiError
+from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, Tool, ToolCall
+from outrider.server.service import Service, new_id
+from outrider.server.work import EventStream, JsonWork, Work, compact
+
+Json = dict[str, Any]
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: Json | None = None  # every prefix is cached
+    citations: None = None
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class UseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+    cache_control: Json | None = None
+
+
+class ResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: Json | None = None
+
+
+class Message(Body):
+    role: Literal["user", "assistant"]
+    content: str | list[TextBlock | ThinkingBlock | UseBlock | ResultBlock]
+
+
+class MessageTool(Body):
+    name: str
+    description: str | None = None
+    input_schema: Json
+    type: Literal["custom"] | None = None
+    cache_control: Json | None = None
+
+
+class MessagesRequest(Body):
+    model: str | None = None
+    max_tokens: int
+    messages: list[Message]
+    system: str | list[TextBlock] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: Json | None = None
+    metadata: Json | None = None  # an id of the user, read by nobody
+
+
+async def create_message(service: Service, body: MessagesRequest, tenant: str | None) -> Work:
+    tools = [Tool(type="function", function=Function(name=tool.name, description=tool.description,
+                                                     parameters=tool.input_schema)) for tool in body.tools or []]
+    if not body.messages:
+        raise ApiError(400, "messages is an empty list", param="messages")
+    chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=tools or None, top_p=body.top_p,
+                       top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
+                       stop=body.stop_sequences or None, tool_choice=_tool_choice(body))
+    conversation = Conversation(service, chat)
+    await conversation.prepare(tenant)
+    run = _Message(conversation, body)
+    timeout = service.config.request_timeout
+    return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
+
+
+def _tool_choice(body: MessagesRequest) -> str | None:
+    kind = None if body.tool_choice is None else body.tool_choice.get("type")
+    return {None: None, "auto": "auto", "none": "none"}.get(kind, str(kind))
+
+
+def chat_messages(body: MessagesRequest) -> list[ChatMessage]:
+    messages = [ChatMessage(role="system", content=_text(body.system))] if body.system else []
+    for message in body.messages:
+        messages += [ChatMessage(role=message.role, content=message.content)] if isinstance(message.content, str) else (
+            _messages(message.role, message.content))
+    return messages
+
+
+def _messages(role: Literal["user", "assistant"],
+              blocks: list[TextBlock | ThinkingBlock | UseBlock | ResultBlock]) -> list[ChatMessage]:
+    """Results of tools are messages of their own, before what the user says."""
+    results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content))
+               for block in blocks if isinstance(block, ResultBlock)]
+    text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
+             for block in blocks if isinstance(block, UseBlock)]
+    if results and not (text or calls):
+        return results
+    return [*results, ChatMessage(role=role, content=text, reasoning=thoughts or None, tool_calls=calls or None)]
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or [])
+
+
+class _Message:
+    """One request to the route, from its prepared conversation to its answer."""
+
+    def __init__(self, conversation: Conversation, body: MessagesRequest) -> None:
+        self._conversation, self._body = conversation, body
+        self._id = new_id("msg")
+        self._blocks = ContentBlocks()
+
+    async def answer(self) -> Json:
+        async with aclosing(self._changes()) as changes:
+            async for _ in changes:
+                pass
+        return self._message(self._blocks.blocks) | self._end() | {"usage": self._usage()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        begun = False
+        async with aclosing(self._changes()) as parts:
+            async for changes in parts:
+                if not begun:
+                    begun = True
+                    usage = self._usage() | {"output_tokens": 0}
+                    yield _framed([("message_start", {"message": self._message([]) | {"usage": usage}})])
+                if changes:
+                    yield _framed(changes)
+        yield _framed([("message_delta", {"delta": self._end(), "usage": self._usage()}), ("message_stop", {})])
+
+    async def _changes(self) -> AsyncGenerator[list[tuple[str, Json]], None]:
+        async with aclosing(self._conversation.events(self._id)) as parts:
+            async for events in parts:
+                yield [change for event in events for change in self._blocks.take(event)]
+        yield list(self._blocks.close())
+
+    def _message(self, content: list[Json]) -> Json:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._conversation.model,
+                "content": content, "stop_reason": None, "stop_sequence": None}
+
+    def _end(self) -> Json:
+        stop = self._conversation.stop_reason
+        if self._blocks.has_calls:
+            reason = "tool_use"
+        elif self._conversation.finish_reason == "length":
+            reason = "max_tokens"
+        else:
+            reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> Json:
+        usage = self._conversation.usage.to_json()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}
+
+
+class ContentBlocks:
+    """Blocks of the answer, and the changes that a stream tells of them. One block is open at a time."""
+
+    KEYS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self.has_calls = False
+        self._is_open = False
+
+    def take(self, event: Event) -> Iterable[tuple[str, Json]]:
+        match event:
+            case Content(text):
+                yield from self._grow("text", text)
+            case Reasoning(text):
+                yield from self._grow("thinking", text)
+            case Call(name, arguments):
+                self.has_calls = True
+                yield from self.close()
+                block = {"type": "tool_use", "id": new_id("toolu"), "name": name, "input": json.loads(arguments)}
+                yield self._started(block, {"input": {}})
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+                yield "content_block_delta", {"index": len(self.blocks) - 1, "delta": delta}
+                yield from self.close()
+
+    def close(self) -> Iterable[tuple[str, Json]]:
+        if self._is_open:
+            self._is_open = False
+            yield "content_block_stop", {"index": len(self.blocks) - 1}
+
+    def _grow(self, kind: str, text: str) -> Iterable[tuple[str, Json]]:
+        key, delta = self.KEYS[kind]
+        if not self._is_open or self.blocks[-1]["type"] != kind:
+            yield from self.close()
+            yield self._started({"type": kind, key: ""} | ({"signature": ""} if kind == "thinking" else {}), {})
+        self.blocks[-1][key] += text
+        yield "content_block_delta", {"index": len(self.blocks) - 1, "delta": {"type": delta, key: text}}
+
+    def _started(self, block: Json, shown: Json) -> tuple[str, Json]:
+        self.blocks.append(block)
+        self._is_open = True
+        return "content_block_start", {"index": len(self.blocks) - 1, "content_block": block | shown}
+
+
+def _framed(changes: Iterable[tuple[str, Json]]) -> bytes:
+    return b"".join(f"event: {kind}\ndata: {compact({'type': kind} | data)}\n\n".encode() for kind, data in changes)

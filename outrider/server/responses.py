@@ -1,0 +1,281 @@
+"""/v1/responses: OpenAI's newer API over the same chat. Nothing is stored, so a conversation is sent whole each time.
+
+The items of the answer are built by one class, whether they are streamed or returned at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from itertools import count
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.server.conversation import Conversation
+from outrider.server.errors import ApiError
+from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, TextPart, Tool, ToolCall
+from outrider.server.service import Service, new_id
+from outrider.server.work import EventStream, JsonWork, Work, compact
+
+Json = dict[str, Any]
+
+
+class InputText(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Body):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCall(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[Any] | None = None
+    id: str | None = None
+    status: str | None = None
+    encrypted_content: None = None
+
+
+class ResponseTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: Literal[False] | None = None
+
+
+class ResponsesRequest(Body):
+    model: str | None = None
+    input: str | list[InputMessage | InputCall | InputCallOutput | InputReasoning]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = Field(default=None, description="nothing is stored: send the whole conversation")
+    user: str | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    speculative: bool | int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: Json | None = None
+
+
+SHARED = ("model", "temperature", "top_p", "tool_choice", "seed", "top_k", "min_p", "speculative", "priority",
+          "cache_salt", "chat_template_kwargs")
+
+
+async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
+    tools = [Tool(type="function", function=Function(name=t.name, description=t.description, parameters=t.parameters))
+             for t in body.tools or []]
+    chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
+                       **{name: getattr(body, name) for name in SHARED})
+    conversation = Conversation(service, chat)
+    await conversation.prepare(tenant)
+    run = _Response(conversation, body)
+    timeout = service.config.request_timeout
+    return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
+
+
+def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
+    """Items become messages; calls and reasoning belong to the assistant's message that follows or holds them."""
+    messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, ChatMessage(role="user", content=body.input)]
+    for item in body.input:
+        match item:
+            case InputMessage():
+                content = item.content if isinstance(item.content, str) else [
+                    TextPart(type="text", text=part.text) for part in item.content]
+                last = messages[-1] if messages else None
+                if item.role == "assistant" and last and last.role == "assistant" and last.content is None:
+                    last.content = content
+                else:
+                    messages.append(ChatMessage(role=item.role, content=content))
+            case InputReasoning():
+                text = "".join(part.text for part in item.content or [])
+                messages.append(ChatMessage(role="assistant", reasoning=text))
+            case InputCall():
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(ChatMessage(role="assistant"))
+                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+            case InputCallOutput():
+                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+    if not messages:
+        raise ApiError(400, "input is an empty list", param="input")
+    return messages
+
+
+class _Response:
+    """One request to the route, from its prepared conversation to its answer."""
+
+    def __init__(self, conversation: Conversation, body: ResponsesRequest) -> None:
+        self._conversation, self._body = conversation, body
+        self._id = new_id("resp")
+        self._created = int(time.time())
+        self._items = ResponseItems()
+
+    async def answer(self) -> Json:
+        async with aclosing(self._changes()) as parts:
+            async for _ in parts:
+                pass
+        return self._response(self._status)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        begun = False
+        async with aclosing(self._changes()) as parts:
+            async for changes in parts:
+                if not begun:
+                    begun = True
+                    state = self._response("in_progress") | {"output": []}
+                    yield self._framed([("response.created", {"response": state}),
+                                        ("response.in_progress", {"response": state})])
+                if changes:
+                    yield self._framed(changes)
+        yield self._framed([(f"response.{self._status}", {"response": self._response(self._status)})])
+
+    async def _changes(self) -> AsyncGenerator[list[tuple[str, Json]], None]:
+        async with aclosing(self._conversation.events(self._id)) as parts:
+            async for events in parts:
+                yield [change for event in events for change in self._items.take(event)]
+        yield list(self._items.close())
+
+    def _framed(self, changes: Iterable[tuple[str, Json]]) -> bytes:
+        numbered = [{"type": kind, "sequence_number": self._items.number()} | data for kind, data in changes]
+        return b"".join(f"event: {data['type']}\ndata: {compact(data)}\n\n".encode() for data in numbered)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._conversation.finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> Json:
+        body = self._body
+        usage = self._conversation.usage.to_json() if status != "in_progress" else None
+        return {
+            "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": {},
+            "model": self._conversation.model, "output": self._items.items, "parallel_tool_calls": True,
+            "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
+            "text": {"format": {"type": "text"}}, "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
+            "tools": [tool.model_dump() for tool in body.tools or []], "usage": usage and {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0}},
+        }  # fmt: skip
+
+
+class ResponseItems:
+    """Items of the output, and the changes that a stream tells of them. One item is open at a time."""
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._numbers = count()
+        self._open: Json | None = None
+        self._text = ""
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def take(self, event: Event) -> Iterable[tuple[str, Json]]:
+        match event:
+            case Content(text):
+                yield from self._begin("message", "msg")
+                self._text += text
+                yield "response.output_text.delta", self._place(0) | {"delta": text, "logprobs": []}
+            case Reasoning(text):
+                yield from self._begin("reasoning", "rs")
+                self._text += text
+                yield "response.reasoning_text.delta", self._place(0) | {"delta": text}
+            case Call(name, arguments):
+                yield from self.close()
+                yield from self._call(name, arguments)
+
+    def close(self) -> Iterable[tuple[str, Json]]:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        place, text, self._text = self._place(0), self._text, ""
+        item["status"] = "completed"
+        if item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield "response.reasoning_text.done", place | {"text": text}
+        else:
+            item["content"] = [_part(text)]
+            yield "response.output_text.done", place | {"text": text, "logprobs": []}
+            yield "response.content_part.done", place | {"part": _part(text)}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _begin(self, kind: str, prefix: str) -> Iterable[tuple[str, Json]]:
+        if self._open is not None and self._open["type"] == kind:
+            return
+        yield from self.close()
+        item: Json = {"type": kind, "id": new_id(prefix), "status": "in_progress", "content": []}
+        more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item |= more
+        yield from self._added(item)
+        self._open = item
+        if kind == "message":
+            yield "response.content_part.added", self._place(0) | {"part": _part("")}
+
+    def _call(self, name: str, arguments: str) -> Iterable[tuple[str, Json]]:
+        item: Json = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": name,
+                      "arguments": "", "status": "in_progress"}
+        yield from self._added(item)
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        yield "response.function_call_arguments.delta", place | {"delta": arguments}
+        yield "response.function_call_arguments.done", place | {"arguments": arguments, "name": name}
+        item |= {"arguments": arguments, "status": "completed"}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _added(self, item: Json) -> Iterable[tuple[str, Json]]:
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _place(self, content_index: int) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": content_index}
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

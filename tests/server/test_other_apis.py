@@ -1,0 +1,117 @@
+"""/v1/responses through the official client, and /v1/messages as Anthropic's clients speak it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.rig import MODEL, Served, serving
+from tests.server.test_tools import TEXT, say
+
+TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+ARGUMENTS = [{"city": "Köln"}, {}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(tool_call_parser="hermes", reasoning_parser="qwen3") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with serving() as served:
+        yield served
+
+
+def test_a_response_and_its_stream(plain: Served) -> None:
+    options: dict[str, Any] = {"model": MODEL, "input": "hello", "temperature": 0, "instructions": "Be brief."}
+    whole = plain.client().responses.create(max_output_tokens=12, **options)
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == 12 and whole.output[0].type == "message"
+    events = list(plain.client().responses.create(max_output_tokens=12, stream=True, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
+                         "response.content_part.added"]
+    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done",
+                          "response.incomplete"]
+    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == whole.output_text
+    plain.assert_idle()
+
+
+@pytest.mark.parametrize("run", [1, 1000])
+def test_a_response_with_reasoning_and_calls(served: Served, run: int) -> None:
+    say(served, TEXT, run)
+    options: dict[str, Any] = {"model": MODEL, "input": [{"role": "user", "content": "How?"}], "tools": [TOOL]}
+    whole = served.client().responses.create(**options)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole.output[0].content[0].text == "I must ask." and whole.output_text == "One moment."
+    assert [json.loads(item.arguments) for item in whole.output[2:]] == ARGUMENTS
+    with served.client().responses.stream(**options) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    assert final.output_text == whole.output_text and final.status == "completed"
+    items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in whole.output]
+    answers = [{"type": "function_call_output", "call_id": item.call_id, "output": "sun"} for item in whole.output[2:]]
+    again = served.post("/v1/responses", input=[*options["input"], *items, *answers])
+    assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize("run", [1, 1000])
+def test_a_message_with_thinking_and_calls(served: Served, run: int) -> None:
+    say(served, TEXT, run)
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 50, "system": "Be brief.", "tools": tools,
+                            "messages": [{"role": "user", "content": "How?"}]}
+    whole = served.post("/v1/messages", **body).json()
+    kinds = [block["type"] for block in whole["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"] and whole["stop_reason"] == "tool_use"
+    assert whole["content"][1]["text"] == "One moment." and [b["input"] for b in whole["content"][2:]] == ARGUMENTS
+    events = streamed(served, body)
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == kinds and sum(event["type"] == "content_block_stop" for event in events) == 4
+    texts = ["".join(e["delta"].get(key, "") for e in events if e["type"] == "content_block_delta")
+             for key in ("thinking", "text", "partial_json")]
+    assert texts[:2] == ["I must ask.", "One moment."] and json.loads(f"[{texts[2].replace('}{', '},{')}]") == ARGUMENTS
+    results = [{"type": "tool_result", "tool_use_id": b["id"], "content": "sun"} for b in whole["content"][2:]]
+    body["messages"] += [{"role": "assistant", "content": whole["content"]}, {"role": "user", "content": results}]
+    assert served.post("/v1/messages", **body).status_code == 200
+
+
+def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = served.post("/v1/messages", stream=True, **body).text
+    events = [part.split("\ndata: ") for part in text.strip().split("\n\n")]
+    assert all(json.loads(data)["type"] == head.removeprefix("event: ") for head, data in events)
+    return [json.loads(data) for _, data in events]
+
+
+def test_a_message_of_the_model_itself(plain: Served) -> None:
+    body: dict[str, Any] = {"max_tokens": 16, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    whole = plain.post("/v1/messages", **body).json()
+    assert whole["stop_reason"] == "max_tokens" and whole["usage"]["output_tokens"] == 16
+    events = streamed(plain, body)
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    assert text == whole["content"][0]["text"]
+    assert events[-2]["usage"]["output_tokens"] == 16
+    stop = whole["content"][0]["text"][3]
+    stopped = plain.post("/v1/messages", stop_sequences=[stop], **body).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
+    plain.assert_idle()
+
+
+def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        plain.client().responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+    assert plain.error("/v1/responses", input=[])["param"] == "input"
+    asked = {"format": {"type": "json_schema"}}
+    assert "structured output" in plain.error("/v1/responses", input="x", text=asked)["message"]
+    assert plain.error("/v1/messages", messages=[])["param"] == "max_tokens"
+    message = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+    assert plain.error("/v1/messages", **message, thinking={"type": "enabled"})["param"] == "thinking"
+    assert plain.error("/v1/messages", **message, tool_choice={"type": "any"})["param"] == "tool_choice"

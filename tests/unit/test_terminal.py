@@ -1,0 +1,177 @@
+"""`outrider chat` on a pseudo-terminal: history, pastes, interrupts, unicode and unknown commands; and `generate` in a
+pipe, which keeps what is finished. What was sent shows in the length of the prompt: the model's tokens are bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
+FRAME = len("user: \nbot: ")
+SECONDS = 90.0  # other test processes share the machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_folder(path, CONFIGS["llama"] | {"vocab_size": 260, "eos_token_id": 257, "max_position_embeddings": 16384})
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+class Terminal:
+    """A chat at the other end of a pseudo-terminal."""
+
+    def __init__(self, folder: Path, cache: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "outrider.cli", "chat", str(folder), "--temperature", "0", "--ignore-eos",
+                   "--max-num-seqs", "2", *flags]
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.execve(sys.executable, command, os.environ | {"OUTRIDER_CACHE": str(cache), "TERM": "xterm"})
+        self.seen = ""
+        self.status: int | None = None
+
+    def send(self, text: str) -> None:
+        data = text.encode()
+        while data:  # the other end reads while it is written to
+            data = data[os.write(self._fd, data[:512]) :]
+            self._read(0.0)
+
+    def expect(self, pattern: str) -> re.Match[str]:
+        """What comes next and matches; what was before it is forgotten."""
+        deadline = time.monotonic() + SECONDS
+        while (found := re.search(pattern, self.seen)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.seen[-2000:]!r}"
+            self._read(0.1)
+        self.seen = self.seen[found.end() :]
+        return found
+
+    def ask(self, text: str) -> int:
+        """The tokens of the prompt that was made of a text."""
+        self.send(text)
+        length = int(self.expect(r"prompt (\d+) tokens")[1])
+        self.expect("> ")
+        return length
+
+    def end(self) -> int:
+        if self.status is None:
+            deadline = time.monotonic() + SECONDS
+            while not (done := os.waitpid(self._pid, os.WNOHANG))[0]:
+                assert time.monotonic() < deadline, "the chat does not end"
+                self._read(0.1)
+            self.status = os.waitstatus_to_exitcode(done[1])
+        return self.status
+
+    def close(self) -> None:
+        if self.status is None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._fd)
+
+    def _read(self, seconds: float) -> None:
+        if select.select([self._fd], [], [], seconds)[0]:
+            try:
+                self.seen += os.read(self._fd, 1 << 16).decode(errors="replace")
+            except OSError:  # the other end is closed
+                time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def terminal(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    terminal = Terminal(folder, tmp_path_factory.mktemp("cache"), "--max-tokens", "3")
+    terminal.expect("> ")
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture
+def chat(terminal: Terminal) -> Terminal:
+    terminal.send("/reset\r")
+    terminal.expect("forgotten")
+    terminal.expect("> ")
+    return terminal
+
+
+def test_an_earlier_line_comes_back_and_can_be_edited(chat: Terminal) -> None:
+    assert chat.ask("hello\r") == FRAME + 5
+    chat.send("/reset\r")
+    chat.expect("forgotten")
+    chat.expect("> ")
+    assert chat.ask("\x1b[A\x1b[A\x7f\x7f, no\r") == FRAME + len("hel, no")
+
+
+@pytest.mark.parametrize("paste", ["\x1b[200~one\ntwo\nthree\x1b[201~\r", "one\ntwo\nthree\n"], ids=["marked", "plain"])
+def test_a_paste_of_several_lines_is_one_message(chat: Terminal, paste: str) -> None:
+    assert chat.ask(paste) == FRAME + len("one\ntwo\nthree")
+
+
+def test_a_long_paste_is_whole(chat: Terminal) -> None:
+    assert chat.ask("\x1b[200~" + "word " * 1200 + "end\x1b[201~\r") == FRAME + 6003
+    chat.send("/reset\r")
+    chat.expect("forgotten")
+    chat.expect("> ")
+    assert chat.ask("x" * 5000 + "\r") == FRAME + 5000
+
+
+def test_unicode_arrives(chat: Terminal) -> None:
+    assert chat.ask("é☃𝄞\r") == FRAME + len("é☃𝄞".encode())
+
+
+def test_an_unknown_command_is_refused_and_a_path_is_not(chat: Terminal) -> None:
+    chat.send("/rest\r")
+    chat.expect(r"there is no command /rest; did you mean /reset\?")
+    chat.expect("> ")
+    assert chat.ask("/etc/hosts is what?\r") == FRAME + len("/etc/hosts is what?")
+    chat.send("/help\r")
+    chat.expect("/reset forgets the conversation")
+    chat.expect("> ")
+
+
+def test_an_interrupt_stops_an_answer_and_at_the_prompt_asks_once(folder: Path, tmp_path: Path) -> None:
+    chat = Terminal(folder, tmp_path, "--max-tokens", "12000")
+    try:
+        chat.expect("> ")
+        chat.send("hello\r")
+        chat.expect("hello\r\n(\x1b.*?\n)?.")  # the echo, and the first of the answer
+        time.sleep(0.5)
+        chat.send("\x03")
+        assert int(chat.expect(r"\[(\d+) tokens,")[1]) < 12000
+        chat.expect("> ")
+        chat.send("half\x03")
+        chat.expect("Ctrl-C once more")
+        chat.expect("> ")
+        chat.send("\x03")
+        assert chat.end() == 0
+        assert (tmp_path / "chat_history").read_text().splitlines()[-1] == "hello"
+    finally:
+        chat.close()
+
+
+def test_generate_in_a_pipe_prints_what_is_finished_and_an_interrupt_keeps_it(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt {i}\n" for i in range(400)))
+    command = [sys.executable, "-m", "outrider.cli", "generate", str(folder), "--prompts-file", str(prompts), "--json",
+               "--max-tokens", "64", "--ignore-eos", "--max-num-seqs", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()  # while the others run
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=SECONDS)
+    answers = [json.loads(line)["prompt"] for line in [first, *rest.splitlines()]]
+    assert process.returncode == 130 and "Traceback" not in err
+    assert 1 <= len(answers) < 400 and answers[0] == "prompt 0"
+    assert answers == sorted(answers, key=lambda prompt: int(prompt.split()[1]))
