@@ -121,13 +121,23 @@ def _check_of(declared: Any) -> Check:
     if parts in (Union, UnionType):
         return reduce(_either, map(_check_of, args))
     if parts in (list, tuple):
-        each, words = _check_of(args[0])
-        return (lambda value: isinstance(value, (list, tuple)) and all(map(each, value))), f"a list, each {words}"
+        each, words = _all_of(args[0])
+        return (lambda value: isinstance(value, (list, tuple)) and each(value)), f"a list, each {words}"
     if parts is dict:
-        (key, key_words), (item, item_words) = map(_check_of, args)
-        return ((lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(item, value.values()))),
+        (keys, key_words), (items, item_words) = map(_all_of, args)
+        return ((lambda value: isinstance(value, dict) and keys(value) and items(value.values())),
                 f"a dict, each key {key_words}, each value {item_words}")
     return PLAIN[declared]
+
+
+def _all_of(declared: Any) -> Check:
+    """Whether all items of a collection are allowed. Token ids may come by the thousands: where all are plain integers,
+    the least and the greatest decide."""
+    each, words = _check_of(declared)
+    if declared is not TokenId:
+        return (lambda items: all(map(each, items))), words
+    return (lambda items: (set(map(type, items)) == {int} and each(min(items)) and each(max(items)))
+            or all(map(each, items))), words
 
 
 def _with_rule(check: Check, rule: Rule) -> Check:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 from outrider.core.params import SamplingParams
+from outrider.core.step import TokenLogprobs
 
 Shared = TypeVar("Shared")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: to make one would take twice as long
 class Logprob:
     logprob: float
     rank: int | None
@@ -35,6 +37,36 @@ class CompletionOutput:
         if self.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+
+    def _set_logprobs(self, entries: list[dict[int, Logprob]] | None) -> None:
+        self._entries: tuple[list[dict[int, Logprob]] | None, list[tuple[Any, ...]]] = (entries, [])
+
+    def add_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        """Takes entries as a step reports them. They are named when somebody looks: to make hundreds of dicts in every
+        step would take longer than the step. Until then they are plain tuples, which the garbage collector forgets."""
+        self._entries[1].extend(map(tuple, entries))
+
+    def _get_logprobs(self) -> list[dict[int, Logprob]] | None:
+        named, unnamed = self._entries
+        if named is not None and unnamed:
+            named = named + [name_logprobs(TokenLogprobs(*entry)) for entry in unnamed]
+            self._entries = (named, [])  # in one assignment: an interrupt may land on any line
+        return named
+
+
+# The field as a property, so that comparisons and copies see the named entries too.
+CompletionOutput.logprobs = property(  # type: ignore[assignment]
+    CompletionOutput._get_logprobs, CompletionOutput._set_logprobs)
+
+
+def name_logprobs(entry: TokenLogprobs) -> dict[int, Logprob]:
+    """The chosen token with its rank, then the likeliest by rank."""
+    token_ids, values, rank, texts = entry
+    shown = (None,) * len(token_ids) if texts is None else texts
+    named = dict(zip(token_ids[1:], map(Logprob, values[1:], count(1), shown[1:]), strict=True))
+    if token_ids[0] not in named:
+        named = {token_ids[0]: Logprob(values[0], rank, shown[0]), **named}
+    return named
 
 
 @dataclass
@@ -83,7 +115,7 @@ class OutputIncrement(NamedTuple):
     sample: SampleKey
     token_ids: list[int]
     text: str = ""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     end: SampleEnd | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -112,8 +144,8 @@ class RequestOutput:
         sample.token_ids += token_ids
         if text:
             sample.text += text
-        if logprobs is not None and sample.logprobs is not None:
-            sample.logprobs += logprobs
+        if logprobs is not None:
+            sample.add_logprobs(logprobs)
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs += prompt_logprobs
         if end is not None:
@@ -126,10 +158,10 @@ class RequestOutput:
         for sample in self.outputs:
             if sample.finish_reason is None:
                 whole = len(sample.token_ids) if sample.logprobs is None else len(sample.logprobs)
-                count = max(min(whole, len(sample.token_ids)) - 1, 0)
-                del sample.token_ids[count:]
+                num_kept = max(min(whole, len(sample.token_ids)) - 1, 0)
+                del sample.token_ids[num_kept:]
                 if sample.logprobs is not None:
-                    del sample.logprobs[count:]
+                    del sample.logprobs[num_kept:]
                 known[sample.index] = list(sample.token_ids)
         if self.prompt_logprobs is not None and 0 in known:  # they come again, with the first sample
             self.prompt_logprobs = [None]

@@ -158,4 +158,7 @@ def check_params(given: object) -> SamplingParams:
     """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
     if not isinstance(given, SamplingParams):
         raise ValueError(f"sampling_params must be a SamplingParams, got {shown(given)}")
-    return replace(given)
+    own = replace(given)
+    for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
+        setattr(own, name, copy.copy(getattr(own, name)))
+    return own

@@ -136,13 +136,14 @@ class ScheduledBatch:
         return sum(self.num_known) + sum(self.num_drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the chosen token first, then the most likely ones."""
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the chosen token first, then the most likely ones. A tuple of
+    tuples: hundreds are made every step."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     rank: int  # rank of the chosen token; 1 is the most likely
+    texts: tuple[str, ...] | None = None  # one for each of token_ids; None where a request wants no text
 
 
 class RequestResult(NamedTuple):

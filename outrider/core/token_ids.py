@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outrider.core.limits import Limits
 from outrider.core.params import SamplingParams
@@ -20,15 +20,15 @@ def check_token_ids(params: SamplingParams, eos_ids: Sequence[int], limits: Limi
     if len(stop_ids) > limits.max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
     bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
-    named = {
+    named: dict[str, Collection[int]] = {
         "stop_token_ids": stop_ids,
-        "logit_bias": list(params.logit_bias or ()),
-        "allowed_token_ids": list(params.allowed_token_ids or ()),
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": bad_word_ids,
     }
     for name, ids in named.items():
-        for token in ids:
-            if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+            token = next(token for token in ids if not 0 <= token < limits.vocab_size)
+            raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
     if any(not word for word in params.bad_words_token_ids):
         raise ValueError("bad_words: a word has no tokens")

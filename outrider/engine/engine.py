@@ -6,6 +6,7 @@ may live in another thread or process.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -157,10 +158,14 @@ class Engine:
     def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
               cache_salt: str | None = None) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
+        return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt)
+
+    def check_prompt(self, prompt_token_ids: list[int], params: SamplingParams, priority: int,
+                     cache_salt: str | None) -> CheckedRequest:
+        """Like `check`, with parameters from `check_params`."""
         limits = self.limits
         check_value("priority", Priority, priority)
         check_value("cache_salt", str | None, cache_salt)
-        params = check_params(params)
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt_token_ids) >= limits.max_len:
@@ -168,11 +173,17 @@ class Engine:
                 f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no "
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
-        for token in prompt_token_ids:
-            if type(token) is not int:
-                raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
+        if set(map(type, prompt_token_ids)) != {int}:
+            token = next(token for token in prompt_token_ids if type(token) is not int)
+            raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
+        for token in (min(prompt_token_ids), max(prompt_token_ids)):
             if not 0 <= token < limits.vocab_size:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
+        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
+
+    def check_params(self, given: SamplingParams) -> SamplingParams:
+        """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
+        limits, params = self.limits, check_params(given)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
@@ -182,7 +193,7 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
-        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
+        return params
 
     # One step
 
@@ -268,7 +279,9 @@ class Engine:
         """`num_before`: requests that were accepted before it."""
         if asked.params.seed is not None:
             return asked
-        return asked._replace(params=replace(asked.params, seed=request_seed(self._seed, num_before)))
+        params = copy.copy(asked.params)  # checked, lists and all
+        params.seed = request_seed(self._seed, num_before)
+        return asked._replace(params=params)
 
     def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
         """A request and its way out, which nobody knows yet."""
@@ -284,7 +297,7 @@ class Engine:
             request = Request(next(self._ids), token_ids, own)
             key = SampleKey(request_id, index, params.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))
-        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self._decode)
+        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self.tokenizer)
         return _Live(request_id, metrics, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
@@ -332,9 +345,6 @@ class Engine:
         if not live.num_left:
             metrics.finished_time = time.perf_counter()
             del self._live[live.request_id]
-
-    def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids:

@@ -5,15 +5,11 @@ Everything here takes runs, never single tokens; what comes out does not depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from outrider.core import Finish, RequestResult, TokenLogprobs
-from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey
+from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
-from outrider.engine.text import Tokenizer
-
-Decode = Callable[[int], str | None]
+from outrider.engine.text import Tokenizer, TokenTexts
 
 
 class SampleOutput:
@@ -44,7 +40,10 @@ class SampleOutput:
                 text, stop = text + tail.text, tail.stop
         logprobs = None
         if self._params.logprobs is not None and result.logprobs is not None:
-            logprobs = [name_logprobs(entry, self._decode) for entry in result.logprobs[: len(run)]]
+            logprobs = result.logprobs[: len(run)]
+            if self._tokenizer is not None:
+                texts = self._tokenizer.token_texts
+                logprobs = [with_texts(entry, texts) for entry in logprobs]
         if stop is None and not is_last:
             return OutputIncrement(self._key, run, text, logprobs)
         self.is_finished = True
@@ -68,28 +67,17 @@ class SampleOutput:
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob] | None]) -> OutputIncrement:
         return OutputIncrement(self._key, [], prompt_logprobs=entries)
 
-    def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-
-def name_logprobs(entry: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
-    """The chosen token with its rank, then the likeliest by rank."""
-    named = {
-        token: Logprob(value, rank, decode(token))
-        for rank, (token, value) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), start=1)
-    }
-    chosen = entry.token_ids[0]
-    if chosen not in named:
-        named = {chosen: Logprob(entry.logprobs[0], entry.rank, decode(chosen)), **named}
-    return named
+def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:
+    return TokenLogprobs(entry.token_ids, entry.logprobs, entry.rank, tuple(map(texts.__getitem__, entry.token_ids)))
 
 
 class PromptLogprobsOutput:
     """Log-probabilities of a prompt's tokens, gathered over chunks. The first token has none."""
 
-    def __init__(self, prompt_len: int, decode: Decode) -> None:
+    def __init__(self, prompt_len: int, tokenizer: Tokenizer | None) -> None:
         self._prompt_len = prompt_len
-        self._decode = decode
+        self._texts = None if tokenizer is None else tokenizer.token_texts
         self._epoch = 0
         self._position = 1  # of the next row
         self._num_entries = 1  # so far
@@ -100,7 +88,10 @@ class PromptLogprobsOutput:
             self._epoch, self._position = epoch, 1
         first = max(0, self._num_entries - self._position)
         stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
-        entries: list[dict[int, Logprob] | None] = [name_logprobs(entry, self._decode) for entry in chunk[first:stop]]
+        entries: list[dict[int, Logprob] | None] = [
+            name_logprobs(entry if self._texts is None else with_texts(entry, self._texts))
+            for entry in chunk[first:stop]
+        ]
         self._num_entries += len(entries)
         self._position += len(chunk)
         return entries

@@ -63,11 +63,13 @@ class RequestLoop:
         """Ids of the requests. One that cannot be served raises ValueError before any is started."""
         self._tidy()
         texts, checked = {}, {}
+        given = {id(ask.params): ask.params for ask in asks}  # requests often share parameters: checked once
+        params = {key: self._engine.check_params(own) for key, own in given.items()}
         for ask in asks:
             request_id = str(next(self._ids))
             texts[request_id] = ask.prompt.text
-            checked[request_id] = self._engine.check(ask.prompt.token_ids, ask.params, priority=ask.priority,
-                                                     cache_salt=ask.prompt.cache_salt)
+            checked[request_id] = self._engine.check_prompt(ask.prompt.token_ids, params[id(ask.params)], ask.priority,
+                                                            ask.prompt.cache_salt)
         caller.left.update(checked)
         self._is_mid_change = True
         try:

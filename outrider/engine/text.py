@@ -29,6 +29,17 @@ __all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 
+class TokenTexts(dict[int, str]):
+    """Texts of single tokens, each decoded when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        return self.setdefault(token_id, self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens and chat templates that its model gives it."""
 
@@ -87,6 +98,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The text of each token by itself, special tokens included."""
+        return TokenTexts(self)
 
     @cached_property
     def vocab_size(self) -> int:

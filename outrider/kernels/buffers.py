@@ -50,6 +50,11 @@ def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
         tensor = torch.frombuffer(array("q", cast(Sequence[int], values)), dtype=dtype)
     else:
         tensor = torch.tensor(values, dtype=dtype)
+    return send(tensor, device)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor as a device tensor, without waiting for the device."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

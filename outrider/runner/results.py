@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
-from outrider.core.params import SamplingParams
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
 from outrider.sample.logprobs import HostLogprobs, to_host
@@ -21,15 +20,16 @@ FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own l
 def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                 uncaptured: Uncaptured | None = None) -> StepResult:
     """uncaptured: why the step replayed no captured one, if it did not."""
+    counts, nothing = result.counts.tolist(), [None] * scheduled.num_requests
     # Counts and runs are padded.
-    parts = zip(scheduled.request_ids, scheduled.epochs, result.counts.tolist(), result.run.tolist(), strict=False)
+    parts = zip(scheduled.request_ids, scheduled.epochs, counts, result.run.tolist(),
+                _run_logprobs(scheduled, result, [own[0] for own in counts]) or nothing,
+                _prompt_logprobs(result) or nothing, strict=False)
     requests = [
         RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
-                      None, None, NAN_LOGITS if finish == Finish.ERROR else None)
-        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run in parts
+                      logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None)
+        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run, logprobs, prompt in parts
     ]  # fmt: skip
-    if result.params is not None:
-        requests = _with_logprobs(scheduled, result, result.params, requests)
     return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
 
 
@@ -40,28 +40,35 @@ def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: Row
     return replace(result, params=params.of_rows(batch.rows))
 
 
-def _with_logprobs(scheduled: ScheduledBatch, result: DeviceResult, asked: list[SamplingParams],
-                   plain: list[RequestResult]) -> list[RequestResult]:
-    logprobs = None
-    if result.logprobs is not None:
-        nums = [params.logprobs for params in asked if params.logprobs is not None]
-        logprobs = HostLogprobs(result.logprobs.to("cpu"), min(nums) if min(nums) < 0 else max(nums))
-    prompts = None if result.prompt_logprobs is None else result.prompt_logprobs.rows.to("cpu")
-    requests: list[RequestResult] = []
-    logit_row = prompt_row = 0
-    for i, part in enumerate(plain):
-        params = asked[i]
-        own_logprobs: list[TokenLogprobs] | None = None
-        if logprobs is not None and params.logprobs is not None:
-            own_logprobs = logprobs.between(logit_row, logit_row + len(part.run), params.logprobs)
-        own_prompt: list[TokenLogprobs] | None = None
-        if result.prompt_logprobs is not None and prompts is not None and params.prompt_logprobs is not None:
-            count = result.prompt_logprobs.counts[i]
-            own_prompt = to_host(prompts, prompt_row, prompt_row + count, params.prompt_logprobs)
-            prompt_row += count
-        logit_row += 1 + scheduled.num_drafts[i] if scheduled.samples[i] else 0
-        requests.append(part._replace(logprobs=own_logprobs, prompt_logprobs=own_prompt))
-    return requests
+def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
+                  lengths: list[int]) -> list[list[TokenLogprobs] | None] | None:
+    """Each request's log-probabilities of its run, None for one that did not ask."""
+    if result.params is None or result.logprobs is None:
+        return None
+    nums = [params.logprobs for params in result.params]
+    asked = [num for num in nums if num is not None]
+    host = HostLogprobs(result.logprobs.to("cpu"), min(asked) if min(asked) < 0 else max(asked))
+    reported: list[list[TokenLogprobs] | None] = []
+    first = 0  # logit row
+    for num, length, drafts, samples in zip(nums, lengths, scheduled.num_drafts, scheduled.samples, strict=False):
+        reported.append(None if num is None else host.between(first, first + length, num))
+        if samples:
+            first += 1 + drafts
+    return reported
+
+
+def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] | None:
+    """Each request's log-probabilities of its prompt, as far as the step computed it."""
+    if result.params is None or result.prompt_logprobs is None:
+        return None
+    rows = result.prompt_logprobs.rows.to("cpu")
+    reported: list[list[TokenLogprobs] | None] = []
+    first = 0
+    for params, count in zip(result.params, result.prompt_logprobs.counts, strict=False):
+        num = params.prompt_logprobs
+        reported.append(None if num is None else to_host(rows, first, first + count, num))
+        first += count if num is not None else 0
+    return reported
 
 
 def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:

@@ -100,9 +100,13 @@ class RowState:
         not reach the pages of its last owner."""
         if not admissions:
             return
+        cells: list[int] = []  # of `tokens`
+        tokens: list[int] = []
         for admission in admissions:
-            tokens = to_device(admission.token_ids, torch.int64, self.device)
-            self.tokens[admission.row, : len(admission.token_ids)] = tokens
+            start = admission.row * self.tokens.shape[1]
+            cells += range(start, start + len(admission.token_ids))
+            tokens += admission.token_ids
+        self.tokens.view(-1).index_copy_(0, *(to_device(ints, torch.int64, self.device) for ints in (cells, tokens)))
         fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
         for table in self.page_tables:

@@ -12,7 +12,7 @@ import torch
 
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels import ops
-from outrider.kernels.buffers import buffer
+from outrider.kernels.buffers import buffer, send
 from outrider.kernels.sampling_flags import IN_PROMPT
 
 log = logging.getLogger("outrider")
@@ -41,7 +41,7 @@ class TokenCounts:
             cells = torch.tensor(a.token_ids) + a.row * self._limits.vocab_size
             prompts.append(cells[: a.prompt_len])
             outputs.append(cells[a.prompt_len :])
-        prompt, output, row = (self._to_device(cells) for cells in (
+        prompt, output, row = (send(cells, self._device) for cells in (
             torch.cat(prompts), torch.cat(outputs), torch.tensor([a.row for a in asking])))  # fmt: skip
         self.packed.index_fill_(0, row, 0)
         flat = self.packed.view(-1)
@@ -53,8 +53,3 @@ class TokenCounts:
         counts are not read, and are built anew when a request takes the row."""
         if self.packed is not None:
             ops.count_runs(self.packed, row, run, run_len)
-
-    def _to_device(self, cells: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cuda":
-            return cells.pin_memory().to(self._device, non_blocking=True)
-        return cells

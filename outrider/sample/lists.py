@@ -9,15 +9,20 @@ place, its row is `unplaced`: batches that name it are sampled by the torch code
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from outrider.core import Axis, Limits
-from outrider.core.params import SamplingParams
-from outrider.kernels.buffers import buffer, to_device
+from outrider.core.params import MAX_BIAS, SamplingParams
+from outrider.kernels.buffers import buffer, send
 from outrider.sample.arena import Arena
+
+T = TypeVar("T")
+NUM_KEPT = 16  # packed lists
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,30 @@ class ListPlaces:
     num_words: int = 0
 
 
+NOWHERE = ListPlaces()
+
+
+class PackedLists:
+    """The last lists that were packed, as device tensors: a list that many requests share is packed once. Known by
+    identity, which is safe because the engine's copies of a caller's lists never change."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[int, tuple[object, torch.Tensor]] = {}  # by the list's id, with the list, so that it lives
+
+    def get(self, given: T, pack: Callable[[T], np.ndarray]) -> torch.Tensor:
+        if id(given) not in self._kept:
+            if len(self._kept) == NUM_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[id(given)] = given, send(torch.from_numpy(pack(given)), self._device)
+        return self._kept[id(given)][1]
+
+
 class RowLists:
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        self._device = device
-        self._vocab = limits.vocab_size
         self._arena = Arena(limits.extent(Axis.LIST_INTS))
         self._starts: dict[int, list[int]] = {}  # by row
+        self._packed = PackedLists(device)
         self.unplaced: set[int] = set()
         self.ints = buffer(limits, Axis.LIST_INTS, dtype=torch.int32, device=device)
         self.allowed = buffer(limits, Axis.ROWS, Axis.MASK_WORDS, dtype=torch.int32, device=device)  # a bit per token
@@ -59,39 +82,38 @@ class RowLists:
         for start in self._starts.pop(row, ()):
             self._arena.free(start)
         if params.allowed_token_ids is not None:
-            self.allowed[row].copy_(to_device(_mask_words(params.allowed_token_ids, self._vocab), torch.int32,
-                                              self._device))
-        bias, words = _bias_ints(params.effective_bias), _word_ints(params.bad_words_token_ids)
-        return ListPlaces(self._place(row, bias), len(bias) // 2, self._place(row, words),
-                          len(params.bad_words_token_ids))
+            self.allowed[row].copy_(self._packed.get(params.allowed_token_ids, self._mask_words))
+        bias, words = params.logit_bias, params.bad_words_token_ids
+        if not bias and not words:
+            return NOWHERE
+        return ListPlaces(self._place(row, bias, _bias_ints) if bias else 0, len(bias or ()),
+                          self._place(row, words, _word_ints) if words else 0, len(words))
 
-    def _place(self, row: int, ints: list[int]) -> int:
-        if not ints:
-            return 0
+    def _place(self, row: int, given: T, pack: Callable[[T], np.ndarray]) -> int:
+        ints = self._packed.get(given, pack)
         start = self._arena.allocate(len(ints))
         if start is None:
             self.unplaced.add(row)
             return 0
         self._starts.setdefault(row, []).append(start)
-        self.ints[start : start + len(ints)].copy_(to_device(ints, torch.int32, self._device))
+        self.ints[start : start + len(ints)].copy_(ints)
         return start
 
+    def _mask_words(self, tokens: Sequence[int]) -> np.ndarray:
+        is_allowed = np.zeros(32 * self.allowed.shape[1], dtype=bool)
+        is_allowed[np.array(tokens)] = True
+        return np.packbits(is_allowed, bitorder="little").view(np.int32)
 
-def _bias_ints(bias: dict[int, float]) -> list[int]:
-    return [*bias, *struct.unpack(f"{len(bias)}i", struct.pack(f"{len(bias)}f", *bias.values()))]
+
+def _bias_ints(bias: dict[int, float]) -> np.ndarray:
+    values = np.fromiter(bias.values(), np.float64, len(bias)).clip(-MAX_BIAS, MAX_BIAS).astype(np.float32)
+    return np.concatenate([np.fromiter(bias, np.int32, len(bias)), values.view(np.int32)])
 
 
-def _word_ints(words: tuple[tuple[int, ...], ...]) -> list[int]:
+def _word_ints(words: tuple[tuple[int, ...], ...]) -> np.ndarray:
     pairs: list[int] = []
     tokens: list[int] = []
     for word in words:
         pairs += [2 * len(words) + len(tokens), len(word)]
         tokens += reversed(word)
-    return [*pairs, *tokens]
-
-
-def _mask_words(tokens: list[int], vocab: int) -> list[int]:
-    words = [0] * -(-vocab // 32)
-    for token in tokens:
-        words[token // 32] |= 1 << token % 32
-    return [word - (word >> 31 << 32) for word in words]  # as signed integers
+    return np.array([*pairs, *tokens], dtype=np.int32)

@@ -63,15 +63,16 @@ def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
 
 
 class HostLogprobs:
-    """Log-probabilities as lists of the host. Whole tensors are turned into lists at once: a step has hundreds of logit
-    rows, and reading them one by one would take longer than the step."""
+    """Log-probabilities as tuples of the host. Whole tensors are converted at once: a step has hundreds of logit rows,
+    and reading them one by one would take longer than the step."""
 
     def __init__(self, rows: LogprobRows, num: int) -> None:
         """At most the `num` likeliest of each logit row, -1 for all; `rows` must be on the CPU."""
         assert rows.chosen.device.type == "cpu", "copy the log-probabilities to the host first"
         width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
-        self._ids = torch.cat([rows.chosen_ids[:, None], rows.top_ids[:, :width]], dim=1).tolist()
-        self._values = torch.cat([rows.chosen[:, None], rows.top[:, :width]], dim=1).tolist()
+        ids = torch.cat([rows.chosen_ids[:, None], rows.top_ids[:, :width]], dim=1)
+        values = torch.cat([rows.chosen[:, None], rows.top[:, :width]], dim=1)
+        self._ids, self._values = list(map(tuple, ids.tolist())), list(map(tuple, values.tolist()))
         self._ranks = rows.rank.tolist()
 
     def between(self, start: int, stop: int, num: int) -> list[TokenLogprobs]:

@@ -24,8 +24,8 @@ def naive_logprobs(logits: np.ndarray, chosen: int, num: int) -> tuple[list[int]
 
 
 def check(found: TokenLogprobs, expected: tuple[list[int], list[float], int]) -> None:
-    assert found.token_ids == expected[0] and found.rank == expected[2]
-    assert found.logprobs == pytest.approx(expected[1], abs=1e-5)
+    assert list(found.token_ids) == expected[0] and found.rank == expected[2]
+    assert list(found.logprobs) == pytest.approx(expected[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,8 +73,8 @@ def test_a_request_is_shown_no_more_than_it_asked_for() -> None:
     ]
     rows = make_batch(drawn).sample().logprobs
     assert rows is not None
-    assert to_host(rows, 0, 1, 0)[0].token_ids == [12]
-    assert to_host(rows, 1, 2, 2)[0].token_ids == [12, 12, 11]
+    assert to_host(rows, 0, 1, 0)[0].token_ids == (12,)
+    assert to_host(rows, 1, 2, 2)[0].token_ids == (12, 12, 11)
     assert to_host(rows, 0, 0, 2) == []
 
 
