@@ -66,7 +66,10 @@ def cpu_name() -> str:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    rows = [("torch threads", str(torch.get_num_threads())), ("torch CUDA", str(torch.version.cuda or "not built in"))]
+    from outrider.kernels.native.build import describe
+
+    rows = [("native kernels", describe()), ("torch threads", str(torch.get_num_threads())),
+            ("torch CUDA", str(torch.version.cuda or "not built in"))]
     if not torch.cuda.is_available():
         return [*rows, ("CUDA devices", "none")]
     for index in range(torch.cuda.device_count()):

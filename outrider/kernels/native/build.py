@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c"))
 HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -64,6 +65,14 @@ def build() -> Path:
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
     return target
+
+
+def describe() -> str:
+    """For `outrider env`: the compiler and the instruction sets, or why there are no native kernels."""
+    if not available():
+        return f"none: {reason()}"
+    sets = sorted(set(_processor().split()) & set(INSTRUCTION_SETS))
+    return f"built by {shlex.join(_compiler())} for {platform.machine()}" + (f" with {', '.join(sets)}" if sets else "")
 
 
 def _compiler() -> list[str]:
