@@ -18,12 +18,13 @@ from tests.engine.harness import random_model
 from tests.spec.hybrid_rig import Script, mtp_of
 
 VOCAB, TOP_K = 24, 24
+# An index key is as wide as the entry beside it: pages of layers with and without one are then 16 and 32 tokens.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_hidden_layers": 3, "max_position_embeddings": 256, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": TOP_K,
-    "index_head_dim": 8, "index_n_heads": 16, "num_nextn_predict_layers": 1,
+    "index_head_dim": 12, "index_n_heads": 16, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
