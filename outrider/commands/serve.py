@@ -19,6 +19,7 @@ from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
+from outrider.engine.worker_process import WorkerProcess
 from outrider.server.settings import ServerConfig
 
 SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     engine, config = engine_config(args), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
-                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts)
+                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker)
     service = Service(host, config, names, chat_template(config))
     server = uvicorn.Server(uvicorn.Config(
         build_app(service), log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
@@ -65,6 +66,12 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(host.state, Failed):
         raise host.state.error
     return 0
+
+
+def kill_worker(llm: AsyncLLM) -> None:
+    """The worker does not answer; without it the engine fails, and is started again."""
+    if isinstance(llm.engine.runner, WorkerProcess):
+        llm.engine.runner.kill()
 
 
 def listener(config: ServerConfig) -> socket.socket:

@@ -100,6 +100,10 @@ class WorkerProcess:
             self._process.kill()
             self._process.join()
 
+    def kill(self) -> None:
+        """Ends a child that no longer answers: its steps fail with WorkerDied."""
+        self._process.kill()
+
     def _receive_info(self) -> WorkerInfo:
         while True:
             try:

@@ -46,11 +46,14 @@ class EngineHost:
     """Belongs to one event loop. `start` builds an engine and may take minutes; it runs in a thread."""
 
     def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
-                 on_failed: Callable[[], None] = lambda: None) -> None:
+                 on_failed: Callable[[], None] = lambda: None,
+                 end_stalled: Callable[[AsyncLLM], None] = lambda llm: None) -> None:
+        """`end_stalled`: makes an engine fail that has been stalled for twice the timeout."""
         self.state: State = Loading()
         self.num_restarts = 0
         self.on_failed = on_failed
         self._start = start
+        self._end_stalled = end_stalled
         self._stall_timeout = stall_timeout
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque()
@@ -128,10 +131,15 @@ class EngineHost:
         steps = llm.engine.stats.num_steps
         if steps != self._progress[0] or not llm.engine.has_requests:
             self._progress = (steps, now)
-        stalled = now - self._progress[1] > self._stall_timeout
+        waited = now - self._progress[1]
+        stalled = waited > self._stall_timeout
         if stalled and not self._stalled:
             log.error("no step has ended for %.0f s though requests wait: /health fails", self._stall_timeout)
         self._stalled = stalled
+        if waited > 2 * self._stall_timeout:
+            log.error("the stalled engine is ended")
+            self._progress = (steps, now)
+            self._end_stalled(llm)
 
     def _restart(self, now: float) -> None:
         self._stalled = False

@@ -283,7 +283,7 @@ def test_no_network(tmp_path: Path) -> None:
 
 def test_what_the_engine_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["generate", folder, "--prompt", "x"]
-    assert "did you mean 'method'" in refused(capsys, *ask, "--speculative-config", '{"methd": "ngram"}')
+    assert "did you mean method?" in refused(capsys, *ask, "--speculative-config", '{"methd": "ngram"}')
     assert "exceeds the 256 positions" in refused(capsys, *ask, "--max-model-len", 999)
     assert "max_model_len is 16" in refused(capsys, "generate", folder, "--prompt", "y" * 30, "--max-model-len", 16)
 

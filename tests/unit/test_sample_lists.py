@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -70,6 +71,19 @@ class TestLists:
         assert words == [1 | 1 << 31, 1, 1 << 5] and not rows.lists.allowed[3].any()
         rows.admit([admission(1, allowed_token_ids=[2])])
         assert rows.lists.allowed[1].tolist() == [4, 0, 0], "nothing of the row's last owner is left"
+
+    def test_a_shared_list_is_packed_once_and_an_equal_one_on_its_own(self) -> None:
+        lists = SamplingRows(LIMITS, CPU).lists
+        packs = list[list[int]]()
+
+        def pack(tokens: list[int]) -> np.ndarray:
+            packs.append(tokens)
+            return np.array(tokens, dtype=np.int32)
+
+        shared, others = [1, 2], [[n] for n in range(20)]
+        for tokens in (shared, shared, [1, 2], *others, shared):
+            assert lists._packed.get(tokens, pack).tolist() == tokens
+        assert packs == [shared, [1, 2], *others, shared], "the last ones are kept, not all"
 
     def test_a_place_is_given_back_when_another_request_takes_the_row(self) -> None:
         rows = SamplingRows(LIMITS, CPU)

@@ -1,0 +1,64 @@
+"""Outputs: log-probabilities are named when a caller looks, and look like lists of dicts from then on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from outrider.core import TokenLogprobs
+from outrider.core.outputs import CompletionOutput, Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleKey
+from outrider.core.params import SamplingParams, check_params
+
+KEY = SampleKey("a", 0, 7, RequestMetrics())
+FIRST = TokenLogprobs((5, 5, 6), (-0.5, -0.5, -1.0), 1, ("five", "five", "six"))
+SECOND = TokenLogprobs((9, 5, 6), (-3.0, -0.25, -2.0), 4)
+NAMED = [{5: Logprob(-0.5, 1, "five"), 6: Logprob(-1.0, 2, "six")},
+         {9: Logprob(-3.0, 4), 5: Logprob(-0.25, 1), 6: Logprob(-2.0, 2)}]
+
+
+def grown() -> RequestOutput:
+    output = RequestOutput.empty("a", None, [1], SamplingParams(logprobs=2))
+    output.grow(OutputIncrement(KEY, [5], logprobs=[FIRST]))
+    output.grow(OutputIncrement(KEY, [9], logprobs=[SECOND]))
+    return output
+
+
+def test_entries_are_named_in_the_order_of_rank_with_a_chosen_outsider_first() -> None:
+    sample = grown().outputs[0]
+    assert sample.logprobs == NAMED and [list(entry) for entry in sample.logprobs] == [[5, 6], [9, 5, 6]]
+    assert sample.cumulative_logprob == pytest.approx(-3.5)
+
+
+def test_a_look_in_between_changes_nothing() -> None:
+    output = RequestOutput.empty("a", None, [1], SamplingParams(logprobs=2))
+    assert output.outputs[0].logprobs == []
+    output.grow(OutputIncrement(KEY, [5], logprobs=[FIRST]))
+    assert output.outputs[0].logprobs == NAMED[:1]
+    output.grow(OutputIncrement(KEY, [9], logprobs=[SECOND]))
+    assert output.outputs[0].logprobs == NAMED and output == grown()
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, RequestOutput.copy,
+                                  lambda output: pickle.loads(pickle.dumps(output))])
+def test_copies_have_entries_that_nobody_looked_at(make: object) -> None:
+    assert callable(make)
+    twin = make(grown())
+    assert twin.outputs[0].logprobs == NAMED and "six" in repr(grown())
+
+
+def test_cutting_back_cuts_entries_that_nobody_looked_at() -> None:
+    output = grown()
+    assert output.cut_back() == {0: [5]} and output.outputs[0].logprobs == NAMED[:1]
+
+
+def test_who_asked_for_none_has_none() -> None:
+    assert CompletionOutput(0).logprobs is None and CompletionOutput(0).cumulative_logprob is None
+
+
+def test_a_callers_list_may_change_after_it_was_given() -> None:
+    allowed = [1, 2]
+    own = check_params(SamplingParams(allowed_token_ids=allowed))
+    allowed.append(3)
+    assert own.allowed_token_ids == [1, 2]
