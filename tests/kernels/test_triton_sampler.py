@@ -115,6 +115,7 @@ def test_every_parameter_alone(device: torch.device, heat: float) -> None:
 SHAPES = {
     "flat": lambda r: r.normal(0, 0.6, (1, VOCAB)),
     "narrow": lambda r: r.normal(0, 0.004, (1, VOCAB)),  # random weights give such logits: all in one bin
+    "very narrow": lambda r: r.normal(0, 2e-5, (1, VOCAB)),
     "narrow but one": lambda r: np.concatenate([[[-90.0]], r.normal(5, 0.002, (1, VOCAB - 1))], axis=1),
     "peaked": lambda r: np.concatenate([r.normal(14, 2, (1, 20)), r.normal(0, 2, (1, VOCAB - 20))], axis=1),
     "ties": lambda r: np.round(r.normal(0, 2, (1, VOCAB))),
@@ -127,7 +128,7 @@ FILTERS = [{"top_k": 1}, {"top_k": 2, "top_p": 0.9}, {"top_k": 7, "top_p": 0.3},
            {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
 
 
-SMALL_ROOMS = [("flat", 16), ("ties", 16), ("narrow", 64), ("narrow but one", 16), ("far", 16)]
+SMALL_ROOMS = [("flat", 16), ("ties", 16), ("narrow", 64), ("very narrow", 64), ("narrow but one", 16), ("far", 16)]
 
 
 @pytest.mark.parametrize(("shape", "room"), [*((shape, 8192) for shape in SHAPES), *SMALL_ROOMS])

@@ -65,6 +65,7 @@ class _Scratch(NamedTuple):
     bounds: torch.Tensor  # [logit rows] float32: no threshold of top-k or top-p is a lower scaled logit
     above: torch.Tensor  # [logit rows, 3] int64: count above top-k's bin, mass above it, mass above top-p's first
     fine: torch.Tensor  # [logit rows, 2] int32: first and last coarse bin that fine bins divide; -1: bins are coarse
+    furthest: torch.Tensor  # [logit rows] float32: greatest distance that was counted
     outside: torch.Tensor  # [logit rows, 3] int64: count and mass above those coarse bins, mass below them
 
 
@@ -101,12 +102,13 @@ def _edge_of(bin):
 
 
 @triton.jit
-def _fine_bin_of(distance, first, last, BINS: tl.constexpr):
-    """The bin among equal parts of coarse bins `first` to `last`; -1 before them and BINS after them. Never decreases
-    with the distance."""
+def _fine_bin_of(distance, first, last, furthest, BINS: tl.constexpr):
+    """The bin among equal parts of coarse bins `first` to `last`, which end at the furthest logit if that comes first;
+    -1 before them and BINS after them. Never decreases with the distance."""
     coarse = _bin_of(distance)
     start = _edge_of(first)
-    part = tl.minimum((distance - start) * (BINS / (_edge_of(last + 1) - start)), BINS - 1.0)
+    width = tl.maximum(tl.minimum(_edge_of(last + 1), furthest) - start, 1e-30)
+    part = tl.minimum(tl.div_rn(distance - start, width) * BINS, BINS - 1.0)
     fine = tl.where(coarse < first, -1, tl.maximum(part, 0.0).to(tl.int32))
     return tl.where(coarse > last, BINS, fine)
 
@@ -150,6 +152,7 @@ def _prepare_kernel(
         tl.store(scratch.counts + bins, tl.zeros([BINS], dtype=tl.int32))
         tl.store(scratch.masses + bins, tl.zeros([BINS], dtype=tl.int64))
         tl.store(scratch.num_candidates + at, 0)
+        tl.store(scratch.furthest + at, 0.0)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         bound = _bound_of(
             flag, tl.load(rows.top_k + of), tl.load(rows.top_p + of), tile_greatest + at * num_tiles, num_tiles, vocab,
@@ -182,15 +185,16 @@ def _histogram_kernel(
         coarse_first = tl.load(scratch.fine + 2 * at, mask=takes_part, other=-1)
         takes_part = coarse_first >= 0
     if takes_part:
-        coarse_last = 0
+        coarse_last, furthest = 0, 0.0
         if FINE:
-            coarse_last = tl.load(scratch.fine + 2 * at + 1)
+            coarse_last, furthest = tl.load(scratch.fine + 2 * at + 1), tl.load(scratch.furthest + at)
         num_spans = tl.num_programs(0)
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
         bound, tile_greatest = tl.load(scratch.bounds + at), tile_greatest + at * num_tiles
         rest = tl.zeros([SIZE], dtype=tl.int64)  # mass below the bound
+        distant = tl.zeros([SIZE], dtype=tl.float32)
         first = tl.program_id(0) * span
         for tile in range(first, tl.minimum(first + span, num_tiles)):
             if _reaches(tile_greatest, tile, flag, shift, heat, bound):
@@ -198,17 +202,20 @@ def _histogram_kernel(
                 scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
                 counts = (scaled > float("-inf")) & (scaled >= bound)
                 if FINE:
-                    bin = _fine_bin_of(tl.abs(scaled), coarse_first, coarse_last, BINS)
+                    bin = _fine_bin_of(tl.abs(scaled), coarse_first, coarse_last, furthest, BINS)
                     counts = counts & (bin >= 0) & (bin < BINS)
                     at_bin = at * BINS + bin
                 else:
                     at_bin = at * BINS + _bin_of(tl.abs(scaled))
+                    distant = tl.maximum(distant, tl.where(counts, tl.abs(scaled), 0.0))
                 if (flag & _TOP_K) != 0:
                     tl.atomic_add(scratch.counts + at_bin, 1, mask=counts, sem="relaxed")
                 if (flag & _TOP_P) != 0:
                     mass = probability_mass(scaled)
                     tl.atomic_add(scratch.masses + at_bin, mass, mask=counts & (mass > 0), sem="relaxed")
                     rest += tl.where(counts, 0, mass)
+        if not FINE:
+            tl.atomic_max(scratch.furthest + at, tl.max(distant, axis=0), sem="relaxed")
         if ((flag & _SEARCHED) == _TOP_P) & (not FINE):  # what top-k leaves out has no mass
             tl.atomic_add(scratch.masses + at * BINS + BINS - 1, tl.sum(rest, axis=0), sem="relaxed")
 
@@ -279,10 +286,10 @@ def _bins_kernel(row, rows, scratch, ROOM: tl.constexpr, BINS: tl.constexpr, FIN
 
 
 @triton.jit
-def _bin_in(distance, first, last, BINS: tl.constexpr):
+def _bin_in(distance, first, last, furthest, BINS: tl.constexpr):
     """The bin of a scaled logit in the histogram that the row's thresholds were found in."""
     if first >= 0:
-        bin = _fine_bin_of(distance, first, last, BINS)
+        bin = _fine_bin_of(distance, first, last, furthest, BINS)
     else:
         bin = _bin_of(distance)
     return bin
@@ -307,13 +314,14 @@ def _collect_kernel(
         k_bin = tl.load(scratch.bins + 3 * at)
         p_first, p_last = tl.load(scratch.bins + 3 * at + 1), tl.load(scratch.bins + 3 * at + 2)
         coarse_first, coarse_last = tl.load(scratch.fine + 2 * at), tl.load(scratch.fine + 2 * at + 1)
+        furthest = tl.load(scratch.furthest + at)
         bound, tile_greatest = tl.load(scratch.bounds + at), tile_greatest + at * num_tiles
         first = tl.program_id(0) * span
         for tile in range(first, tl.minimum(first + span, num_tiles)):
             if _reaches(tile_greatest, tile, flag, shift, heat, bound):
                 token = tile * SIZE + tl.arange(0, SIZE)
                 scaled = _scaled_tile(own, token, token < vocab, shift, heat, floor)
-                bin = _bin_in(tl.abs(scaled), coarse_first, coarse_last, BINS)
+                bin = _bin_in(tl.abs(scaled), coarse_first, coarse_last, furthest, BINS)
                 is_in = (bin == k_bin) | ((bin >= p_first) & (bin <= p_last))
                 is_in = is_in & (scaled > float("-inf")) & (scaled >= bound)
                 found = tl.sum(is_in.to(tl.int32), axis=0)
@@ -325,7 +333,7 @@ def _collect_kernel(
 
 @triton.jit
 def _keys_tile(
-    candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last,
+    candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last, furthest,
     BINS: tl.constexpr, SIZE: tl.constexpr,
 ):
     """(scaled logits, their distances from the greatest as ordered integers, which lie in the bins)"""
@@ -335,14 +343,14 @@ def _keys_tile(
     else:
         scaled = _scaled_tile(own, index, index < size, shift, heat, floor)
     distance = tl.abs(scaled)
-    bin = _bin_in(distance, fine_first, fine_last, BINS)
+    bin = _bin_in(distance, fine_first, fine_last, furthest, BINS)
     is_in = (scaled > float("-inf")) & (bin >= low_bin) & (bin <= high_bin)
     return scaled, distance.to(tl.int32, bitcast=True), is_in
 
 
 @triton.jit
 def _sum_up_to(
-    key, candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last,
+    key, candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last, furthest,
     BINS: tl.constexpr, SIZE: tl.constexpr,
 ):
     """(how many, their mass) of the logits in the bins whose distance is at most `key`."""
@@ -350,7 +358,8 @@ def _sum_up_to(
     mass = tl.zeros([SIZE], dtype=tl.int64)
     for first in range(0, size, SIZE):
         scaled, keys, is_in = _keys_tile(
-            candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last, BINS,
+            candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin,
+            fine_first, fine_last, furthest, BINS,
             SIZE,
         )
         is_in = is_in & (keys <= key)
@@ -361,14 +370,16 @@ def _sum_up_to(
 
 @triton.jit
 def _key_range(
-    candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last, BINS: tl.constexpr,
+    candidates, own, size, is_short, shift, heat, floor, low_bin, high_bin,
+    fine_first, fine_last, furthest, BINS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     least = tl.full([SIZE], 0x7F800000, dtype=tl.int32)
     most = tl.zeros([SIZE], dtype=tl.int32)
     for first in range(0, size, SIZE):
         _, keys, is_in = _keys_tile(
-            candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin, fine_first, fine_last, BINS,
+            candidates, own, first, size, is_short, shift, heat, floor, low_bin, high_bin,
+            fine_first, fine_last, furthest, BINS,
             SIZE,
         )
         least = tl.minimum(least, tl.where(is_in, keys, 0x7F800000))
@@ -393,6 +404,7 @@ def _search_kernel(
         heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
         candidates = scratch.candidates + at * ROOM
         fine_first, fine_last = tl.load(scratch.fine + 2 * at), tl.load(scratch.fine + 2 * at + 1)
+        furthest = tl.load(scratch.furthest + at)
         found = tl.load(scratch.num_candidates + at)
         is_short = found <= ROOM
         size = tl.where(is_short, found, vocab)
@@ -403,19 +415,22 @@ def _search_kernel(
             # The least key that enough logits do not exceed. Fewer than enough are at or below `low`.
             enough = tl.load(rows.top_k + of) - tl.load(scratch.above + 3 * at)
             low, high = _key_range(
-                candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, fine_first, fine_last, BINS, SIZE
+                candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin,
+                fine_first, fine_last, furthest, BINS, SIZE
             )
             low -= 1
             while high - low > 1:
                 middle = low + (high - low) // 2
                 count, _ = _sum_up_to(
-                    middle, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, fine_first, fine_last,
+                    middle, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin,
+                    fine_first, fine_last, furthest,
                     BINS, SIZE,
                 )
                 high = tl.where(count >= enough, middle, high)
                 low = tl.where(count >= enough, low, middle)
             _, mass = _sum_up_to(
-                high, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin, fine_first, fine_last, BINS,
+                high, candidates, own, size, is_short, shift, heat, floor, k_bin, k_bin,
+                fine_first, fine_last, furthest, BINS,
                 SIZE,
             )
             total += mass
@@ -426,14 +441,15 @@ def _search_kernel(
             limit = total.to(tl.float64) * tl.load(rows.top_p + of).to(tl.float64)
             above = tl.load(scratch.above + 3 * at + 2)
             low, high = _key_range(
-                candidates, own, size, is_short, shift, heat, floor, p_first, p_last, fine_first, fine_last, BINS, SIZE
+                candidates, own, size, is_short, shift, heat, floor, p_first, p_last,
+                fine_first, fine_last, furthest, BINS, SIZE
             )
             high += 1
             while high - low > 1:
                 middle = low + (high - low) // 2
                 _, mass = _sum_up_to(
                     middle - 1, candidates, own, size, is_short, shift, heat, floor, p_first, p_last, fine_first,
-                    fine_last, BINS, SIZE,
+                    fine_last, furthest, BINS, SIZE,
                 )
                 is_below = (above + mass).to(tl.float64) < limit
                 low = tl.where(is_below, middle, low)
@@ -466,7 +482,7 @@ def find_thresholds(
         empty(height, bins, dtype=torch.int32), empty(height, bins, dtype=torch.int64), empty(num, dtype=torch.int32),
         empty(height, room, dtype=torch.float32), empty(height, 3, dtype=torch.int32),
         empty(height, dtype=torch.float32), empty(height, 3, dtype=torch.int64), empty(height, 2, dtype=torch.int32),
-        empty(height, 3, dtype=torch.int64),
+        empty(height, dtype=torch.float32), empty(height, 3, dtype=torch.int64),
     )  # fmt: skip
     if num == 0:
         return thresholds
