@@ -64,7 +64,8 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 def _explained(error: Exception) -> Exception:
     """The error itself, unless the device answers nothing any more: some errors leave it unusable."""
     try:
-        torch.cuda.synchronize()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     except Exception:
         return WorkerDied(f"the device is lost: {error}")
     return error
