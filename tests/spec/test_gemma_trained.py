@@ -74,15 +74,15 @@ def shuffled_hidden(rig: DraftRig) -> None:
 def wrong_table(rig: DraftRig, of: int) -> None:
     """One kind of its layers reads the pages of the other kind's group."""
     drafter: Any = rig.step.drafter
-    view, groups = drafter.view, [group.index for group in drafter._cached.groups]
+    read, groups = drafter._batches.reading, [group.index for group in drafter._cached.groups]
 
     def crossed(step: Step, reading: Any) -> Any:
-        right = view(step, reading)
+        right = read(step, reading)
         tables = list(right.page_tables)
         tables[groups[of]] = tables[groups[1 - of]]
         return replace(right, page_tables=tuple(tables))
 
-    drafter.view = crossed
+    drafter._batches.reading = crossed
 
 
 def wrong_sliding_table(rig: DraftRig) -> None:
