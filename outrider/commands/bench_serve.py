@@ -40,7 +40,7 @@ class Measured:
 
     @property
     def times(self) -> dict[str, float]:
-        """By name, in milliseconds; of a request that succeeded."""
+        """Latencies of a request that succeeded, by name, in milliseconds."""
         assert self.first is not None
         times = {"ttft": self.first - self.began, "e2el": self.last - self.began}
         if self.num_tokens > 1:

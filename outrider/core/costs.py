@@ -67,7 +67,7 @@ class StepCosts:
         return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
 
     def sample(self, loads: Iterable[SamplerLoad]) -> float:
-        """Of one logit row for each of the loads."""
+        """Seconds of one logit row for each of the loads."""
         return sum(map(self.logit_row_seconds.__getitem__, loads))
 
     def read(self, lengths: list[int]) -> float:

@@ -39,7 +39,7 @@ class Detokenizer:
         return [self._piece(token_id) for token_id in run]
 
     def finish(self) -> str:
-        """What was held back. After the last token."""
+        """Text that was held back, once the last token has come."""
         return self._decoder.finish()
 
     def _piece(self, token_id: int) -> str:
@@ -147,7 +147,7 @@ def _is_byte_token(token: str) -> bool:
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a run gave: text that can be shown, and whether a stop string ended it."""
+    """The result of a run: text that can be shown, and whether a stop string ended it."""
 
     text: str
     stop: str | None  # the stop string that was found

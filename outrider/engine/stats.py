@@ -76,7 +76,7 @@ class EngineStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The same over the steps that had drafts to check."""
+        """Mean run over the steps that had drafts to check."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -85,7 +85,7 @@ class EngineStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Of the drafts that reached so far, the share accepted up to and with this position."""
+        """Share of the drafts that reached each position and were accepted up to and with it."""
         accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
         return [hit / tried if tried else 0.0 for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
 
@@ -104,7 +104,7 @@ class EngineStats:
         return self.since(EngineStats())
 
     def since(self, before: EngineStats) -> EngineStats:
-        """What has been added to an earlier copy."""
+        """Counts that were added since an earlier copy."""
         result = EngineStats()
         for part in fields(self):
             now, then = getattr(self, part.name), getattr(before, part.name)

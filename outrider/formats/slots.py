@@ -27,7 +27,7 @@ class StoredWeight(Protocol):
         """The numbers that the bits stand for."""
 
     def dequantize_into(self, target: torch.Tensor) -> None:
-        """The same numbers in a tensor that is there, with little memory beside it."""
+        """Write the dequantised numbers into an existing tensor, with little memory beside it."""
         ...
 
 

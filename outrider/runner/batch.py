@@ -33,7 +33,7 @@ class PaddedSize:
 
 @dataclass(frozen=True)
 class EagerShape(StepExtents):
-    """What the host knows of an uncaptured batch, all of it exact."""
+    """The shape of an uncaptured batch, which the host knows exactly."""
 
     scheduled_requests: int
     scheduled_tokens: int

@@ -54,7 +54,7 @@ class MeasuredDrafting:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself once it has loaded, measured and captured."""
+    """A worker's account of itself, once it has loaded, measured and captured."""
 
     limits: Limits
     layout: CacheLayout

@@ -54,7 +54,7 @@ CheckpointPlan = NoCheckpoints | RowCheckpoints | ListedCheckpoints
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the host decides about a step beside its shape."""
+    """The host's decisions about a step, beside its shape."""
 
     needs: StepNeeds
     extras: StepExtras
@@ -79,7 +79,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class ForwardHalf:
-    """What the forward half of a step hands to the finish half. All of it stays on the device."""
+    """The results that the forward half of a step hands to the finish half. All of it stays on the device."""
 
     inputs: Inputs
     recurrent: RecurrentStep | None

@@ -48,7 +48,7 @@ class RequestStats:
 
 
 class Request:
-    """Where one generation stands."""
+    """Progress of one generation: its lengths, row, state and epoch."""
 
     __slots__ = (
         "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "sampler_load", "state", "epoch",

@@ -105,7 +105,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception. What it must not see is logged instead."""
+    """The message that a client gets for an exception. Details it must not see are logged instead."""
     match error:
         case ApiError():
             return error

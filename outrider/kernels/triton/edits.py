@@ -32,7 +32,7 @@ _LIST = 128  # entries of a list that are read at a time
 
 
 class EditRows(NamedTuple):
-    """What edits need of every row: [rows] int64, but for float32 where it says so."""
+    """Fields of every row that edits read: [rows] int64, but for float32 where it says so."""
 
     flags: torch.Tensor
     temperature: torch.Tensor  # float32

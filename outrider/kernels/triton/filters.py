@@ -47,7 +47,7 @@ _SEARCH_TILE = 1024
 
 
 class FilterRows(NamedTuple):
-    """What filters need of every row, [rows]."""
+    """Fields of every row that filters read, [rows]."""
 
     flags: torch.Tensor  # int64
     temperature: torch.Tensor  # float32

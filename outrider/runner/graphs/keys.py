@@ -126,7 +126,7 @@ class GraphKeys:
                    default=None)
 
     def plan(self, key: GraphKey) -> StepPlan:
-        """What a captured step does beside its shape."""
+        """The plan of a captured step, beside its shape."""
         checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
