@@ -76,7 +76,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class PromptCosts:
+class MixedStepCosts:
     """Seconds of steps that compute prompts beside requests that decode."""
 
     tokens: tuple[int, ...]  # sizes of captured steps, ascending

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
-from outrider.core.costs import PromptCosts, StepCosts
+from outrider.core.costs import MixedStepCosts, StepCosts
 
 
 class Runner(Protocol):
@@ -62,7 +62,7 @@ class BoundedSteps:
     """While requests decode, a step computes as many tokens of prompts as it can in `max_seconds`."""
 
     max_seconds: float
-    costs: PromptCosts
+    costs: MixedStepCosts
 
 
 @dataclass(frozen=True)

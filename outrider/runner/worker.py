@@ -25,7 +25,7 @@ from outrider.models.sources.base import ModelSource
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.prompt_costs import measure_prompt_costs
+from outrider.runner.graphs.mixed_costs import measure_mixed_costs
 from outrider.runner.graphs.warm_up import measure_step_memory
 from outrider.runner.interface import (
     BoundedSteps,
@@ -162,7 +162,7 @@ def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
     if config.max_step_ms is None or not isinstance(runner, CudaRunner):
         return UnboundedSteps()
     max_seconds = config.max_step_ms * 1e-3
-    costs = measure_prompt_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
+    costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
     log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)

@@ -7,7 +7,7 @@ costs. Prompts that nobody waits for are computed in full steps.
 
 from __future__ import annotations
 
-from outrider.core.costs import PromptCosts
+from outrider.core.costs import MixedStepCosts
 
 
 class FullStep:
@@ -26,7 +26,7 @@ class FullStep:
 class TimedStep:
     """Room for prompts in a step whose requests wait for their next tokens."""
 
-    def __init__(self, costs: PromptCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float) -> None:
+    def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float) -> None:
         """num_tokens: scheduled so far. budget: tokens that are left. seconds: of the scheduled tokens' attention."""
         self._costs, self._max_seconds = costs, max_seconds
         self._num_tokens, self._budget, self._seconds = num_tokens, budget, seconds
@@ -53,7 +53,7 @@ class TimedStep:
 class PromptTime:
     """Bounds the time of steps that compute prompts while other requests decode."""
 
-    def __init__(self, max_seconds: float, costs: PromptCosts) -> None:
+    def __init__(self, max_seconds: float, costs: MixedStepCosts) -> None:
         self._max_seconds, self._costs = max_seconds, costs
 
     def begin(self, lengths: list[int], num_tokens: int, budget: int) -> TimedStep:

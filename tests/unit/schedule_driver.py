@@ -14,7 +14,7 @@ from random import Random
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
-from outrider.core.costs import PromptCosts, ReadCost
+from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import DraftPlan
 from outrider.sched.prompt_time import PromptTime
@@ -55,7 +55,7 @@ class Scenario:
 
     @property
     def prompt_time(self) -> PromptTime | None:
-        costs = PromptCosts((2, 4, 8), (2.0, 4.0, 8.0), attending=(ReadCost(None, 0.1),))
+        costs = MixedStepCosts((2, 4, 8), (2.0, 4.0, 8.0), attending=(ReadCost(None, 0.1),))
         return PromptTime(self.prompt_seconds, costs) if self.prompt_seconds else None
 
     @property

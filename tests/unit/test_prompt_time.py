@@ -6,20 +6,19 @@ import pytest
 
 from outrider.cache.manager import CacheManager
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
-from outrider.core.costs import PromptCosts, ReadCost
+from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.runner.graphs.sizes import GraphSizes, is_cheap_padding
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
 
 # A step takes a tenth of a millisecond for its weights and a hundredth of one for each token.
-COSTS = PromptCosts((16, 32, 64, 128), (0.26e-3, 0.42e-3, 0.74e-3, 1.38e-3))
+COSTS = MixedStepCosts((16, 32, 64, 128), (0.26e-3, 0.42e-3, 0.74e-3, 1.38e-3))
 LIMITS = Limits(8, 128, 4096, 0, 99)
 
 
-def scheduler(max_ms: float, costs: PromptCosts = COSTS) -> Scheduler:
+def scheduler(max_ms: float, costs: MixedStepCosts = COSTS) -> Scheduler:
     cache = CacheManager(make_layout((4, 0)), 4000, LIMITS, enable_prefix_caching=False)
     return Scheduler(cache, LIMITS, prompt_time=PromptTime(max_ms * 1e-3, costs))
 
@@ -65,7 +64,7 @@ def test_a_step_with_decoding_requests_stays_below_the_bound(max_ms: float, toke
 
 def test_a_long_context_makes_chunks_smaller() -> None:
     """Attention of a chunk grows with the tokens before it."""
-    costs = PromptCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 2e-8), ReadCost(8, 1e-9)))
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 2e-8), ReadCost(8, 1e-9)))
     sched = scheduler(1.9, costs)
     decoding(sched, 1)
     sched.add(request(9, 2000))
@@ -80,7 +79,7 @@ def test_a_long_context_makes_chunks_smaller() -> None:
 
 
 def test_prompts_get_as_much_time_as_decoding_where_that_exceeds_the_bound() -> None:
-    costs = PromptCosts(COSTS.tokens, COSTS.seconds, reading=(ReadCost(None, 1e-4),))
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, reading=(ReadCost(None, 1e-4),))
     sched = scheduler(0.1, costs)
     decoding(sched, 2)  # reads six tokens of context in the next step
     sched.add(request(9, 300))
@@ -88,7 +87,7 @@ def test_prompts_get_as_much_time_as_decoding_where_that_exceeds_the_bound() -> 
 
 
 def test_a_prompt_goes_on_when_its_attention_alone_exceeds_the_bound() -> None:
-    costs = PromptCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 1.0),))
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 1.0),))
     sched = scheduler(0.1, costs)
     decoding(sched, 2)
     sched.add(request(9, 300), request(10, 300))
@@ -103,10 +102,3 @@ def test_prompts_share_the_time_of_one_step() -> None:
     assert run_step(sched) == {0: 1, 5: 40, 6: 87}
     assert sched.num_waiting == 1
     assert run_step(sched) == {0: 1, 5: 1, 6: 126}
-
-
-def test_every_size_of_a_step_with_prompts_is_served_by_a_measured_one() -> None:
-    for most in (64, 300, 2048, 8192, 9000):
-        sizes = GraphSizes.from_limits(Limits(4, most, 128, 0, 10))
-        for tokens in sizes.prompt_tokens:
-            assert any(is_cheap_padding(wide, tokens) for wide in sizes.mixed_tokens), (most, tokens)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.sizes import FEW, GraphSizes, is_cheap_padding, next_size
+from outrider.runner.graphs.sizes import CHEAP_TOKENS, FEW, GraphSizes, next_size
 from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -47,7 +47,7 @@ class GraphKey:
         own, others = ((key.has_prompts, key.form, key.sampler) for key in (self, other))
         has_room = self.requests >= other.requests and self.propose >= other.propose
         if self.has_prompts:
-            has_room &= is_cheap_padding(self.tokens, other.tokens)
+            has_room &= other.tokens <= self.tokens <= max(CHEAP_TOKENS, other.tokens * 5 // 4)
         else:
             has_room &= self.tokens * other.requests >= other.tokens * self.requests
         has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints

@@ -28,41 +28,24 @@ class GraphSizes:
     full_at_start: list[int]  # of those, the ones captured with all sampling parameters
     prompt_requests: list[int]  # of steps with prompts
     prompt_tokens: list[int]  # padding costs time there, so it is an eighth at most; few tokens cost what weights cost
-    mixed_tokens: list[int]  # of those, sizes of steps with prompts among requests that decode; each serves the others
 
     @classmethod
     def from_limits(cls, limits: Limits) -> GraphSizes:
         most, most_tokens = limits.max_requests, limits.max_batched_tokens
         tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
                   *range(5120, most_tokens + 1, 1024))  # fmt: skip
-        prompt_tokens = _up_to(most_tokens, tokens)
         at_start = _up_to(most, (1 << i for i in range(most.bit_length())))
         return cls(
             requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
             at_start=at_start,
             full_at_start=at_start[::-2][::-1],
             prompt_requests=_up_to(most, (4**i for i in range(10))),
-            prompt_tokens=prompt_tokens,
-            mixed_tokens=_each_covering(prompt_tokens),
+            prompt_tokens=_up_to(most_tokens, tokens),
         )
 
 
 def _up_to(most: int, sizes: Iterable[int]) -> list[int]:
     return sorted({size for size in sizes if size < most} | {most})
-
-
-def is_cheap_padding(padded: int, tokens: int) -> bool:
-    """Whether a step with prompts of so many tokens may run padded for a while."""
-    return tokens <= padded <= max(CHEAP_TOKENS, tokens * 5 // 4)
-
-
-def _each_covering(sizes: list[int]) -> list[int]:
-    """Those of the sizes that serve all of them: every other one may run padded to the next."""
-    chosen = sizes[-1:]
-    for size, larger in zip(sizes[-2::-1], sizes[:0:-1], strict=True):
-        if not is_cheap_padding(chosen[0], size):
-            chosen.insert(0, larger)
-    return chosen
 
 
 def next_size(sizes: list[int], at_least: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from outrider.core import Limits
-from outrider.core.costs import PromptCosts, ReadCost
+from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
 from outrider.runner.graphs.costs import best_seconds, read_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -22,23 +22,30 @@ from outrider.runner.graphs.warm_up import run_dead
 from outrider.runner.step import DeviceStep
 
 CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
+LEAST_TOKENS = 256  # of the smallest step that is measured
 CALLS = 4  # of a kernel between two looks at the clock
 
 
 @torch.inference_mode()
-def measure_prompt_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
-                         takes_checkpoints: bool) -> PromptCosts:
+def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
+                         takes_checkpoints: bool) -> MixedStepCosts:
     """Of steps up to the first one that takes more than `max_seconds`."""
     sizes: list[int] = []
     seconds: list[float] = []
-    for size in GraphSizes.from_limits(limits).mixed_tokens:
+    for size in mixed_sizes(GraphSizes.from_limits(limits)):
         found = best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
         sizes.append(size)
         seconds.append(max([found, *seconds[-1:]]))  # more tokens never cost less; a dip is noise
         if found > max_seconds:
             break
     reading, row_seconds = read_costs(step)
-    return PromptCosts(tuple(sizes), tuple(seconds), reading, row_seconds, attend_costs(step))
+    return MixedStepCosts(tuple(sizes), tuple(seconds), reading, row_seconds, attend_costs(step))
+
+
+def mixed_sizes(sizes: GraphSizes) -> list[int]:
+    """Sizes of steps with prompts among requests that decode, ascending. Fewer tokens than the first are padded to it:
+    they take hardly less time, as the weights are read all the same."""
+    return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
 
 
 def _step_of(step: DeviceStep, limits: Limits, runner: CudaRunner, tokens: int,
