@@ -7,6 +7,7 @@ may live in another thread or process.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 from collections import deque
@@ -231,6 +232,7 @@ class Engine:
             self._stats_log.close()
             self._stats_log = None
         self.runner.close()
+        gc.unfreeze()  # what start-up made may be garbage from now on
 
     # Inside
 

@@ -6,6 +6,7 @@ import logging
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.engine.collector import freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.engine.worker_process import WorkerProcess
@@ -22,11 +23,16 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
+    worker: RunningWorker
     if in_process:
-        return engine_around(config, WorkerProcess(config, source), tokenizer)
-    from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives in this process
+        worker = WorkerProcess(config, source)
+    else:
+        from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
-    return engine_around(config, Worker.load(config, source), tokenizer)
+        worker = Worker.load(config, source)
+    engine = engine_around(config, worker, tokenizer)
+    freeze_heap(engine)
+    return engine
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None) -> Engine:
@@ -65,5 +71,5 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | Non
     try:
         return Tokenizer.load(source.tokenizer())
     except TokenizerError as error:
-        log.warning("no tokenizer: %s", error)
+        log.warning("no tokenizer: %s", str(error))  # a kept record must not keep the engine
         return None

@@ -358,8 +358,8 @@ class Scheduler:
             if part.num_drafted:
                 stats.num_drafted += part.num_drafted
                 stats.num_accepted += part.num_accepted
-            if self._drafts is not None:
-                self._drafts.observe(request, part, drafts)
+            if self._drafts is not None:  # drafts that the request's end cut off were not tried
+                self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:
