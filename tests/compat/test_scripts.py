@@ -146,7 +146,7 @@ RUNS = {
         assert len(embeds) == output.outputs.hidden_size and math.isclose(sum(x * x for x in embeds), 1, rel_tol=1e-4)
         """,
     "scores": """
-        outputs = llm.score("What is the capital of France?", ["The capital is Paris.", "What is the capital of France?"])
+        outputs = llm.score("What is the capital of France?", ["It is Paris.", "What is the capital of France?"])
         assert outputs[0].outputs.score < outputs[1].outputs.score <= 1.001
         """,
     "hidden states": """
@@ -183,7 +183,7 @@ REFUSED = {
     "wide beams": ("from outrider import BeamSearchParams\n"
                    "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
     "the old engine": ("from outrider import LLMEngine", "LLMEngine is not supported: use LLM"),
-    "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of last"),
+    "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
     "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype='fp8' is not supported"),
     "a classifier": ("LLM(model, task='classify')", "task='classify' is not supported"),
