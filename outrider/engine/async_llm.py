@@ -40,7 +40,7 @@ class AsyncLLM(Front):
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        config = config_for("AsyncLLM", model, settings)
+        config = config_for("AsyncLLM", model, settings).for_streams()
         self._start(start_engine(config), config.model)
 
     @classmethod

@@ -11,8 +11,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.engine.worker_process import WorkerProcess
 from outrider.models.sources import ModelSource, resolve, tokenizer_files
-from outrider.runner.interface import FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
+from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.suffix import SuffixDrafter
 
@@ -44,7 +45,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
         cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
                              enable_prefix_caching=config.enable_prefix_caching)
         return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                         host_drafter=SuffixDrafter() if has_suffixes else None)
+                         host_drafter=SuffixDrafter() if has_suffixes else None, prompt_time=_prompt_time(info))
 
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
@@ -56,6 +57,13 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
             return FixedDrafts(num_drafts)
         case MeasuredDrafting(max_drafts, costs, always_propose):
             return auto_drafts(max_drafts, costs, always_propose=always_propose)
+    return None
+
+
+def _prompt_time(info: WorkerInfo) -> PromptTime | None:
+    match info.prompt_steps:
+        case BoundedSteps(max_seconds, costs):
+            return PromptTime(max_seconds, costs)
     return None
 
 
