@@ -86,6 +86,7 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "pooling": "which hidden states an embedding is, unless its request says",
     "tool_call_parser": "how the model writes tool calls",
     "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
@@ -96,6 +97,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "uvicorn_log_level": LOG_LEVELS,
+    "pooling": ("last", "mean"),
     "tool_call_parser": sorted(TOOL_FORMATS),
     "reasoning_parser": sorted(REASONING_FORMATS),
 }

@@ -257,7 +257,7 @@ class Scheduler:
         bound = context + chunk
         if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
             return 0
-        batch.add(request, chunk, 0, chunk == left, bound)
+        batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
         step.add(chunk, context)
         return chunk
 
@@ -287,7 +287,7 @@ class Scheduler:
         self._running.append(request)
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
-                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
+                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
         )
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
