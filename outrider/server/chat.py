@@ -107,7 +107,7 @@ class _Chat:
         return answer
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].params.n
+        n = self._asks[0].num_samples
         reader = ChangeReader(n)
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
-from outrider.server.errors import ApiError
 from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, new_id
@@ -20,27 +19,12 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    prompts = await _encoded(service, body)
+    prompts = await service.encode_prompts(body.prompt, "prompt")
     asks = service.asks(body, prompts, tenant, logprobs=body.logprobs,
                         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     run = _Completion(service, body, asks, model)
     timeout = service.config.request_timeout
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
-
-
-async def _encoded(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [await service.encode(prompt)]
-    if not prompt:
-        raise ApiError(400, "prompt is an empty list", param="prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > service.config.max_prompts:
-        raise ApiError(400, f"prompt has {len(prompt)} prompts, and at most {service.config.max_prompts} are served "
-                            "in one request", param="prompt")
-    return [await service.encode(each) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
-            for each in prompt]
 
 
 class _Completion:
@@ -64,7 +48,7 @@ class _Completion:
                              "metrics": self._usage.metrics_to_json()}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].params.n
+        n = self._asks[0].num_samples
         readers = [ChangeReader(n, i * n) for i in range(len(self._asks))]
         offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
         head = compact(self._head)[:-1]

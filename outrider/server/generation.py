@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from outrider.core.outputs import Logprob, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.pooling import RequestParams
 from outrider.engine.async_llm import AsyncLLM
 from outrider.server.metrics import RequestTimer, ServerMetrics
 
@@ -25,9 +26,13 @@ class Ask:
     """One prompt of a request."""
 
     token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     priority: int = 0
     cache_salt: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -103,8 +108,11 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 async def generate(llm: AsyncLLM, asks: Sequence[Ask], request_id: str,
                    metrics: ServerMetrics) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs with the index of their prompt. Closing the generator aborts every prompt."""
-    streams = [_timed(llm.generate(ask.prompt, ask.params, request_id=f"{request_id}-{i}", priority=ask.priority),
-                      metrics.timer(len(ask.token_ids), ask.params)) for i, ask in enumerate(asks)]
+    streams = []
+    for i, ask in enumerate(asks):
+        assert isinstance(ask.params, SamplingParams)
+        outputs = llm.generate(ask.prompt, ask.params, request_id=f"{request_id}-{i}", priority=ask.priority)
+        streams.append(_timed(outputs, metrics.timer(len(ask.token_ids), ask.params)))
     if len(streams) == 1:
         async with aclosing(streams[0]) as outputs:
             async for output in outputs:
