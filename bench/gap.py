@@ -116,11 +116,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8000)
     parser.add_argument("--every", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--max-step-ms", type=float, default=STREAM_STEP_MS)
     args = parser.parse_args()
-    config = EngineConfig(args.model, load_format=args.load_format, max_step_ms=args.max_step_ms,
-                          max_num_seqs=2 * args.requests, enable_prefix_caching=False, gpu_memory_utilization=0.85,
-                          max_model_len=max(args.prompt, args.context + int(2000 * args.seconds)) + 16)
+    longest = max(args.prompt, args.context + int(2000 * args.seconds)) + 16
+    config = EngineConfig(args.model, load_format=args.load_format, max_model_len=longest,
+                          max_num_seqs=2 * args.requests, max_step_ms=args.max_step_ms, enable_prefix_caching=False,
+                          gpu_memory_utilization=args.gpu_memory_utilization)
     load = Load(start_engine(config), args.requests, args.context, args.prompt)
     load.watch(1.5, args.every)  # sizes are captured when they are met often
     load.prompt_seconds()
