@@ -27,6 +27,7 @@ ENGINE_HELP = {
     "max_model_len": "longest request in tokens, prompt and answer",
     "max_num_seqs": "most requests in one step",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
+    "max_step_ms": "GPU: longest step with prompts while other requests wait for tokens; serve: 25, otherwise no limit",
     "page_size": "tokens of the smallest page",
     "num_pages": "pages of the cache",
     "kv_cache_memory_bytes": "bytes of the cache",
@@ -86,6 +87,7 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "pooling": "which hidden states an embedding is, unless its request says",
     "tool_call_parser": "how the model writes tool calls",
     "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
@@ -96,6 +98,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "uvicorn_log_level": LOG_LEVELS,
+    "pooling": ("last", "mean"),
     "tool_call_parser": sorted(TOOL_FORMATS),
     "reasoning_parser": sorted(REASONING_FORMATS),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.kinds import RecurrentSpec
@@ -64,6 +64,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         max_drafts = max(max_drafts, speculative.num_speculative_tokens)
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
+    limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)

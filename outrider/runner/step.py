@@ -22,6 +22,7 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
 from outrider.sample.batch import History
@@ -75,6 +76,7 @@ class DeviceResult:
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
     params: list[SamplingParams] | None = None  # of the scheduled requests, where log-probabilities are reported
+    hidden: HiddenRows | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ class DeviceStep:
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked)
+        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
+        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 
