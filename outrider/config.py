@@ -53,6 +53,7 @@ class EngineConfig:
     pad_requests: tuple[Count, ...] = ()  # batches are padded up to the next of these sizes
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
+    exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations

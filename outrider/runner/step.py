@@ -93,7 +93,7 @@ class DeviceStep:
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw") -> None:
+                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
@@ -104,6 +104,8 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
+        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
+        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
@@ -206,7 +208,7 @@ class DeviceStep:
             logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode)
+                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
