@@ -17,7 +17,7 @@ from outrider.core.vllm_settings import translate
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = ["auto", "torch", "native", "cpu", "triton"]  # `cpu` is native; registering a backend adds its name
+BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU

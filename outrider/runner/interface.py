@@ -62,6 +62,7 @@ class WorkerInfo:
     lookahead: int  # slots past the computed tokens that the drafter writes
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
+    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
 
 
 class RunningWorker(Runner, Protocol):

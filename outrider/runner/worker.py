@@ -74,7 +74,8 @@ class Worker:
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids)
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids,
+                               takes_spans=parts.takes_spans)
 
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource) -> Worker:

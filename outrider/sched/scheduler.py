@@ -242,19 +242,25 @@ class Scheduler:
         return min(most, len(guess))
 
     def _schedule_known(self, request: Request, budget: int, batch: BatchBuilder) -> int:
-        left = request.admitted_len - request.bound.at_most
+        before, spans = request.bound.at_most, request.input.spans
+        left = request.admitted_len - before
         chunk = min(left, budget)
-        bound = request.bound.at_most + chunk
-        if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+        if spans:
+            chunk = spans.chunk(before, chunk, budget)
+        bound = before + chunk
+        if not chunk or (bound + self.cache.lookahead > request.covered
+                         and not self._make_room(request, bound, batch)):
             return 0
         batch.add(request, chunk, 0, chunk == left, bound)
+        for start, end in spans.within(before, bound) if spans else ():
+            batch.mark(start, end)
         return chunk
 
     def _admit(self, budget: int, batch: BatchBuilder) -> None:
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0][2]
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
-                                          use_prefix=request.input.reads_prefix_cache)
+                                          use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
             if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)
