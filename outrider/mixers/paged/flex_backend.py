@@ -8,12 +8,12 @@ pool, so pools must be tiny there.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from outrider.cache.groups import Group
@@ -185,11 +185,9 @@ class FlexBackend(Backend):
                 out = _compiled()(queries, keys, values, score_mod=score_mod, block_mask=block_mask, scale=layer.scale,
                                   enable_gqa=True, kernel_options=options)
         else:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-                # Uncompiled attention multiplies every value of the pool, those of free pages too.
-                out = flex_attention(queries, keys, values.nan_to_num(0.0), score_mod=score_mod, block_mask=block_mask,
-                                     scale=layer.scale, enable_gqa=True)
+            # Uncompiled attention multiplies every value of the pool, those of free pages too.
+            out = _uncompiled(queries, keys, values.nan_to_num(0.0), score_mod=score_mod, block_mask=block_mask,
+                              scale=layer.scale, enable_gqa=True)
         by_token = out[0].transpose(0, 1)[tiles.place].reshape(-1, layer.num_heads * layer.head_dim)
         return torch.where(tiles.token_is_live[:, None], by_token, 0)
 
@@ -298,3 +296,13 @@ def _capped(softcap: float) -> Any:
 @cache
 def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
+
+
+def _uncompiled(*args: Any, **options: Any) -> Any:
+    """Attention as plain torch operations. Without its switch torch traces every call anew."""
+    traces = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        return flex_attention(*args, **options)
+    finally:
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = traces
