@@ -99,13 +99,8 @@ class AsyncLLM(Front):
         """The stream's request runs until the block is left."""
 
         def add() -> None:
-<<<<<<< HEAD
-            self.engine.add(output.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
-=======
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt)
->>>>>>> main
+                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
 
         self._owner.open(stream, add)
         try:

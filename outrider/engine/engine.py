@@ -21,11 +21,8 @@ from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
-<<<<<<< HEAD
-from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
-=======
 from outrider.core.pooling import PoolingParams, RequestParams
->>>>>>> main
+from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
@@ -119,13 +116,8 @@ class Engine:
 
     # Requests
 
-<<<<<<< HEAD
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
-            cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> None:
-=======
     def add(self, request_id: str, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-            cache_salt: str | None = None) -> None:
->>>>>>> main
+            cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
         check_value("request_id", Text, request_id)
         self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
@@ -174,23 +166,13 @@ class Engine:
         self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
-<<<<<<< HEAD
-    def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
-              cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-=======
     def check(self, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-              cache_salt: str | None = None) -> CheckedRequest:
->>>>>>> main
+              cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
         return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt, bidirectional_spans)
 
-<<<<<<< HEAD
-    def check_prompt(self, prompt_token_ids: list[int], params: SamplingParams, priority: int,
-                     cache_salt: str | None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-=======
     def check_prompt(self, prompt_token_ids: list[int], params: RequestParams, priority: int,
-                     cache_salt: str | None) -> CheckedRequest:
->>>>>>> main
+                     cache_salt: str | None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
         """Like `check`, with parameters from `check_params`."""
         limits = self.limits
         check_value("priority", Priority, priority)
@@ -325,17 +307,11 @@ class Engine:
 
     def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
         """A request and its way out, which nobody knows yet."""
-<<<<<<< HEAD
         token_ids, params, priority, cache_salt, spans = queued
-        assert params.seed is not None
-        limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
-=======
-        token_ids, params, priority, cache_salt = queued
->>>>>>> main
         keys = () if cache_salt is None else (f"salt={cache_salt}",)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys))
+            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys, spans))
             pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, len(token_ids))
             return _Live(request_id, metrics, [(request, pooled)], None, 1)
         assert params.seed is not None
@@ -343,7 +319,7 @@ class Engine:
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
             own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
-                               keys, spans)
+                               keys, spans=spans)
             request = Request(next(self._ids), token_ids, own)
             key = SampleKey(request_id, index, params.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))

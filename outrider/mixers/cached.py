@@ -58,9 +58,10 @@ def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
     _MIXERS[spec] = make
 
 
-def can_capture(layout: CacheLayout) -> bool:
-    """Whether steps over these groups can be captured: a mixer says if its own cannot."""
-    return all(getattr(_MIXERS.get(type(group.spec)), "is_capturable", True) for group in layout.groups)
+def can_capture(layout: CacheLayout, backend: Backend) -> bool:
+    """Whether steps over these groups can be captured: the backend, or a mixer, says if its own cannot."""
+    mixers = (_MIXERS.get(type(group.spec)) for group in layout.groups)
+    return backend.is_capturable and all(getattr(mixer, "is_capturable", True) for mixer in mixers)
 
 
 class CachedLayers:

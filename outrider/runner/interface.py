@@ -75,11 +75,8 @@ class WorkerInfo:
     lookahead: int  # slots past the computed tokens that the drafter writes
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
-<<<<<<< HEAD
-    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
-=======
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
->>>>>>> main
+    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
 
 
 class RunningWorker(Runner, Protocol):

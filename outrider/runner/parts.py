@@ -88,14 +88,10 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         synthetic.bind(limits.max_drafts, device)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-<<<<<<< HEAD
-    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
-    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, has_masks=has_masks)
-=======
     packed_bytes = prepare_all(model, drafter, config)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact)
->>>>>>> main
+    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
+                           has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact)

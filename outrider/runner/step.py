@@ -21,12 +21,8 @@ from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-<<<<<<< HEAD
 from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
-=======
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.hidden import HiddenRows, reported_hidden
->>>>>>> main
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
 from outrider.sample.batch import History

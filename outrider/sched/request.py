@@ -32,11 +32,8 @@ class RequestInput:
     sample_index: int = 0
     priority: int = 0
     cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
-<<<<<<< HEAD
-    spans: PromptSpans = NO_SPANS
-=======
     hidden: HiddenReport = HiddenReport.NONE
->>>>>>> main
+    spans: PromptSpans = NO_SPANS
 
     @property
     def reads_prefix_cache(self) -> bool:

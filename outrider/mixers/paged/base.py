@@ -73,6 +73,7 @@ class Backend(ABC):
     own step."""
 
     name: str
+    is_capturable: bool = True  # False: its plan reads the device, so steps run uncaptured
     takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
 
     @abstractmethod

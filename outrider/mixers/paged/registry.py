@@ -43,27 +43,16 @@ def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0, *,
-<<<<<<< HEAD
-                 has_masks: bool = False) -> Backend:
-    """The backend of that name; for "auto" the first backend that serves the dtype on the device, and if `has_masks`
-    also layers with masks."""
+                 exact: bool = False, has_masks: bool = False) -> Backend:
+    """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
+    do not depend on the other queries. has_masks: some layers have masks."""
     refusals: dict[str, str | None] = {}
     by_itself = MASKED if has_masks else [other for other in _BACKENDS if other != "flex"]
     for entry in [_BACKENDS[asked] for asked in (by_itself if name == "auto" else [ALIASES.get(name, name)])]:
-        refusals[entry.name] = entry.refusal(device, dtype)
-        if refusals[entry.name] is None:
-            return entry.make(max_drafts)
-=======
-                 exact: bool = False) -> Backend:
-    """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
-    do not depend on the other queries."""
-    refusals: dict[str, str | None] = {}
-    for entry in _BACKENDS.values() if name == "auto" else [_BACKENDS[ALIASES.get(name, name)]]:
         make = entry.make_exact if exact else entry.make
         refusals[entry.name] = "it is not exact" if make is None else entry.refusal(device, dtype)
         if make is not None and refusals[entry.name] is None:
             return make(max_drafts)
->>>>>>> main
     reasons = "; ".join(f"{asked}: {refusal}" for asked, refusal in refusals.items())
     mode = "exact=True: " if exact else ""
     raise ValueError(f"{mode}attention_backend={name!r} does not serve {dtype} on {device.type} ({reasons}): "
@@ -101,10 +90,6 @@ def _make_triton(max_drafts: int) -> Backend:
 
 
 register_backend(BackendEntry("triton", _refuses_triton, _make_triton))
-<<<<<<< HEAD
-register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend()))
-register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
-=======
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
->>>>>>> main
+register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
 register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend()))

@@ -41,6 +41,7 @@ class Plan:
 
 class TorchBackend(Backend):
     name = "torch"
+    is_capturable = False
     takes_masks = True
 
     def plan(self, view: BatchView, group: Group) -> Plan:
