@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
+from outrider.engine.collector import freeze_heap
 from outrider.engine.progress import bar
 from outrider.engine.start import engine_around, find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
@@ -37,7 +38,9 @@ class Loaded:
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
         """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
-        return LLM.around(engine_around(config, worker or self.worker(config), self.tokenizer), self.name)
+        engine = engine_around(config, worker or self.worker(config), self.tokenizer)
+        freeze_heap(engine)
+        return LLM.around(engine, self.name)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
