@@ -59,9 +59,10 @@ def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
 
 
 def can_capture(layout: CacheLayout, backend: Backend) -> bool:
-    """Whether steps over these groups can be captured: the backend, or a mixer, says if its own cannot."""
-    mixers = (_MIXERS.get(type(group.spec)) for group in layout.groups)
-    return backend.is_capturable and all(getattr(mixer, "is_capturable", True) for mixer in mixers)
+    """Whether steps over these groups can be captured: by the backend, and by the mixers. A mixer with a method
+    `is_capturable` decides by the spec."""
+    asked = [(getattr(_MIXERS.get(type(group.spec)), "is_capturable", None), group.spec) for group in layout.groups]
+    return backend.is_capturable and all(is_capturable is None or is_capturable(spec) for is_capturable, spec in asked)
 
 
 class CachedLayers:
