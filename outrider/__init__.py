@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.config import EngineArgs
     from outrider.config import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
+    from outrider.core.structured import StructuredOutputsParams
     from outrider.engine.async_llm import AsyncLLM
     from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from outrider.inputs import TextPrompt, TokensPrompt
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "EngineArgs",
-           "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__"]
+           "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
 HOMES = {
@@ -36,6 +37,7 @@ HOMES = {
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.inputs", "TextPrompt"),
     "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
+    "StructuredOutputsParams": ("outrider.core.structured", "StructuredOutputsParams"),
 }
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {

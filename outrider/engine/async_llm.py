@@ -61,6 +61,8 @@ class AsyncLLM(Front):
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         params = check_params(SamplingParams() if sampling_params is None else sampling_params)
         check_value("request_id", Text, request_id)
+        if params.structured_outputs is not None:  # a new grammar takes a while to compile
+            await asyncio.to_thread(self.engine.check_form, params)
         encoded = await self._encode(prompt)
         output = RequestOutput.empty(request_id, encoded.text, encoded.token_ids, params)
         stream = _Stream(output, asyncio.get_running_loop())

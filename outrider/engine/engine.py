@@ -21,6 +21,7 @@ from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
 from outrider.core.token_ids import check_token_ids
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
@@ -60,7 +61,7 @@ class Engine:
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
-                 max_logprobs: int = 20, submits_early: bool = False) -> None:
+                 max_logprobs: int = 20, submits_early: bool = False, grammars: GrammarCompiler | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out."""
         self._make_scheduler = make_scheduler
@@ -73,6 +74,7 @@ class Engine:
         self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._grammars = grammars
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
@@ -193,7 +195,17 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
+        self.check_form(params)
         return params
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Raises ValueError for structured output that cannot be served. Compiles a grammar that is new, which may take
+        seconds: whoever must not wait calls it in a thread before. For any thread."""
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        self._grammars.check(params.structured_outputs.to_plain())
 
     # One step
 

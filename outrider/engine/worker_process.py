@@ -22,6 +22,7 @@ from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.engine.load import grammars_of
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import WorkerDied, WorkerInfo
 
@@ -180,7 +181,7 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     try:
         from outrider.runner.worker import Worker
 
-        worker = Worker.load(config, source)
+        worker = Worker.load(config, source, grammars_of(config, source))
     except BaseException as error:
         send(Failure.from_error(error))
         return

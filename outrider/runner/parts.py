@@ -15,6 +15,8 @@ from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.grammars import GrammarRows
+from outrider.runner.interface import Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
@@ -37,6 +39,7 @@ class StepParts:
     weight_bytes: int
     packed_bytes: int
     enable_prefix_caching: bool
+    grammars: Grammars | None
 
     @property
     def takes_checkpoints(self) -> bool:
@@ -47,13 +50,17 @@ class StepParts:
         pool = DevicePool(self.layout, num_pages, model.dtype, device)
         if drafter is not None:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
-        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
+        state = RowState(limits, self.layout.groups, device)
+        return DeviceStep(model, pool, state, self.backend, limits.max_len,
                           recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
+                          grammars=GrammarRows(state, limits, self.grammars),
                           drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode)
 
 
-def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> StepParts:
-    """`drafter`: one that is already made, instead of the config's."""
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None,
+                 grammars: Grammars | None = None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
+    structured output."""
     speculative, device = config.speculative, model.device
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -77,4 +84,4 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     backend = make_backend(config.attention_backend, device, model.dtype, max_drafts)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching)
+                     config.enable_prefix_caching, grammars)

@@ -33,6 +33,11 @@ class RequestInput:
     cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
 
     @property
+    def has_form(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.params.structured_outputs is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """A request for prompt logprobs computes its whole prompt."""
         return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
