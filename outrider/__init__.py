@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.config import EngineArgs
     from outrider.config import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
+    from outrider.core.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
     from outrider.core.structured import StructuredOutputsParams
     from outrider.engine.async_llm import AsyncLLM
     from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "EngineArgs",
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
+           "EmbeddingRequestOutput", "EngineArgs", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
            "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
@@ -34,6 +36,10 @@ HOMES = {
     "EngineArgs": ("outrider.config", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
+    "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
+    "PoolingParams": ("outrider.core.pooling", "PoolingParams"),
+    "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.inputs", "TextPrompt"),
     "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
@@ -42,9 +48,6 @@ HOMES = {
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
     "LLMEngine": "use LLM, or AsyncLLM where requests come at any time",
-    "PoolingParams": "only text generation is served",
-    "PoolingOutput": "only text generation is served",
-    "EmbeddingRequestOutput": "only text generation is served",
     "ModelRegistry": "see docs/extending.md",
 }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
+from outrider.engine.collector import freeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import bar
@@ -40,6 +41,7 @@ class Loaded:
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
         """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
         engine = engine_around(config, worker or self.worker(config), self.tokenizer, self._grammars)
+        freeze_heap(engine)
         return LLM.around(engine, self.name)
 
     @property

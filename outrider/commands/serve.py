@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
-    engine, config = engine_config(args), server_config(args)
+    engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
                       stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker)

@@ -7,6 +7,7 @@ may live in another thread or process.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 from collections import deque
@@ -20,9 +21,11 @@ from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
+from outrider.core.pooling import PoolingParams, RequestParams
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
+from outrider.engine.pooling import PooledOutput, pooling_input
 from outrider.engine.stats import EngineStats, StatsLog
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
@@ -40,9 +43,13 @@ class CheckedRequest(NamedTuple):
     """A request that the engine can serve."""
 
     token_ids: list[int]
-    params: SamplingParams  # with their words as tokens
+    params: RequestParams  # with their words as tokens
     priority: int
     cache_salt: str | None
+
+    @property
+    def num_samples(self) -> int:
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class _Live:
 
     request_id: str
     metrics: RequestMetrics
-    samples: list[tuple[Request, SampleOutput]]
+    samples: list[tuple[Request, SampleOutput | PooledOutput]]
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
 
@@ -79,7 +86,7 @@ class Engine:
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
-        self._samples: dict[int, tuple[_Live, SampleOutput]] = {}  # by the scheduler's request id
+        self._samples: dict[int, tuple[_Live, SampleOutput | PooledOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
@@ -108,7 +115,7 @@ class Engine:
 
     # Requests
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+    def add(self, request_id: str, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
             cache_salt: str | None = None) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
         check_value("request_id", Text, request_id)
@@ -126,7 +133,7 @@ class Engine:
         self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
         self._num_accepted += len(seeded)
         for asked in seeded.values():
-            self.stats.add(len(asked.token_ids), asked.params.n)
+            self.stats.add(len(asked.token_ids), asked.num_samples)
         return seeded
 
     def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
@@ -157,12 +164,12 @@ class Engine:
         self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0,
+    def check(self, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
               cache_salt: str | None = None) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
         return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt)
 
-    def check_prompt(self, prompt_token_ids: list[int], params: SamplingParams, priority: int,
+    def check_prompt(self, prompt_token_ids: list[int], params: RequestParams, priority: int,
                      cache_salt: str | None) -> CheckedRequest:
         """Like `check`, with parameters from `check_params`."""
         limits = self.limits
@@ -170,7 +177,7 @@ class Engine:
         check_value("cache_salt", str | None, cache_salt)
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt_token_ids) >= limits.max_len:
+        if len(prompt_token_ids) + isinstance(params, SamplingParams) > limits.max_len:
             raise ValueError(
                 f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no "
                 "room for an answer: shorten the prompt or raise max_model_len"
@@ -183,8 +190,10 @@ class Engine:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
         return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
 
-    def check_params(self, given: SamplingParams) -> SamplingParams:
+    def check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
+        if isinstance(given, PoolingParams):
+            return given.checked(self.limits.hidden_size)
         limits, params = self.limits, check_params(given)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
@@ -235,6 +244,7 @@ class Engine:
             self._stats_log.close()
             self._stats_log = None
         self.runner.close()
+        gc.unfreeze()  # what start-up made may be garbage from now on
 
     # Inside
 
@@ -289,7 +299,7 @@ class Engine:
 
     def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
         """`num_before`: requests that were accepted before it."""
-        if asked.params.seed is not None:
+        if not isinstance(asked.params, SamplingParams) or asked.params.seed is not None:
             return asked
         params = copy.copy(asked.params)  # checked, lists and all
         params.seed = request_seed(self._seed, num_before)
@@ -298,11 +308,15 @@ class Engine:
     def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
         """A request and its way out, which nobody knows yet."""
         token_ids, params, priority, cache_salt = queued
-        assert params.seed is not None
-        limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         keys = () if cache_salt is None else (f"salt={cache_salt}",)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
-        samples = []
+        if isinstance(params, PoolingParams):
+            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys))
+            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, len(token_ids))
+            return _Live(request_id, metrics, [(request, pooled)], None, 1)
+        assert params.seed is not None
+        limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+        samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
             own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
                                keys)
@@ -327,13 +341,14 @@ class Engine:
                 live.metrics.observe_drafts(result.num_accepted)
             if live.metrics.first_token_time is None:
                 live.metrics.first_token_time = time.perf_counter()
-        elif not result.finish and live.prompt_logprobs is None:
+        elif not result.finish and live.prompt_logprobs is None and result.hidden is None:
             return  # a part of its prompt was computed
         try:
             if live.prompt_logprobs is not None and result.prompt_logprobs and not request.input.sample_index:
+                assert isinstance(sample, SampleOutput)
                 entries = live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
                 increments.append(sample.add_prompt_logprobs(entries))
-            if result.run or result.finish:
+            if result.run or result.finish or result.hidden is not None:
                 increments.append(sample.take(result))
         except Exception as error:  # one request's text must not take its batch mates' tokens along
             log.exception("a request's output failed")

@@ -24,7 +24,7 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | Non
     except TokenizerError as error:
         if config.tokenizer is not None:
             raise
-        log.warning("no tokenizer: %s", error)
+        log.warning("no tokenizer: %s", str(error))  # a kept record must not keep the engine
         return None
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from typing import NamedTuple
 
 from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core.pooling import Output, RequestParams, empty_output
 from outrider.engine.engine import CheckedRequest, Engine
 from outrider.engine.prompts import EncodedPrompt
 
@@ -26,7 +26,7 @@ class Ask(NamedTuple):
     """One request of a caller."""
 
     prompt: EncodedPrompt
-    params: SamplingParams
+    params: RequestParams
     priority: int = 0
 
 
@@ -42,7 +42,7 @@ class _Followed:
     """A request that runs, or whose caller has not seen its end."""
 
     queued: CheckedRequest
-    output: RequestOutput
+    output: Output
     caller: weakref.ref[Caller]
 
     @property
@@ -78,13 +78,13 @@ class RequestLoop:
             self._is_mid_change = False
             raise
         for request_id, own in queued.items():
-            output = RequestOutput.empty(request_id, texts[request_id], own.token_ids, own.params)
+            output = empty_output(request_id, texts[request_id], own.token_ids, own.params)
             self._followed[request_id] = _Followed(own, output, weakref.ref(caller))
         self._is_mid_change = False
         return list(queued)
 
     def follow(self, caller: Caller,
-               before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
+               before_step: Callable[[], None] | None = None) -> Generator[Output, None, None]:
         """The outputs of a caller's requests, whenever a step has changed one, until all are finished. They grow in
         place. Requests that still run when the iterator is closed, or fails, are aborted. `before_step` may raise, to
         end them."""
@@ -151,7 +151,8 @@ class RequestLoop:
             output = followed.output
             try:
                 for sample, text in self._engine.resume(request_id, followed.queued, output.cut_back()).items():
-                    output.outputs[sample].text = text
+                    if isinstance(output, RequestOutput):
+                        output.outputs[sample].text = text
             except Exception as error:  # its own text fails: the others go on
                 output.fail(f"the output failed: {error!r}")
             if output.finished:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.engine.collector import freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
-from outrider.runner.interface import FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
+from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.suffix import SuffixDrafter
 
@@ -20,11 +22,16 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
     grammars = None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids)
+    worker: RunningWorker
     if in_process:
-        return engine_around(config, WorkerProcess(config, source), tokenizer, grammars)
-    from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives in this process
+        worker = WorkerProcess(config, source)
+    else:
+        from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
-    return engine_around(config, Worker.load(config, source, grammars), tokenizer, grammars)
+        worker = Worker.load(config, source, grammars)
+    engine = engine_around(config, worker, tokenizer, grammars)
+    freeze_heap(engine)
+    return engine
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
@@ -38,7 +45,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
         cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
                              enable_prefix_caching=config.enable_prefix_caching)
         return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                         host_drafter=SuffixDrafter() if has_suffixes else None)
+                         host_drafter=SuffixDrafter() if has_suffixes else None, prompt_time=_prompt_time(info))
 
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs, submits_early=config.overlap is not False, grammars=grammars)
@@ -50,4 +57,11 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
             return FixedDrafts(num_drafts)
         case MeasuredDrafting(max_drafts, costs, always_propose):
             return auto_drafts(max_drafts, costs, always_propose=always_propose)
+    return None
+
+
+def _prompt_time(info: WorkerInfo) -> PromptTime | None:
+    match info.prompt_steps:
+        case BoundedSteps(max_seconds, costs):
+            return PromptTime(max_seconds, costs)
     return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
-from outrider.core.costs import StepCosts
+from outrider.core.costs import MixedStepCosts, StepCosts
 from outrider.core.structured import StructuredOutputsParams
 
 
@@ -57,6 +57,19 @@ class MeasuredDrafting:
 
 
 @dataclass(frozen=True)
+class UnboundedSteps:
+    """A step computes as many tokens of prompts as fit into it."""
+
+
+@dataclass(frozen=True)
+class BoundedSteps:
+    """While requests decode, a step computes as many tokens of prompts as it can in `max_seconds`."""
+
+    max_seconds: float
+    costs: MixedStepCosts
+
+
+@dataclass(frozen=True)
 class WorkerInfo:
     """A worker's account of itself, once it has loaded, measured and captured."""
 
@@ -66,6 +79,7 @@ class WorkerInfo:
     lookahead: int  # slots past the computed tokens that the drafter writes
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
+    prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
 
 
 class RunningWorker(Runner, Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.cache.kinds import RecurrentSpec
@@ -15,6 +15,7 @@ from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.exact import refuse_inexact
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
 from outrider.runner.rows import RowState
@@ -39,6 +40,7 @@ class StepParts:
     weight_bytes: int
     packed_bytes: int
     enable_prefix_caching: bool
+    exact: bool
     grammars: Grammars | None
 
     @property
@@ -52,9 +54,10 @@ class StepParts:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
         state = RowState(limits, self.layout.groups, device)
         return DeviceStep(model, pool, state, self.backend, limits.max_len,
-                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
-                          grammars=GrammarRows(state, limits, self.grammars),
-                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode)
+                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool,
+                                                  exact=self.exact),
+                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
+                          synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None,
@@ -67,6 +70,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         max_drafts = max(max_drafts, speculative.num_speculative_tokens)
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
+    limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
@@ -74,14 +78,23 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
+    if config.exact:
+        refuse_inexact(config, model, layout)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
         synthetic.bind(limits.max_drafts, device)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts)
+    packed_bytes = prepare_all(model, drafter, config)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching, grammars)
+                     config.enable_prefix_caching, config.exact, grammars)
+
+
+def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:
+    """Prepare the model and its drafter. The drafter comes first, and never exact, since drafts cannot change the text:
+    layers that both use are as the model needs them."""
+    modules = [] if drafter is None else drafter.modules()
+    return prepare(modules, config.packed_weights) + prepare([model], config.packed_weights, config.exact)

@@ -23,6 +23,7 @@ from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, Recurren
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
 from outrider.runner.grammars import GrammarRows
+from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
 from outrider.sample.batch import History
@@ -76,6 +77,7 @@ class DeviceResult:
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
     params: list[SamplingParams] | None = None  # of the scheduled requests, where log-probabilities are reported
+    hidden: HiddenRows | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class DeviceStep:
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
-                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw") -> None:
+                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw",
+                 exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
@@ -104,6 +107,8 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
+        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
+        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
@@ -165,7 +170,8 @@ class DeviceStep:
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked)
+        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
+        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 
@@ -209,7 +215,7 @@ class DeviceStep:
             logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode)
+                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])

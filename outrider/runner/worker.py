@@ -25,8 +25,17 @@ from outrider.models.sources.base import ModelSource
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.mixed_costs import measure_mixed_costs
 from outrider.runner.graphs.warm_up import measure_step_memory
-from outrider.runner.interface import FixedDrafting, Grammars, MeasuredDrafting, NoDrafting, WorkerInfo
+from outrider.runner.interface import (
+    BoundedSteps,
+    FixedDrafting,
+    Grammars,
+    MeasuredDrafting,
+    NoDrafting,
+    UnboundedSteps,
+    WorkerInfo,
+)
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts
@@ -72,10 +81,12 @@ class Worker:
         self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
         clock.lap("captured steps")
         drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
+                                      takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids)
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps)
 
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None) -> Worker:
@@ -146,6 +157,18 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
              *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
     return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
+
+
+def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
+                   runner: LocalRunner | CudaRunner, *, takes_checkpoints: bool) -> UnboundedSteps | BoundedSteps:
+    if config.max_step_ms is None or not isinstance(runner, CudaRunner):
+        return UnboundedSteps()
+    max_seconds = config.max_step_ms * 1e-3
+    costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
+    log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             config.max_step_ms)
+    return BoundedSteps(max_seconds, costs)
 
 
 class Laps:

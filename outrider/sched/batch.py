@@ -40,6 +40,11 @@ class BatchBuilder:
     def request_ids(self) -> set[int]:
         return {entry.request.id for entry in self._entries}
 
+    @property
+    def bounds(self) -> list[int]:
+        """Most tokens that each request has when the step is done."""
+        return [entry.request.bound.at_most for entry in self._entries]
+
     def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
         own = request.bound
         self._entries.append(Entry(request, num_known, num_drafts, samples, request.num_pending, own.at_most))

@@ -31,6 +31,7 @@ from outrider.core import (
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan
 from outrider.sched.faults import Suspects
+from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
 from outrider.sched.request import Request, State
 
 
@@ -59,7 +60,9 @@ class Update(NamedTuple):
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
-                 host_drafter: HostDrafter | None = None, generation: int = 0) -> None:
+                 host_drafter: HostDrafter | None = None, prompt_time: PromptTime | None = None,
+                 generation: int = 0) -> None:
+        """prompt_time: bounds the time that prompts take in steps with requests that decode."""
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
@@ -70,6 +73,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._drafts = drafts
         self._host_drafter = host_drafter
+        self._prompt_time = prompt_time
         self._host_drafts: list[HostDraft] = []
         self._arrivals = count()
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
@@ -165,13 +169,12 @@ class Scheduler:
                 continue
             budget -= 1 + num_drafts
             batch.add(request, 1, num_drafts, True, bound)
+        step = self._begin_prompts(batch, budget, has_prompts=bool(prefills or self._waiting))
         for request in prefills:
-            if request.state is State.RUNNING and budget > 0:
-                chunk = self._schedule_known(request, budget, batch)
-                short |= chunk == 0
-                budget -= chunk
+            if request.state is State.RUNNING and step.most_tokens(request.bound.at_most) > 0:
+                short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
-            self._admit(budget, batch)
+            self._admit(step, batch)
         return self._finish_batch(batch, plan.propose)
 
     def update(self, result: StepResult) -> list[Update]:
@@ -243,17 +246,25 @@ class Scheduler:
         self._host_drafts.append(HostDraft(request.row, known, guess))
         return min(most, len(guess))
 
-    def _schedule_known(self, request: Request, budget: int, batch: BatchBuilder) -> int:
-        left = request.admitted_len - request.bound.at_most
-        chunk = min(left, budget)
-        bound = request.bound.at_most + chunk
+    def _begin_prompts(self, batch: BatchBuilder, budget: int, has_prompts: bool) -> FullStep | TimedStep:
+        """The room that the requests which decode leave for prompts."""
+        if self._prompt_time is None or batch.is_empty or not has_prompts:
+            return FullStep(budget)
+        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget)
+
+    def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
+        context = request.bound.at_most
+        left = request.admitted_len - context
+        chunk = min(left, step.most_tokens(context))
+        bound = context + chunk
         if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
             return 0
-        batch.add(request, chunk, 0, chunk == left, bound)
+        batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        step.add(chunk, context)
         return chunk
 
-    def _admit(self, budget: int, batch: BatchBuilder) -> None:
-        while self._waiting and self._free_rows and budget > 0:
+    def _admit(self, step: FullStep | TimedStep, batch: BatchBuilder) -> None:
+        while self._waiting and self._free_rows and step.most_tokens(0) > 0:
             request = self._waiting[0][2]
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
                                           use_prefix=request.input.reads_prefix_cache)
@@ -261,10 +272,8 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             self._start(request, start)
-            chunk = self._schedule_known(request, budget, batch)
-            if chunk == 0:
+            if step.most_tokens(request.bound.at_most) == 0 or self._schedule_known(request, step, batch) == 0:
                 return
-            budget -= chunk
 
     def _start(self, request: Request, start: Start) -> None:
         asked = request.input
@@ -281,7 +290,7 @@ class Scheduler:
         self._num_with_form += asked.has_form
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
-                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
+                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
         )
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
@@ -362,8 +371,8 @@ class Scheduler:
             if part.num_drafted:
                 stats.num_drafted += part.num_drafted
                 stats.num_accepted += part.num_accepted
-            if self._drafts is not None:
-                self._drafts.observe(request, part, drafts)
+            if self._drafts is not None:  # drafts that the request's end cut off were not tried
+                self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:

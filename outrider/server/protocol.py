@@ -74,7 +74,14 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampled(Body):
+class Scheduled(Body):
+    """Fields that say when a request runs and with whom it shares pages."""
+
+    priority: int | None = Field(default=None, description="requests of a lower number are served first")
+    cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
+
+
+class Sampled(Scheduled):
     """Fields that completions and chats share."""
 
     model: str | None = None
@@ -101,8 +108,6 @@ class Sampled(Body):
     speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(default=None, description="requests of a lower number are served first")
-    cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
     return_token_ids: bool | None = None
     user: str | None = Field(default=None, description="read by nobody")
 

@@ -96,6 +96,8 @@ class GraphKeys:
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
             return SamplerForm.DRAW
+        if state.params.hidden_of(batch.rows):
+            return Uncaptured.HIDDEN_STATES
         if not self._takes_parameters:
             return Uncaptured.SAMPLING_PARAMETERS
         if state.params.report_prompts(batch):
