@@ -26,9 +26,7 @@ from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
-from outrider.sample.batch import History
-from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.logprobs import LogprobRows
+from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
