@@ -286,8 +286,8 @@ def _bias(text: str) -> dict[int, float]:
 
 def _form(text: str) -> StructuredOutputsParams:
     try:
-        return StructuredOutputsParams(**json_object(text))
-    except (TypeError, ValueError) as error:
+        return StructuredOutputsParams.from_fields(json_object(text))
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

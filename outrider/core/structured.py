@@ -6,10 +6,11 @@ Only what can be said without a grammar library is checked here; the engine comp
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from outrider.core.fields import NotEmpty, Text, check_fields, did_you_mean
+from outrider.core.fields import NotEmpty, Text, check_fields, did_you_mean, shown
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # of a schema: objects and lists inside each other
@@ -36,14 +37,25 @@ class StructuredOutputsParams:
     whitespace_pattern: Text | None = None  # a regular expression of the white space between the parts of JSON
 
     def __new__(cls, *args: Any, **fields: Any) -> StructuredOutputsParams:
+        # Before the generated __init__, which could only say "unexpected keyword".
+        cls._check_names(fields)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
+        """From a JSON object, whose names may be anything."""
+        cls._check_names(fields)
+        return cls(**fields)
+
+    @classmethod
+    def _check_names(cls, fields: Mapping[str, Any]) -> None:
         for name in fields:
             if name in REFUSED_FIELDS:
                 raise ValueError(f"structured_outputs: {name} is not supported: {REFUSED_FIELDS[name]}")
             if name not in cls.__dataclass_fields__:
-                raise ValueError(f"structured_outputs: unknown field {name!r}; known are "
+                raise ValueError(f"structured_outputs: unknown field {shown(name)}; known are "
                                  f"{', '.join(cls.__dataclass_fields__)}"
                                  f"{did_you_mean(name, cls.__dataclass_fields__)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields("structured_outputs.", self)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import RecurrentSpec
+from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.masks import CAUSAL
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
@@ -46,6 +47,13 @@ class StepParts:
     @property
     def takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether every layer can let tokens of a span see each other in both directions."""
+        kinds = (FullSpec, SlidingSpec)
+        return (self.backend.takes_masks and not self.layout.recurrent.layers
+                and all(isinstance(group.spec, kinds) for group in self.layout.groups))
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device
@@ -87,7 +95,9 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact)
+    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
+                           has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars)

@@ -15,13 +15,13 @@ from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
@@ -61,6 +61,7 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     propose: int
     checkpoints: CheckpointPlan = NoCheckpoints()
+    spans: Spans = NO_SPANS  # of the padded tokens
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class DeviceStep:
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,
-                        NoCheckpoints() if targets is None else ListedCheckpoints(targets))
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
+                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -184,6 +186,8 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
+        if plan.spans is not NO_SPANS:
+            view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
         return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:

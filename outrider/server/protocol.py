@@ -149,7 +149,7 @@ class Sampled(Scheduled):
             raise ApiError(400, "response_format and structured_outputs say the same thing: give one of them",
                            param="response_format")
         try:
-            return StructuredOutputsParams(**self.structured_outputs)
+            return StructuredOutputsParams.from_fields(self.structured_outputs)
         except ValueError as error:
             raise bad_value(error, type(self).model_fields) from None
 

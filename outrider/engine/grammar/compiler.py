@@ -118,6 +118,8 @@ class GrammarCompiler:
         except TimeoutError:
             raise ValueError(f"{where} takes longer than {COMPILE_SECONDS:g} seconds to compile: make it "
                              "simpler") from None
+        except RuntimeError as error:
+            raise ValueError(f"{where} cannot be compiled: {_short(str(error))}") from None
         if wrong:
             raise ValueError(f"{where}{self._place(asked, wrong)} cannot be compiled: {_short(wrong)}")
         with self._lock:

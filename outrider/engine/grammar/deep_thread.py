@@ -30,8 +30,10 @@ def run_deep(work: Callable[[], T], seconds: float) -> T:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             done.set_exception(error)
+        except BaseException as error:  # a library in Rust that has failed raises one of these
+            done.set_exception(RuntimeError(str(error)))
         finally:
             _free.release()
 
