@@ -17,8 +17,7 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.exact import refuse_inexact
-from outrider.runner.grammars import GrammarRows
-from outrider.runner.interface import Grammars
+from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
