@@ -3,8 +3,8 @@
 Decode steps with two in flight, on a runner that answers without computing; building its answer is not timed. Times
 are CPU time of the thread, the mean of the quietest of several windows of steps (each longer than a page), with
 windows of all contexts in turn, so that neighbours on the machine disturb them little. It never imports torch.
-Bars: 256 requests below the time of a plain loop of 36000 turns (1 ms on a fast core), so that a slower core is measured
-by its own speed; linear in requests, flat in context.
+Bars: 256 requests below the time of a plain loop of 36000 turns (1 ms on a fast core), so that a slower core is
+measured by its own speed; linear in requests, flat in context.
 
     python bench/scheduler.py
 """
@@ -117,6 +117,7 @@ def _window(scheduler: Scheduler, answers: deque[StepResult], context: int) -> T
 
 def loop_us(turns: int) -> float:
     """Time of a plain Python loop on this core."""
+
     def once() -> float:
         start, total = time.thread_time(), 0
         for turn in range(turns):
