@@ -275,10 +275,14 @@ class _Owner:
         self._send(command)
 
     def shutdown(self) -> None:
+        if self._engine.is_forked:
+            return
         self._commands.put(self._stop)
         self._thread.join()
 
     def _send(self, command: Callable[[], None]) -> None:
+        if self._engine.is_forked:
+            self._engine.check_running()
         with self._lock:
             if self.error is not None:
                 raise EngineError(str(self.error)) from self.error.__cause__
@@ -314,11 +318,21 @@ class _Owner:
 
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
         try:
+            self._free_id(stream.request_id)
+        except BaseException as error:  # the end of the engine, of which this stream would not hear otherwise
+            _tell(stream.loop, stream.fail, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        try:
             add()
         except Exception as error:  # refused, with nothing changed
             _tell(stream.loop, stream.fail, error)
             return
         self._streams[stream.request_id] = stream
+
+    def _free_id(self, request_id: str) -> None:
+        """A request whose reader has left ends within the next steps, and keeps its id until then."""
+        while self.error is None and request_id not in self._streams and self._engine.is_live(request_id):
+            self._deliver(self._engine.step())
 
     def _drop(self, stream: _Stream) -> None:
         # Another stream may have the id by now, or this one was refused because of it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -91,10 +92,16 @@ class Engine:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
+        self._process_id = os.getpid()
 
     @property
     def has_ended(self) -> bool:
-        return self._error is not None
+        return self._error is not None or self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process: the worker and all threads stayed in the other one."""
+        return os.getpid() != self._process_id
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +133,7 @@ class Engine:
     def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
         """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
         Returns the requests with the seeds that were drawn for them."""
-        self._check_running()
+        self.check_running()
         for request_id in checked:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
@@ -220,7 +227,7 @@ class Engine:
 
     def step(self) -> list[OutputIncrement]:
         """Advance by one step; returns what it added to requests, and the ends of requests."""
-        self._check_running()
+        self.check_running()
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
         increments: list[OutputIncrement] = []
@@ -238,6 +245,8 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the steps in flight. Requests that still run are never answered."""
+        if self.is_forked:
+            return
         if self._error is None:
             self._error = EngineError("the engine was closed")
         if self._stats_log is not None:
@@ -293,9 +302,12 @@ class Engine:
         self._is_step_missing = False
         self.scheduler.recover(f"a step failed: {error!r}")
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         if self._error is not None:
             raise type(self._error)(*self._error.args)
+        if self.is_forked:
+            raise EngineError(f"the engine belongs to process {self._process_id}, from which this one was forked: "
+                              "start an engine in this process, or ask the other one")
 
     def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
         """`num_before`: requests that were accepted before it."""
