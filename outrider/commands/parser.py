@@ -212,6 +212,14 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises for flags that no engine could be started with, or that contradict each other."""
+    if getattr(args, "model", None) is not None and any(hasattr(args, name) for name in ENGINE_FIELDS):
+        engine_config(args)
+    if hasattr(args, "sampling_defaults"):
+        sampling_params(args)
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = {name: getattr(args, name) for name in SAMPLING_FIELDS if hasattr(args, name)}
     return SamplingParams(**(args.sampling_defaults | given))
