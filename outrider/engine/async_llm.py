@@ -97,6 +97,8 @@ class AsyncLLM(Front):
     async def _opened(self, stream: _Stream, encoded: EncodedPrompt, params: RequestParams,
                       priority: int) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.check_form, params)  # a new grammar takes a while to compile
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,

@@ -20,6 +20,7 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
@@ -152,8 +153,9 @@ class Rig:
                  **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter)
-        self.engine = engine_around(config, worker, tokenizer)
+        grammars = None if tokenizer is None else GrammarCompiler(lambda: tokenizer, eos_ids)
+        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter, grammars=grammars)
+        self.engine = engine_around(config, worker, tokenizer, grammars)
         self.scheduler = self.engine.scheduler
         assert isinstance(worker.runner, LocalRunner)
         self.runner: LocalRunner = worker.runner

@@ -41,8 +41,8 @@ class Storm:
 
     # Kinds of clients
 
-    async def patient(self) -> None:
-        self._judge_stream(await self._answer(self._body(stream=True)))
+    async def patient(self, **fields: Any) -> None:
+        self._judge_stream(await self._answer(self._body(stream=True, **fields)))
 
     async def whole(self) -> None:
         status, body = await self._answer(self._body(stream=False))
@@ -95,12 +95,12 @@ class Storm:
 
     # Inside
 
-    def _body(self, *, stream: bool) -> bytes:
+    def _body(self, **fields: Any) -> bytes:
         chosen = self._random
-        return json.dumps({"prompt": [chosen.randrange(3, 250)] * chosen.randrange(1, 30), "stream": stream,
-                           "max_tokens": chosen.randrange(1, 40), "n": chosen.choice([1, 1, 1, 2]),
-                           "temperature": chosen.choice([0.5, 1.0]), "priority": chosen.randrange(3),
-                           "speculative": chosen.choice([None, False, 2])}).encode()
+        given = {"prompt": [chosen.randrange(3, 250)] * chosen.randrange(1, 30), "max_tokens": chosen.randrange(1, 40),
+                 "n": chosen.choice([1, 1, 1, 2]), "temperature": chosen.choice([0.5, 1.0]),
+                 "priority": chosen.randrange(3), "speculative": chosen.choice([None, False, 2])}
+        return json.dumps(given | fields).encode()
 
     def _judge_stream(self, answer: tuple[int, bytes]) -> None:
         """Whole, or with an error that says so: never just cut off."""

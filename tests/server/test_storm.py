@@ -73,11 +73,12 @@ async def with_a_death(storm: Storm, process: subprocess.Popen[str], num_request
 
 
 async def ended_in_the_middle(process: subprocess.Popen[str], url: str) -> None:
-    """Whoever was connected when the server was told to end gets a whole answer."""
+    """Whoever was admitted when the server was told to end gets a whole answer."""
     storm = Storm(url, seed=3, max_len=96, key="k")
-    clients = [asyncio.ensure_future(storm.patient()) for _ in range(40)]
-    while number(url, "num_requests_running") < 1:
-        await asyncio.sleep(0.01)
+    clients = [asyncio.ensure_future(storm.patient(max_tokens=60, n=1)) for _ in range(40)]
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer k"}, timeout=60) as http:
+        while (await http.get("/load")).json()["server_load"] + storm.ends["stream"] < 40:
+            await asyncio.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     await asyncio.gather(*clients)
     assert storm.ends["stream"] == 40, (storm.ends, storm.statuses)
