@@ -22,6 +22,7 @@ from outrider.commands.parser import (
     add_model,
     add_sampling_flags,
     add_server_flags,
+    check_flags,
     count_flag,
     counts_flag,
 )
@@ -254,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             build_parser().print_help()
             return BAD_INPUT
         with _logging(args.verbose):
+            check_flags(args)  # before torch is imported, which takes seconds
             return int(import_module(f"outrider.commands.{args.module}").run(args))
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -92,14 +92,6 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
-def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Rotates x [tokens, heads, rotary_dim | rest] whose rotating dimensions lie in pairs (0 and 1, 2 and 3). Returns
-    them sorted as `rotate` has them, the first of each pair before the second: products of such heads are the same."""
-    rotary_dim = angles.table.shape[1]
-    pairs = x[..., :rotary_dim].unflatten(-1, (-1, 2))
-    return rotate(torch.cat((pairs[..., 0], pairs[..., 1], x[..., rotary_dim:]), dim=-1), angles)
-
-
 def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
     exponents = torch.arange(0, params.rotary_dim, 2, dtype=dtype) / params.rotary_dim
     return 1.0 / (params.theta**exponents)

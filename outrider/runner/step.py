@@ -15,19 +15,18 @@ from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
+from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
-from outrider.sample.batch import History
-from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.logprobs import LogprobRows
+from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, Step
 from outrider.spec.scripted import SyntheticAcceptance
@@ -62,6 +61,7 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     propose: int
     checkpoints: CheckpointPlan = NoCheckpoints()
+    spans: Spans = NO_SPANS  # of the padded tokens
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,14 @@ class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
+                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
+                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw",
+                 exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
+        self.grammars = grammars
         self.backend = backend
         self.drafter = drafter
         self.synthetic = synthetic
@@ -108,7 +110,7 @@ class DeviceStep:
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
-        self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
+        self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
     def has_sampler_kernels(self) -> bool:
@@ -120,6 +122,7 @@ class DeviceStep:
         """Forget all rows: after a failed step nobody knows what they hold. The one function over all row state."""
         self.state.reset()
         self.recurrent.reset()
+        self.grammars.reset()
         if self.drafter is not None:
             self.drafter.reset()
 
@@ -131,10 +134,13 @@ class DeviceStep:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
+        self.grammars.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.host_drafts)
+        if scheduled.form is StepForm.SPLIT:
+            self.grammars.begin(scheduled)
         self.state.write_pages(scheduled.page_writes)  # last: see RowState.admit
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
@@ -147,7 +153,8 @@ class DeviceStep:
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,
-                        NoCheckpoints() if targets is None else ListedCheckpoints(targets))
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
+                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -179,6 +186,8 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
+        if plan.spans is not NO_SPANS:
+            view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
         return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:

@@ -14,7 +14,14 @@ import torch
 from outrider.kernels.ops import FLOAT32, Exactness, Operation, triton_kernel
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
-from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
+from outrider.sample.edits import (
+    add_bias,
+    allow_by_grammar,
+    allow_only,
+    forbid_bad_words,
+    forbid_early_stops,
+    penalise,
+)
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import LogprobRows, logprob_rows
@@ -126,6 +133,8 @@ def _edit(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         add_bias(own, extras.bias)
     if asked.needs.any_penalties:
         penalise(own, at, asked.rows, asked.history, asked.needs)
+    if asked.needs.any_grammar:
+        allow_by_grammar(own, at, asked.rows)
     return own
 
 

@@ -20,8 +20,8 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     model = service.check_model(body.model)
     service.check_load()
     prompts = await service.encode_prompts(body.prompt, "prompt")
-    asks = service.asks(body, prompts, tenant, logprobs=body.logprobs,
-                        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    asks = await service.asks(body, prompts, tenant, logprobs=body.logprobs,
+                              max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     run = _Completion(service, body, asks, model)
     timeout = service.config.request_timeout
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
@@ -45,7 +45,8 @@ class _Completion:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._asks[0].num_samples
-        readers = [ChangeReader(i * n) for i in range(len(self._asks))]
+        has_text = self._service.host.llm.engine.tokenizer is not None
+        readers = [ChangeReader(i * n, has_text) for i in range(len(self._asks))]
         offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
         head = compact(self._head)[:-1]
         async with aclosing(self._service.run(self._asks, self._id)) as parts:

@@ -54,10 +54,11 @@ NO_END = SampleEnd(None)
 
 
 class ChangeReader:
-    """Makes changes of increments. `first_index`: of the choice of the first sample."""
+    """Makes changes of increments. `first_index`: of the choice of the first sample. `has_text`: whether tokens become
+    text; those of an engine without a tokenizer go out as they come."""
 
-    def __init__(self, first_index: int = 0) -> None:
-        self._first_index = first_index
+    def __init__(self, first_index: int = 0, has_text: bool = True) -> None:
+        self._first_index, self._has_text = first_index, has_text
         self._held: dict[int, OutputIncrement] = {}  # by sample: tokens that are no text yet
 
     def read(self, increments: Sequence[OutputIncrement]) -> list[Change]:
@@ -69,7 +70,7 @@ class ChangeReader:
             held = self._held.pop(key.sample_index, None) if self._held else None
             if held is not None:
                 _, token_ids, text, logprobs, end, _, _ = increment = _join(held, increment)
-            if not text and end is None:
+            if not text and end is None and self._has_text:
                 self._held[key.sample_index] = increment
                 continue
             finish_reason, stop_reason, _ = end or NO_END

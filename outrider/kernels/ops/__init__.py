@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, latent, moe, reference, step
+from outrider.kernels import drafting, latent, latent_inputs, moe, reference, step
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
 from outrider.kernels.ops.operation import (
@@ -142,10 +142,36 @@ paged_attention = Operation(
 
 # Latent attention and its indexer
 
-write_entries = Operation(latent.write_entries, exact=NO_ARITHMETIC)
-choose_positions = Operation(latent.choose_positions, exact=LATENT)
-latent_attention = Operation(latent.latent_attention, exact=LATENT)
-dense_latent_attention = Operation(latent.dense_latent_attention, exact=LATENT)
+write_latents = Operation(
+    latent_inputs.write_latents,
+    triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+rotate_queries = Operation(
+    latent_inputs.rotate_queries,
+    triton_kernel("outrider.kernels.triton.latent_inputs:rotate_queries", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+head_products = Operation(
+    latent_inputs.head_products,
+    triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+choose_positions = Operation(
+    latent.choose_positions,
+    triton_kernel("outrider.kernels.triton.index_choice:choose_positions", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+latent_attention = Operation(
+    latent.latent_attention,
+    triton_kernel("outrider.kernels.triton.latent_attention:latent_attention", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+dense_latent_attention = Operation(
+    latent.dense_latent_attention,
+    triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
+    exact=LATENT,
+)
 
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every
