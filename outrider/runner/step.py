@@ -106,8 +106,7 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
-        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
+        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
@@ -167,7 +166,8 @@ class DeviceStep:
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
         result = self.finish_half(half, plan)
-        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
+        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
+                                  row_by_row=self._samples_row_by_row)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
         hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
@@ -217,7 +217,7 @@ class DeviceStep:
             logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
+                         logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
