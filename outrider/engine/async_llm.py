@@ -97,6 +97,8 @@ class AsyncLLM(Front):
     async def _opened(self, stream: _Stream, encoded: EncodedPrompt, params: RequestParams,
                       priority: int) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.check_form, params)  # a new grammar takes a while to compile
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
@@ -348,12 +350,12 @@ class _Owner:
             if stream is not None:  # else its reader has left
                 by_loop.setdefault(stream.loop, []).append((stream, increment))
         for loop, parts in by_loop.items():
-            is_told = _tell(loop, _put_all, parts)
             for stream, _ in parts:
-                if not is_told:
-                    self._drop(stream)
-                elif not self._engine.is_live(stream.request_id):
+                if not self._engine.is_live(stream.request_id):  # forgotten before its reader hears of the end
                     self._streams.pop(stream.request_id, None)
+            if not _tell(loop, _put_all, parts):
+                for stream, _ in parts:
+                    self._drop(stream)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:

@@ -25,6 +25,7 @@ from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, che
 from outrider.core.pooling import PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
 from outrider.engine.stats import EngineStats, StatsLog
@@ -70,7 +71,8 @@ class Engine:
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
-                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False) -> None:
+                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
+                 grammars: GrammarCompiler | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans."""
         self._make_scheduler = make_scheduler
@@ -83,6 +85,7 @@ class Engine:
         self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._grammars = grammars
         self._takes_spans = takes_spans
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -221,7 +224,17 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
+        self.check_form(params)
         return params
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Raises ValueError for structured output that cannot be served. Compiles a grammar that is new, which may take
+        seconds: whoever must not wait calls it in a thread before. For any thread."""
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        self._grammars.check(params.structured_outputs.to_plain())
 
     # One step
 
