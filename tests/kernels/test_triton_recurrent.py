@@ -17,6 +17,8 @@ from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
 from outrider.cache.kinds import FullSpec  # noqa: E402
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.kernels.triton import mamba2  # noqa: E402
+from outrider.kernels.triton.mamba2_scan import LongRuns, scan_long_runs  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
 from outrider.mixers.pool import DevicePool  # noqa: E402
@@ -226,6 +228,22 @@ def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bo
                       [twins.target(one, PAGE), *(twins.target(long, b) for b in (PAGE, 2 * PAGE))]) == [
         True, known > PAGE, known > 2 * PAGE]  # fmt: skip
     twins.step([Part(one, 7), Part(short, 5), Part(long, 5, 1, 1)], padded=(1, 3))
+
+
+def test_long_runs_in_chunks_side_by_side(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long runs beside a short one, of which one ends at the end of a chunk; checkpoints in chunks, at their ends
+    and at the end of the run; then the rows go on, one with a long run behind pending drafts."""
+    monkeypatch.setattr(mamba2, "LongRuns", lambda: LongRuns(chunk=32, more_than=40))
+    launched: list[int] = []
+    monkeypatch.setattr(mamba2, "scan_long_runs", lambda *args, **options: (
+        launched.append(1), scan_long_runs(*args, **options)))  # fmt: skip
+    twins = Twins(torch.bfloat16, device)
+    lives = [twins.admit(1, computed=3), twins.admit(3), twins.admit(4)]
+    targets = [twins.target(lives[0], b) for b in (PAGE, 48)] + [twins.target(lives[1], b) for b in (32, 64)]
+    assert all(twins.step([Part(lives[0], 45), Part(lives[2], 5, 2, 2), Part(lives[1], 64)], targets, padded=(1, 2)))
+    twins.step([Part(lives[2], 42), Part(lives[1], 1, 1), Part(lives[0], 41, is_dead=True)])
+    assert twins.step([Part(lives[1], 50, 1, 1), Part(lives[0], 41)], [twins.target(lives[0], 64)]) == [True]
+    assert len(launched) == 3
 
 
 @pytest.mark.parametrize("before", [1, 4, 5])

@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
     gated,
@@ -318,7 +318,7 @@ def _library(
         case "gelu_pytorch_tanh":
             made = gelu_tanh_mul(projected)
         case _:
-            made = projected.relu().square()
+            made = relu2(projected)
     result: torch.Tensor = torch._grouped_mm(made, down.transpose(1, 2), offs=pairs.ends)
     return result
 
