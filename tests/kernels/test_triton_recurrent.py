@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from outrider.cache.kinds import FullSpec  # noqa: E402
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels.triton import mamba2  # noqa: E402
-from outrider.kernels.triton.mamba2_scan import LongRuns, scan_long_runs  # noqa: E402
+from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
 from outrider.mixers.pool import DevicePool  # noqa: E402
@@ -66,10 +67,11 @@ class Part:
 class Twins:
     """The same steps in torch and by kernels."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW,
+                 layers: tuple[int, ...] = (0, 1)) -> None:
         self.dtype, self.device, self.rng = dtype, device, Random(1)
         self.limits = Limits(max_requests=5, max_batched_tokens=256, max_len=MAX_LEN, max_drafts=window, vocab_size=8)
-        self.mixers = make_mixers(dtype, device)
+        self.mixers = {layer: mixer for layer, mixer in make_mixers(dtype, device).items() if layer in layers}
         claims = [LayerCache(layer, mixer.spec) for layer, mixer in self.mixers.items()]
         layout = plan_groups([LayerCache(9, FullSpec(1, 2, dtype.itemsize)), *claims], PAGE)
         self.num_pages = layout.recurrent.capacity(self.limits).checkpoint_pages
@@ -232,18 +234,28 @@ def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bo
 
 def test_long_runs_in_chunks_side_by_side(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two long runs beside a short one, of which one ends at the end of a chunk; checkpoints in chunks, at their ends
-    and at the end of the run; then the rows go on, one with a long run behind pending drafts."""
+    and at the end of the run. Then a dead row, and a run behind pending drafts, which goes another way."""
     monkeypatch.setattr(mamba2, "LongRuns", lambda: LongRuns(chunk=32, more_than=40))
-    launched: list[int] = []
-    monkeypatch.setattr(mamba2, "scan_long_runs", lambda *args, **options: (
-        launched.append(1), scan_long_runs(*args, **options)))  # fmt: skip
-    twins = Twins(torch.bfloat16, device)
+    counted = monkeypatch_counter(monkeypatch, mamba2, "scan_long_runs")
+    twins = Twins(torch.bfloat16, device, layers=(0,))
     lives = [twins.admit(1, computed=3), twins.admit(3), twins.admit(4)]
     targets = [twins.target(lives[0], b) for b in (PAGE, 48)] + [twins.target(lives[1], b) for b in (32, 64)]
     assert all(twins.step([Part(lives[0], 45), Part(lives[2], 5, 2, 2), Part(lives[1], 64)], targets, padded=(1, 2)))
-    twins.step([Part(lives[2], 42), Part(lives[1], 1, 1), Part(lives[0], 41, is_dead=True)])
-    assert twins.step([Part(lives[1], 50, 1, 1), Part(lives[0], 41)], [twins.target(lives[0], 64)]) == [True]
-    assert len(launched) == 3
+    twins.step([Part(lives[2], 42), Part(lives[0], 41), Part(lives[1], 41, is_dead=True)])
+    assert counted == [1, 1]
+
+
+def monkeypatch_counter(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:
+    """A list that gets a 1 for every call of the module's function."""
+    calls: list[int] = []
+    function = getattr(module, name)
+
+    def counting(*args: object, **options: object) -> object:
+        calls.append(1)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, counting)
+    return calls
 
 
 @pytest.mark.parametrize("before", [1, 4, 5])
