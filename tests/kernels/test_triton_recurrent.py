@@ -18,7 +18,7 @@ from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
 from outrider.cache.kinds import FullSpec  # noqa: E402
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.kernels.triton import mamba2  # noqa: E402
+from outrider.kernels.triton import mamba2, recurrent_inputs  # noqa: E402
 from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
@@ -236,8 +236,9 @@ def test_long_runs_in_chunks_side_by_side(device: torch.device, monkeypatch: pyt
     """Two long runs beside a short one, of which one ends at the end of a chunk; checkpoints in chunks, at their ends
     and at the end of the run. Then a dead row, and a run behind pending drafts, which goes another way."""
     monkeypatch.setattr(mamba2, "LongRuns", lambda: LongRuns(chunk=32, more_than=40))
+    monkeypatch.setattr(recurrent_inputs, "inputs_tile", lambda tokens: (8, 16, 4))
     counted = monkeypatch_counter(monkeypatch, mamba2, "scan_long_runs")
-    twins = Twins(torch.bfloat16, device, layers=(0,))
+    twins = Twins(torch.bfloat16, device, layers=(0,))  # in blocks of eight token rows, some of which span requests
     lives = [twins.admit(1, computed=3), twins.admit(3), twins.admit(4)]
     targets = [twins.target(lives[0], b) for b in (PAGE, 48)] + [twins.target(lives[1], b) for b in (32, 64)]
     assert all(twins.step([Part(lives[0], 45), Part(lives[2], 5, 2, 2), Part(lives[1], 64)], targets, padded=(1, 2)))
