@@ -78,8 +78,10 @@ VERIFY_EXAMPLES = """examples:
   outrider verify smollm2
   outrider verify smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
   outrider verify path/to/folder --quick --dtype bfloat16
+  outrider verify smollm2 --exact
 
-Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault.
+Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault. With --exact the
+log-probabilities must be equal too, bit for bit.
 """
 
 

@@ -17,7 +17,7 @@ from outrider.core.vllm_settings import translate
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = ["auto", "torch", "native", "cpu", "triton"]  # `cpu` is native; registering a backend adds its name
+BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 25.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
@@ -53,6 +53,7 @@ class EngineConfig:
     pad_requests: tuple[Count, ...] = ()  # batches are padded up to the next of these sizes
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
+    exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations

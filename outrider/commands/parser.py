@@ -43,6 +43,7 @@ ENGINE_HELP = {
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "exact": "the same logits, bit for bit, alone and in any batch, with drafts and without; costs speed",
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
     "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",

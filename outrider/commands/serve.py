@@ -25,6 +25,7 @@ from outrider.server.settings import ServerConfig
 SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
 NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]'"
 DEFAULT_MODEL = "smollm2"
+SWITCH_SECONDS = 0.0005  # how long the engine's thread may wait while a burst of events is sent
 KEY_VARIABLE = "OUTRIDER_API_KEY"  # a key on the command line can be read by every user of the machine
 
 
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         server.should_exit = True
 
     host.on_failed = stop
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listener(config) as own:
         address = "http://{}:{}".format(*own.getsockname()[:2])
         print(f"outrider: {names[0]} at {address} (it answers 503 until the model is loaded)", file=sys.stderr)

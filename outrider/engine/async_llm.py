@@ -100,7 +100,7 @@ class AsyncLLM(Front):
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt)
+                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
 
         self._owner.open(stream, add)
         try:

@@ -69,7 +69,7 @@ class RequestLoop:
             request_id = str(next(self._ids))
             texts[request_id] = ask.prompt.text
             checked[request_id] = self._engine.check_prompt(ask.prompt.token_ids, params[id(ask.params)], ask.priority,
-                                                            ask.prompt.cache_salt)
+                                                            ask.prompt.cache_salt, ask.prompt.bidirectional_spans)
         caller.left.update(checked)
         self._is_mid_change = True
         try:

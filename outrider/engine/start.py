@@ -48,7 +48,8 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                          host_drafter=SuffixDrafter() if has_suffixes else None, prompt_time=_prompt_time(info))
 
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
-                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
+                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False,
+                  takes_spans=info.takes_spans)
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:

@@ -35,6 +35,10 @@ class Module:
         for _, part in self.parts():
             part.finalize()
 
+    def set_exact(self, exact: bool) -> None:
+        """Whether a token row must have the same bits alone and among others. Called before models are prepared, for
+        every module; those that call operations with an exact variant choose the operation here."""
+
 
 class Parameter(Module):
     """One tensor of the checkpoint that a layer uses by itself."""

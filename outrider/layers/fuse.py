@@ -102,9 +102,12 @@ def register_fused_layer(try_build: TryBuild) -> None:
     _REPLACEMENTS.insert(0, try_build)
 
 
-def prepare(models: Sequence[LayeredModule], allow_copies: bool) -> int:
+def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = False) -> int:
     """Prepare models whose weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster
-    to read. Returns the bytes held beside those that the weights' slots count. A model may be prepared again."""
+    to read. `exact`: token rows have the same bits alone and among others. Returns the bytes held beside those that the
+    weights' slots count. A model may be prepared again."""
+    for module in find_modules(models, Module):
+        module.set_exact(exact)
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
     for model in models:
         model.layers = [fuse(layer) for layer in model.layers]

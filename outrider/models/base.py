@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.kernels import ops
 from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, Rotary, copy_stream
 from outrider.mixers import Attend, AttentionLayer
 from outrider.models.config import ConfigReader, Sizes
@@ -139,4 +140,4 @@ class Decoder(Model):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head.wide(hidden)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

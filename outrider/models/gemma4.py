@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.cache.groups import LayerCache
+from outrider.kernels import ops
 from outrider.kernels.moe import RouteRule
 from outrider.layers import (
     Angles,
@@ -30,6 +31,7 @@ from outrider.layers import (
     Router,
     TokenMixer,
     Unnormed,
+    rope_table,
     rotate,
     widened,
 )
@@ -127,7 +129,7 @@ class PerLayerGate(Module):
         )
 
     def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * per_layer_input))
+        return self.norm(self.projection(ops.gelu_scale(self.gate(x), per_layer_input)))
 
 
 class ExpertsBeside(Module):
@@ -233,8 +235,7 @@ class ProportionalRotary(Rotary):
             raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
         exponents = torch.arange(0, 2 * turning, 2, dtype=wide) / head_dim
         frequencies = rope.required("rope_theta", float) ** -exponents / rope.get("factor", float, 1.0)
-        angles = torch.arange(max_len, dtype=wide)[:, None] * F.pad(frequencies, (0, head_dim // 2 - turning))
-        self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+        self.table = rope_table(F.pad(frequencies, (0, head_dim // 2 - turning)), max_len).to(device)
 
 
 class Gemma4(Decoder):

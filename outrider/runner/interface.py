@@ -76,6 +76,7 @@ class WorkerInfo:
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
+    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
 
 
 class RunningWorker(Runner, Protocol):

@@ -15,13 +15,13 @@ from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
@@ -62,6 +62,7 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     propose: int
     checkpoints: CheckpointPlan = NoCheckpoints()
+    spans: Spans = NO_SPANS  # of the padded tokens
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class DeviceStep:
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw") -> None:
+                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
@@ -104,6 +105,8 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
+        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
+        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
@@ -146,7 +149,8 @@ class DeviceStep:
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,
-                        NoCheckpoints() if targets is None else ListedCheckpoints(targets))
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
+                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -177,6 +181,8 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
+        if plan.spans is not NO_SPANS:
+            view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
         return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
@@ -206,7 +212,7 @@ class DeviceStep:
             logits = self.model.logits(hidden.final[inputs.logit_token_rows])
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode)
+                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])

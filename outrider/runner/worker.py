@@ -84,7 +84,8 @@ class Worker:
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps)
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
+                               takes_spans=parts.takes_spans)
 
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource) -> Worker:
@@ -118,8 +119,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
-        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                          use_graphs=not config.enforce_eager and can_capture(parts.layout),
+        use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
+        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device, use_graphs=use_graphs,
                                           page_extra_bytes=extra,
                                           takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,

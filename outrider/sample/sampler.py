@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from outrider.kernels.ops import FLOAT32, Operation, triton_kernel
+from outrider.kernels.ops import FLOAT32, Exactness, Operation, triton_kernel
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import add_bias, allow_only, forbid_bad_words, forbid_early_stops, penalise
@@ -133,5 +133,6 @@ def kernels_serve(needs: StepNeeds) -> bool:
 
 sample_chunk = Operation(
     _sample_chunk, triton_kernel("outrider.sample.fused:sample_fused", FLOAT32,
-                                 lambda logits, asked: kernels_serve(asked.needs)), name="sample_chunk"
+                                 lambda logits, asked: kernels_serve(asked.needs)), name="sample_chunk",
+    exact=Exactness.ROW_BY_ROW,
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from outrider.cache.checkpoints import StateProgress
 from outrider.cache.manager import Granted
 from outrider.core import Admission, CheckpointWrite, HostDraft, ScheduledBatch
+from outrider.core.spans import MarkedSpan
 from outrider.sched.request import Request
 
 
@@ -31,6 +32,7 @@ class BatchBuilder:
     def __init__(self, step: int, generation: int = 0) -> None:
         self._step, self._generation = step, generation
         self._entries: list[Entry] = []
+        self._spans: list[MarkedSpan] = []
 
     @property
     def is_empty(self) -> bool:
@@ -52,6 +54,10 @@ class BatchBuilder:
         own.at_most = bound
         request.unsettled += num_known + num_drafts
         request.in_flight_samples += samples
+
+    def mark(self, start: int, end: int) -> None:
+        """A span of the request that was added last."""
+        self._spans.append(MarkedSpan(len(self._entries) - 1, start, end))
 
     @property
     def progress(self) -> dict[int, StateProgress]:
@@ -87,4 +93,5 @@ class BatchBuilder:
             num_pending=num_pending,
             propose=propose,
             generation=self._generation,
+            spans=self._spans,
         )

@@ -253,11 +253,16 @@ class Scheduler:
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most
         left = request.admitted_len - context
-        chunk = min(left, step.most_tokens(context))
+        chunk, spans = min(left, step.most_tokens(context)), request.input.spans
+        if spans:
+            chunk = spans.chunk(context, chunk, step.tokens_left)
         bound = context + chunk
-        if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+        if not chunk or (bound + self.cache.lookahead > request.covered
+                         and not self._make_room(request, bound, batch)):
             return 0
         batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        for start, end in spans.within(context, bound) if spans else ():
+            batch.mark(start, end)
         step.add(chunk, context)
         return chunk
 
@@ -265,7 +270,7 @@ class Scheduler:
         while self._waiting and self._free_rows and step.most_tokens(0) > 0:
             request = self._waiting[0][2]
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
-                                          use_prefix=request.input.reads_prefix_cache)
+                                          use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
             if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)

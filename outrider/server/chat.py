@@ -7,15 +7,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.core.outputs import CompletionOutput, Logprob
 from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
+from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, new_id
-from outrider.server.work import EventStream, JsonWork, Work, compact, event
+from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 PROMPT_END = 16  # tokens of the prompt in which a template may have opened a region
 
@@ -91,12 +91,7 @@ class _Chat:
         self._usage = Usage(asks)
 
     async def answer(self) -> dict[str, Any]:
-        last: RequestOutput | None = None
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                last = output
-                self._usage.update(i, output)
-        assert last is not None
+        (last,) = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json()}
@@ -108,13 +103,13 @@ class _Chat:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._asks[0].num_samples
-        reader = ChangeReader(n)
+        reader = ChangeReader()
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                self._usage.update(i, output)
-                chunks = [chunk for change in reader.read(output) for chunk in self._chunks(head, change)]
+        async with aclosing(self._service.run(self._asks, self._id)) as parts:
+            async for i, increments in parts:
+                self._usage.update(i, increments)
+                chunks = [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]
                 if not has_begun:
                     has_begun = True
                     role = compact({"role": "assistant", "content": ""})
@@ -129,7 +124,7 @@ class _Chat:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunks(self, head: str, change: Change) -> list[str]:
-        delta = f'{{"content":{compact(change.text)}}}' if change.text else "{}"
+        delta = f'{{"content":{quoted(change.text)}}}' if change.text else "{}"
         finish = change.finish_reason
         chunks = []
         if self._choices:
@@ -140,7 +135,7 @@ class _Chat:
             finish = choice.finish_reason(finish)
         more = ""
         if change.logprobs is not None:
-            more = f',"logprobs":{compact(self._logprobs(change.token_ids, change.logprobs))}'
+            more = f',"logprobs":{compact(self._logprobs(change.token_ids, named(change.logprobs)))}'
         if change.finish_reason:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
@@ -152,7 +147,8 @@ class _Chat:
     def _frame(self, head: str, index: int, delta: str, finish: str | None = None, more: str = "") -> str:
         """Put together by hand: there is one for every run of every stream."""
         usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
-        return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{compact(finish)}{more}}}]'
+        reason = f'"{finish}"' if finish else "null"
+        return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{reason}{more}}}]'
                 f"{usage}}}\n\n")
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outrider.core.outputs import RequestOutput
+from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 
@@ -118,9 +118,10 @@ class RequestTimer:
         self._began = time.perf_counter()
         self._first: float | None = None
         self._last = self._began
-        self._is_done = False
+        self._num_tokens = [0] * params.n  # by sample
+        self._ends: list[str] = []
 
-    def observe(self, output: RequestOutput) -> None:
+    def observe(self, increments: Sequence[OutputIncrement]) -> None:
         now, metrics = time.perf_counter(), self._metrics
         if self._first is None:
             self._first = now
@@ -128,29 +129,30 @@ class RequestTimer:
         else:
             metrics.between.observe(now - self._last)
         self._last = now
-        if output.finished:
-            self._finish(output, now - self._first)
+        for increment in increments:
+            self._num_tokens[increment.sample.sample_index] += len(increment.token_ids)
+            if increment.end is not None:
+                self._ends.append(increment.end.finish_reason or "abort")
+                if len(self._ends) == len(self._num_tokens):
+                    self._finish(increment.sample.metrics, now - self._first)
 
     def close(self) -> None:
         """The request is over, finished or not."""
-        if not self._is_done:
+        if len(self._ends) < len(self._num_tokens):
             self._metrics.ends["abort"] += 1
 
-    def _finish(self, output: RequestOutput, decode_seconds: float) -> None:
-        self._is_done = True
-        metrics, num_tokens = self._metrics, sum(len(sample.token_ids) for sample in output.outputs)
+    def _finish(self, counted: RequestMetrics, decode_seconds: float) -> None:
+        metrics, longest = self._metrics, max(self._num_tokens)
         metrics.whole.observe(self._last - self._began)
         metrics.decode.observe(decode_seconds)
-        longest = max(len(sample.token_ids) for sample in output.outputs)
         if longest > 1:
             metrics.per_token.observe(decode_seconds / (longest - 1))
         metrics.prompt_tokens.observe(self._prompt_len)
-        metrics.output_tokens.observe(num_tokens)
+        metrics.output_tokens.observe(sum(self._num_tokens))
         if self._max_tokens is not None:
             metrics.max_tokens.observe(self._max_tokens)
-        metrics.num_preemptions += output.metrics.num_preemptions
-        for sample in output.outputs:
-            metrics.ends[sample.finish_reason or "abort"] += 1
+        metrics.num_preemptions += counted.num_preemptions
+        metrics.ends.update(self._ends)
 
 
 def _head(name: str, help_text: str, kind: str) -> Iterable[str]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.outputs import RequestOutput
 from outrider.core.pooling import RequestParams
 from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import Admission
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Ask, generate
+from outrider.server.generation import Ask, Increments, generate
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ChatMessage, Sampled, Scheduled, Tool
 from outrider.server.settings import ServerConfig
@@ -122,13 +121,13 @@ class Service:
 
     # Running
 
-    async def run(self, asks: Sequence[Ask], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Growing outputs with the index of their prompt."""
+    async def run(self, asks: Sequence[Ask], request_id: str) -> Increments:
+        """Increments with the index of their prompt."""
         llm = self.host.llm
         num_samples = sum(ask.num_samples for ask in asks)
         with self.admission.admit(num_samples, llm.engine.limits.max_requests):
-            async with aclosing(generate(llm, asks, request_id, self.metrics)) as outputs:
-                async for pair in outputs:
+            async with aclosing(generate(llm, asks, request_id, self.metrics)) as pairs:
+                async for pair in pairs:
                     yield pair
 
     def check_load(self) -> None:

@@ -118,6 +118,7 @@ class Ask:
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class GrowingOutputs:
@@ -127,8 +128,9 @@ class GrowingOutputs:
         self._engine = engine
         self._outputs: dict[str, RequestOutput] = {}
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        self._engine.add(request_id, prompt, params, priority=priority)
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0,
+            spans: Sequence[tuple[int, int]] = ()) -> None:
+        self._engine.add(request_id, prompt, params, priority=priority, bidirectional_spans=spans)
         self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
 
     def step(self) -> list[RequestOutput]:
@@ -192,7 +194,7 @@ class Rig:
         """All asks at once, to their ends; then the engine must be clean. Outputs in the order of the asks."""
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority)
+            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority, spans=ask.spans)
         for _ in range(limit):
             if not self.engine.has_work:
                 break

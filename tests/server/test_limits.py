@@ -83,7 +83,6 @@ def test_other_mistakes_have_their_own_status(served: Served) -> None:
     assert served.error("/v1/completions", 404, prompt="x", model="other")["param"] == "model"
     assert served.error("/v1/nothing", 404)["type"] == "NotFoundError"
     assert served.http.get("/v1/completions").json()["error"]["code"] == 405
-    assert served.error("/v1/embeddings", 400, input="x")["message"] == "embeddings are not supported yet"
     for body in (b"{", b"\xff\xfe", b"[1]", b"", b"null", b'{"prompt": 1e999}', b"[" * 5000):
         answer = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, (body, answer.text)
