@@ -7,6 +7,7 @@ the fused layers to try. Code outside the package adds its own with `register_fu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,9 @@ class FusedLayer(DecoderLayer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("", self.plain),)
+
+    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
+        return self.plain.for_rows(rows, *args)
 
 
 class NativeDecoderLayer(FusedLayer):

@@ -21,7 +21,16 @@ from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
+from outrider.runner.batch import (
+    CapturedShape,
+    EagerShape,
+    Inputs,
+    PaddedSize,
+    StepShape,
+    build_inputs,
+    pack_eager,
+    token_spans,
+)
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
@@ -183,7 +192,14 @@ class DeviceStep:
                                          targets=targets)
         if plan.spans is not NO_SPANS:
             view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
-        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
+        rows = inputs.logit_token_rows if self._needs_only_logit_rows(shape) else None
+        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows))
+
+    def _needs_only_logit_rows(self, shape: StepShape) -> bool:
+        """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
+        may report log-probabilities of its prompts."""
+        reads_hidden = self.drafter is not None and self.drafter.reads_hidden
+        return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_hidden
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
         """Finish and draft."""
@@ -199,17 +215,19 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
+    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
+                rows: torch.Tensor | None = None) -> Hidden:
+        """rows: the token rows that are wanted of the last layer; all of them by default."""
         taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
-        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
         if inputs.shape.logit_rows_are_tokens:
             logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
         else:
-            logits = self.model.logits(hidden.final[inputs.logit_token_rows])
+            logits = self.model.logits(hidden.final_of(inputs.logit_token_rows))
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)

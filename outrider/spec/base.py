@@ -43,7 +43,7 @@ class Step:
     """A committed step, as drafters see it. Request tensors have the padded count; ROWS tensors are row state."""
 
     batch: ForwardBatch
-    hidden: Hidden  # hidden states of the step's token rows
+    hidden: Hidden  # hidden states of the step's token rows; only for a drafter that reads them
     accepted: Accepted
     computed_before: torch.Tensor  # [requests] computed tokens when the step began
     num_computed: torch.Tensor  # [requests] tokens that the step computed: known ones and accepted drafts
@@ -68,6 +68,7 @@ class Drafter:
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
     taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    reads_hidden = True  # whether it reads hidden states of the step, beside those of taps
     attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes
 

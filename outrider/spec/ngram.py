@@ -12,6 +12,7 @@ from outrider.spec.base import Drafter, Drafts, Step
 
 class NgramDrafter(Drafter):
     name = "ngram"
+    reads_hidden = False
 
     def __init__(self, max_drafts: int, *, min_n: int = 2, max_n: int = 4) -> None:
         if not 1 <= min_n <= max_n:
