@@ -38,7 +38,7 @@ from outrider.sample.batch import History
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
-from outrider.spec.base import Drafter, Step
+from outrider.spec.base import Drafter, HiddenReads, Step
 from outrider.spec.scripted import SyntheticAcceptance
 
 
@@ -198,8 +198,8 @@ class DeviceStep:
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
         """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
         may report log-probabilities of its prompts."""
-        reads_hidden = self.drafter is not None and self.drafter.reads_hidden
-        return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_hidden
+        reads_all = self.drafter is not None and self.drafter.reads_hidden is HiddenReads.ALL
+        return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
         """Finish and draft."""
@@ -248,8 +248,11 @@ class DeviceStep:
 
     def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
+        last_rows = None
+        if hidden.rows is not None:  # a request that guesses has sampled: its last computed token made a logit row
+            last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose)
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose, last_rows)
         if plan.propose == 0:
             drafter.skip(step)
             return

@@ -24,7 +24,7 @@ BLOCK = tl.constexpr(32)  # tokens of a chunk that are added to the state at onc
 class LongRuns(NamedTuple):
     """Which runs are computed this way, and how."""
 
-    chunk: int = 64  # tokens
+    chunk: int = 128  # tokens
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
     add_warps: int = 4
     output_warps: int = 8

@@ -35,7 +35,7 @@ LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, 
 
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
-_CHUNK, _CHUNK_OF_MANY = (2048, 4), (8192, 16)  # ids that a sorting program looks at together, and its warps
+_CHUNK, _CHUNK_OF_MANY = (2048, 4), (8192, 8)  # ids that a sorting program looks at together, and its warps
 _MANY_PAIRS = 1 << 14
 _COLUMNS = 1024
 

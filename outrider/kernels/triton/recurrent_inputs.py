@@ -179,7 +179,7 @@ def inputs_tile(tokens: int) -> tuple[int, int, int]:
     With prompts several rows share the weights and what is known of their request."""
     if tokens <= 64:
         return 1, 256, 2
-    return (1, 1024, 4) if tokens < PROMPT_TOKENS else (4, 512, 4)
+    return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 256, 4)
 
 
 def recurrent_inputs(
