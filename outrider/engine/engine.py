@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, che
 from outrider.core.pooling import PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
 from outrider.engine.stats import EngineStats, StatsLog
@@ -69,7 +71,8 @@ class Engine:
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
-                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False) -> None:
+                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
+                 grammars: GrammarCompiler | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans."""
         self._make_scheduler = make_scheduler
@@ -82,6 +85,7 @@ class Engine:
         self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._grammars = grammars
         self._takes_spans = takes_spans
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -91,10 +95,16 @@ class Engine:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
+        self._process_id = os.getpid()
 
     @property
     def has_ended(self) -> bool:
-        return self._error is not None
+        return self._error is not None or self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process: the worker and all threads stayed in the other one."""
+        return os.getpid() != self._process_id
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +136,7 @@ class Engine:
     def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
         """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
         Returns the requests with the seeds that were drawn for them."""
-        self._check_running()
+        self.check_running()
         for request_id in checked:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
@@ -214,13 +224,23 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
+        self.check_form(params)
         return params
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Raises ValueError for structured output that cannot be served. Compiles a grammar that is new, which may take
+        seconds: whoever must not wait calls it in a thread before. For any thread."""
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        self._grammars.check(params.structured_outputs.to_plain())
 
     # One step
 
     def step(self) -> list[OutputIncrement]:
         """Advance by one step; returns what it added to requests, and the ends of requests."""
-        self._check_running()
+        self.check_running()
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
         increments: list[OutputIncrement] = []
@@ -238,6 +258,8 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the steps in flight. Requests that still run are never answered."""
+        if self.is_forked:
+            return
         if self._error is None:
             self._error = EngineError("the engine was closed")
         if self._stats_log is not None:
@@ -293,9 +315,12 @@ class Engine:
         self._is_step_missing = False
         self.scheduler.recover(f"a step failed: {error!r}")
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         if self._error is not None:
             raise type(self._error)(*self._error.args)
+        if self.is_forked:
+            raise EngineError(f"the engine belongs to process {self._process_id}, from which this one was forked: "
+                              "start an engine in this process, or ask the other one")
 
     def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
         """`num_before`: requests that were accepted before it."""

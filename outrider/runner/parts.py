@@ -17,6 +17,7 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.exact import refuse_inexact
+from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
@@ -40,6 +41,7 @@ class StepParts:
     packed_bytes: int
     enable_prefix_caching: bool
     exact: bool
+    grammars: Grammars | None
 
     @property
     def takes_checkpoints(self) -> bool:
@@ -57,15 +59,18 @@ class StepParts:
         pool = DevicePool(self.layout, num_pages, model.dtype, device)
         if drafter is not None:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
-        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
+        state = RowState(limits, self.layout.groups, device)
+        return DeviceStep(model, pool, state, self.backend, limits.max_len,
                           recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool,
                                                   exact=self.exact),
-                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode,
-                          exact=self.exact)
+                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
+                          synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
 
-def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> StepParts:
-    """`drafter`: one that is already made, instead of the config's."""
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None,
+                 grammars: Grammars | None = None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
+    structured output."""
     speculative, device = config.speculative, model.device
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -94,7 +99,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
                            has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching, config.exact)
+                     config.enable_prefix_caching, config.exact, grammars)
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:

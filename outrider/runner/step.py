@@ -31,12 +31,11 @@ from outrider.runner.batch import (
     pack_eager,
     token_spans,
 )
+from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
-from outrider.sample.batch import History
-from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.logprobs import LogprobRows
+from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, HiddenReads, Step
 from outrider.spec.scripted import SyntheticAcceptance
@@ -102,24 +101,25 @@ class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
+                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
+                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw",
+                 exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
+        self.grammars = grammars
         self.backend = backend
         self.drafter = drafter
         self.synthetic = synthetic
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
-        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
+        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
-        self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
+        self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
     def has_sampler_kernels(self) -> bool:
@@ -131,6 +131,7 @@ class DeviceStep:
         """Forget all rows: after a failed step nobody knows what they hold. The one function over all row state."""
         self.state.reset()
         self.recurrent.reset()
+        self.grammars.reset()
         if self.drafter is not None:
             self.drafter.reset()
 
@@ -142,10 +143,13 @@ class DeviceStep:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
+        self.grammars.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.host_drafts)
+        if scheduled.form is StepForm.SPLIT:
+            self.grammars.begin(scheduled)
         self.state.write_pages(scheduled.page_writes)  # last: see RowState.admit
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
@@ -171,7 +175,8 @@ class DeviceStep:
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
         result = self.finish_half(half, plan)
-        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
+        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
+                                  row_by_row=self._samples_row_by_row)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
         hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
@@ -230,7 +235,7 @@ class DeviceStep:
             logits = self.model.logits(hidden.final_of(inputs.logit_token_rows))
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
+                         logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])

@@ -36,6 +36,11 @@ class RequestInput:
     spans: PromptSpans = NO_SPANS
 
     @property
+    def has_form(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.params.structured_outputs is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
         if self.hidden in (HiddenReport.SUM, HiddenReport.ALL):

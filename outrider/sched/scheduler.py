@@ -25,6 +25,7 @@ from outrider.core import (
     RequestResult,
     ScheduledBatch,
     Settled,
+    StepForm,
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
@@ -78,6 +79,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
         self._arrival_of: dict[int, int] = {}
         self._running: list[Request] = []
+        self._num_with_form = 0  # of those, the ones that ask for structured output
         self._requests: dict[int, Request] = {}
         self._held_back: list[tuple[int, int, Request]] = []  # wait until the requests on trial are done
         self._suspects = Suspects()
@@ -290,6 +292,7 @@ class Scheduler:
         request.in_flight_samples = request.unsettled = request.num_proposed = 0
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
+        self._num_with_form += asked.has_form
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
                       asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
@@ -346,7 +349,8 @@ class Scheduler:
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
-        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
+        form = batch.form if self._num_with_form else StepForm.WHOLE
+        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose, form)
         self._admissions, self._host_drafts = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -405,6 +409,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.cache.free(request.id)
         self._running.remove(request)
+        self._num_with_form -= request.input.has_form
         self._free_rows.append(request.row)
         # The row may be taken again in this very batch: its former owner's admission must not reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]

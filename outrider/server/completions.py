@@ -20,8 +20,8 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     model = service.check_model(body.model)
     service.check_load()
     prompts = await service.encode_prompts(body.prompt, "prompt")
-    asks = service.asks(body, prompts, tenant, logprobs=body.logprobs,
-                        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    asks = await service.asks(body, prompts, tenant, logprobs=body.logprobs,
+                              max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     run = _Completion(service, body, asks, model)
     timeout = service.config.request_timeout
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)

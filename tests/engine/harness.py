@@ -20,6 +20,7 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
@@ -149,11 +150,13 @@ class Rig:
 
     def __init__(self, model: Model, *, depth: int | None = None, eos_ids: tuple[int, ...] = (),
                  tokenizer: Tokenizer | None = None, drafter: Drafter | None = None, poison: bool = True,
-                 **settings: Any) -> None:
+                 grammars: Any = None, **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter)
-        self.engine = engine_around(config, worker, tokenizer)
+        if grammars is None and tokenizer is not None:
+            grammars = GrammarCompiler(lambda: tokenizer, eos_ids)
+        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter, grammars=grammars)
+        self.engine = engine_around(config, worker, tokenizer, grammars)
         self.scheduler = self.engine.scheduler
         assert isinstance(worker.runner, LocalRunner)
         self.runner: LocalRunner = worker.runner
