@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.load import grammars_of
 from outrider.models.sources.base import ModelSource
@@ -72,6 +73,7 @@ class WorkerProcess:
         # By the step's number: an interrupt may come between what `submit` notes here and what it sends.
         self._waiting: dict[int, Future[StepResult]] = {}
         self._numbers = count()
+        self._sending = threading.RLock()  # steps come from one thread, and announcements from any
         self._is_sending = False  # or an interrupt has cut off what was being sent
         self._died: WorkerDied | None = None
         self._is_closing = False
@@ -79,18 +81,23 @@ class WorkerProcess:
         self._reader = threading.Thread(target=self._read, name="outrider-worker-reader", daemon=True)
         self._reader.start()
 
+    def announce(self, form: StructuredOutputsParams) -> None:
+        """A request with this form may come: the child compiles its grammar meanwhile, so that no step waits for it."""
+        try:
+            self._send(form)
+        except OSError:
+            pass  # the child is gone; the reader says so
+
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number, future = next(self._numbers), Future[StepResult]()
-        message = ForkingPickler.dumps((number, batch))  # may be refused, with nothing sent
         self._waiting[number] = future
         try:
-            if self._is_sending:  # the child cannot make sense of what follows a part of a batch
-                self._process.kill()
-            self._is_sending = True
-            self._pipe.send_bytes(message)
-            self._is_sending = False
+            self._send((number, batch))
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
+        except Exception:  # a batch that cannot be pickled: the child has not seen it
+            del self._waiting[number]
+            raise
         if self._died is not None:  # perhaps before the reader could know of this step
             _fail(future, self._died)
         return future
@@ -98,9 +105,7 @@ class WorkerProcess:
     def close(self) -> None:
         self._is_closing = True
         try:
-            if self._is_sending:
-                self._process.kill()
-            self._pipe.send(None)
+            self._send(None)
         except OSError:
             pass  # it has ended already
         self._process.join(CLOSE_SECONDS)
@@ -111,6 +116,15 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends a child that no longer answers: its steps fail with WorkerDied."""
         self._process.kill()
+
+    def _send(self, message: Any) -> None:
+        pickled = ForkingPickler.dumps(message)
+        with self._sending:
+            if self._is_sending:  # the child cannot make sense of what follows a part of a message
+                self._process.kill()
+            self._is_sending = True
+            self._pipe.send_bytes(pickled)
+            self._is_sending = False
 
     def _receive_info(self) -> WorkerInfo:
         while True:
@@ -193,7 +207,8 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     try:
         from outrider.runner.worker import Worker
 
-        worker = Worker.load(config, source, grammars_of(config, source))
+        grammars = grammars_of(config, source)
+        worker = Worker.load(config, source, grammars)
     except BaseException as error:
         send(Failure.from_error(error))
         return
@@ -204,8 +219,11 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     answers.start()
     try:
         while (message := pipe.recv()) is not None:
-            number, batch = message
-            steps.put((number, worker.submit(batch)))
+            if isinstance(message, StructuredOutputsParams):
+                grammars.start(message)
+            else:
+                number, batch = message
+                steps.put((number, worker.submit(batch)))
         steps.put(None)
         answers.join()
         worker.close()

@@ -171,10 +171,10 @@ def test_the_process_logs_through_its_parent(tmp_path: Path, caplog: pytest.LogC
 
 
 class SubmitTracer(Tracer):
-    """Counts the lines of `WorkerProcess.submit` only."""
+    """Counts the lines that submit a step only."""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        is_submit = frame.f_code is WorkerProcess.submit.__code__
+        is_submit = frame.f_code in (WorkerProcess.submit.__code__, WorkerProcess._send.__code__)
         return super().__call__(frame, event, arg) if is_submit else self
 
 
