@@ -162,9 +162,9 @@ def _greatest_of(logits, first, last, vocab, tile_greatest, flag, SIZE: tl.const
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
-    logits, edited, row, draft_index, position, rows, text, span_greatest, tile_greatest, logit_stride, edited_stride,
-    mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
-    SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, draft_index, position, rows, text, span_greatest, tile_greatest, num_candidates, logit_stride,
+    edited_stride, mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles,
+    span, SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program edits one span of one logit row, lists included: no other program writes there."""
     release_dependents(PDL)
@@ -176,6 +176,8 @@ def _edit_kernel(
     flag = tl.load(rows.flags + of)
     own = logits + at * logit_stride
     tile_greatest += at * num_tiles
+    if (tl.program_id(0) == 0) & ((flag & _TOP_K) != 0):
+        tl.store(num_candidates + at, 0)
     greatest_at = span_greatest + at * tl.num_programs(0) + tl.program_id(0)
     if (flag & _EDITED) != 0:
         new = edited + at * edited_stride
@@ -240,8 +242,8 @@ def edit_logits(
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
         logits, edited, row, draft_index, position, rows._replace(counts=counts), text,
-        spans.greatest, spans.tile_greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride,
-        token_stride, draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
+        *spans[3:], logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
+        draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
         SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip
