@@ -145,9 +145,9 @@ def test_filters_keep_what_a_sort_keeps(
 
 @pytest.mark.parametrize(("shape", "room"), [("flat", 8192), ("ties", 8192), ("very narrow", 8192), ("flat", 16)])
 def test_candidates_of_many_tiles(device: torch.device, shape: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles: a k up to their number bounds the candidates."""
+    """Small tiles and groups: a k that is at most the number of groups bounds the candidates."""
     for module in (sampling, edits, filtered_draw):
-        for name, value in (("QUADS", 16), ("TILE", 64)):
+        for name, value in (("QUADS", 16), ("TILE", 64), ("GROUP", 16)):
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(filtered_draw, "_ROOM", room)
     monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: 8)
@@ -177,6 +177,17 @@ def assert_sorted_alike(
     kept = scaled.clone()
     keep_likely(kept, row, rows, batch.needs)
     assert torch.equal((scaled >= thresholds[:, None]) & scaled.isfinite(), kept.isfinite())
+
+
+def test_rows_settle_in_two_rounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among many rows those that need another pivot wait for a round in which all programs weigh it."""
+    monkeypatch.setattr(filtered_draw, "_MANY_ROWS", 1)
+    drawn = some_cases([{"top_p": 0.3}, {"top_p": 0.1}, {"top_k": 900}, {"top_k": 1200, "top_p": 0.5}], spread=0.5)
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    wanted = sampled_by("reference", batch)
+    assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
+    monkeypatch.setattr(filtered_draw, "_rounds", lambda num, thresholds: [(True, False)])
+    assert sampled_by("triton", batch).tokens.tolist() != wanted.tokens.tolist(), "some rows need the second round"
 
 
 @compiler.jit

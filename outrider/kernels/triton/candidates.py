@@ -1,11 +1,12 @@
 """Candidates of top-k: the few tokens of a logit row that can be among its k likeliest, listed and drawn from.
 
-    1. the bound         k tiles hold a logit that reaches the k-th greatest of the tiles' maxima
-    2. the candidates    tokens that reach the bound, in any order: what is found among them does not depend on it
-    3. two searches      the furthest distance that top-k keeps, then top-p among those, by bisection
+    1. the bound         a distance that k groups of tokens, or a few more, have a token within
+    2. the candidates    all tokens within it, in any order: what is found among them does not depend on the order
+    3. two searches      the distance that top-k keeps, then the one that top-p keeps of those, by bisection
     4. the draw          from the candidates that are kept
 
-Device functions; `filtered_draw.py` has the kernels. `masses.py` says what a distance and a mass are.
+Device functions; `filtered_draw.py` has the kernels. `masses.py` says what a distance and a mass are. Distances are
+searched for by how many candidates lie strictly within one, so that equal ones stay together.
 """
 
 from __future__ import annotations
@@ -13,32 +14,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
-from outrider.kernels.triton.logprobs import nth_greatest
-from outrider.kernels.triton.masses import INFINITE, distance_of, probability_mass, scaled_logits
+from outrider.kernels.triton.masses import INFINITE, UNKNOWN, distance_of, probability_mass, scaled_logits
 from outrider.kernels.triton.sampling import NO_ID, best_of, better, gumbel, word_of
 
 _TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
 
 
 @triton.jit
-def has_candidates(flag, top_k, num_tiles):
-    """Whether candidates are listed for a row: its k is at most the number of tiles."""
-    return ((flag & _TOP_K) != 0) & (top_k <= num_tiles)
+def has_candidates(flag, top_k, num_groups):
+    """Whether candidates are listed for a row: its k is at most the number of groups."""
+    return ((flag & _TOP_K) != 0) & (top_k <= num_groups)
+
+
+@triton.jit
+def _bound(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr):
+    """A distance that at least k groups have a token within, and not many more."""
+    group = tl.arange(0, GROUPS)
+    greatest = tl.load(group_greatest + group, mask=group < num_groups, other=float("-inf"))
+    distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, heat)), UNKNOWN)
+    inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE + 1, dtype=tl.int32)
+    num_within = tl.sum((distance < outside).to(tl.int32), axis=0)
+    while (outside - inside > 1) & (num_within > top_k + top_k // 4):
+        middle = inside + (outside - inside) // 2
+        count = tl.sum((distance < middle).to(tl.int32), axis=0)
+        inside = tl.where(count < top_k, middle, inside)
+        outside = tl.where(count < top_k, outside, middle)
+        num_within = tl.where(count < top_k, num_within, count)
+    return outside
 
 
 @triton.jit
 def list_candidates(
-    own, first, last, vocab, num_tiles, top_k, shift, heat, floor, tile_greatest, count, values, ids,
-    ROOM: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
+    own, first, last, vocab, num_groups, top_k, shift, heat, floor, group_greatest, count, values, ids,
+    ROOM: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):
     """Adds the candidates of tiles [first, last) to the row's, as long as there is room, and counts all of them."""
-    bound = tl.div_rn(nth_greatest(tile_greatest, top_k, num_tiles, TILES) - shift, heat)
-    bound = tl.maximum(bound, floor)
+    bound = _bound(group_greatest, num_groups, top_k.to(tl.int32), shift, heat, GROUPS)
     for tile in range(first, last):
-        if tl.div_rn(tl.load(tile_greatest + tile) - shift, heat) >= bound:
+        greatest = tl.load(group_greatest + tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP))
+        if tl.min(distance_of(tl.div_rn(greatest - shift, heat)), axis=0) < bound:
             token = tile * SIZE + tl.arange(0, SIZE)
             scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
-            is_in = (scaled >= bound) & (scaled > float("-inf"))
+            is_in = (distance_of(scaled) < bound) & (scaled > float("-inf"))
             found = tl.sum(is_in.to(tl.int32), axis=0)
             if found > 0:
                 place = tl.atomic_add(count, found, sem="relaxed") + tl.cumsum(is_in.to(tl.int32), axis=0) - 1
@@ -48,7 +65,7 @@ def list_candidates(
 
 @triton.jit
 def _weigh(distance, nearest, mass, values, found, SIZE: tl.constexpr):
-    """(number, mass) of the candidates strictly nearer than a distance. The first of them are in registers."""
+    """(number, mass) of the candidates strictly within a distance. The first of them are in registers."""
     is_in = nearest < distance
     count = is_in.to(tl.int32)
     weight = tl.where(is_in, mass, 0)
@@ -62,27 +79,42 @@ def _weigh(distance, nearest, mass, values, found, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _furthest(nearest, values, found, SIZE: tl.constexpr):
+    """The greatest distance of a candidate. The first of them are in registers."""
+    furthest = tl.where(tl.arange(0, SIZE) < found, nearest, 0)
+    for first in range(SIZE, found, SIZE):
+        index = first + tl.arange(0, SIZE)
+        scaled = tl.load(values + index, mask=index < found, other=0.0)
+        furthest = tl.maximum(furthest, distance_of(scaled))
+    return tl.max(furthest, axis=0)
+
+
+@triton.jit
 def furthest_candidate(flag, top_k, top_p, values, found, SIZE: tl.constexpr):
-    """The greatest distance that top-k keeps, and top-p of what top-k leaves."""
+    """A distance within which all candidates are kept that top-k keeps and top-p of what top-k leaves, and no other."""
     index = tl.arange(0, SIZE)
     scaled = tl.load(values + index, mask=index < found, other=float("-inf"))
     nearest, mass = distance_of(scaled), probability_mass(scaled)
-    inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE, dtype=tl.int32)
-    while outside - inside > 1:
+    inside, num_within = tl.full([], 0, dtype=tl.int32), found
+    outside = 1 + _furthest(nearest, values, found, SIZE)
+    while (outside - inside > 1) & (num_within > top_k):
         middle = inside + (outside - inside) // 2
         count, _ = _weigh(middle, nearest, mass, values, found, SIZE)
         inside = tl.where(count < top_k, middle, inside)
         outside = tl.where(count < top_k, outside, middle)
+        num_within = tl.where(count < top_k, num_within, count)
     if (flag & _TOP_P) != 0:
         _, total = _weigh(outside, nearest, mass, values, found, SIZE)
         limit = total.to(tl.float64) * top_p.to(tl.float64)
-        inside = tl.full([], 0, dtype=tl.int32)
-        while outside - inside > 1:
+        inside, num_kept = tl.full([], 0, dtype=tl.int32), tl.full([], 0, dtype=tl.int32)
+        # The candidate next to those whose weight stays below the limit is kept.
+        while (outside - inside > 1) & (num_within - num_kept > 1):
             middle = inside + (outside - inside) // 2
-            _, weight = _weigh(middle, nearest, mass, values, found, SIZE)
-            inside = tl.where(weight.to(tl.float64) < limit, middle, inside)
-            outside = tl.where(weight.to(tl.float64) < limit, outside, middle)
-    return inside
+            count, weight = _weigh(middle, nearest, mass, values, found, SIZE)
+            is_kept = weight.to(tl.float64) < limit
+            inside, num_kept = tl.where(is_kept, middle, inside), tl.where(is_kept, count, num_kept)
+            outside, num_within = tl.where(is_kept, outside, middle), tl.where(is_kept, num_within, count)
+    return outside - 1
 
 
 @triton.jit

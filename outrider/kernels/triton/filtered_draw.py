@@ -9,8 +9,9 @@ A token is drawn by the greatest score, a scaled logit with its noise:
     4. settle    where the best is not kept, spans are scored again without the tokens that are as far as it, until one
                  is found that is kept (`rejection.py`); rows with a top-k draw from their candidates
 
-A top-p of 0.9 rejects one token in ten, whatever the shape of the row. A row that needs a pivot which was not weighed
-is read again by one program, and so are rows with more candidates than there is room for (many equal logits).
+A top-p of 0.9 rejects one token in ten, whatever the shape of the row. Rows that need a pivot which was not weighed go
+through 3 and 4 again. What is left then is read again by one program for each row, and so are rows with more candidates
+than there is room for (many equal logits).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton.language as tl
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.candidates import draw_candidate, furthest_candidate, has_candidates, list_candidates
 from outrider.kernels.triton.common import (
+    next_power_of_two,
     pdl_options,
     release_dependents,
     require_tensor,
@@ -33,6 +35,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_within
 from outrider.kernels.triton.rejection import best_nearer, draw_by_rejection, is_weighed, token_distances
 from outrider.kernels.triton.sampling import (
+    GROUP,
     NO_ID,
     QUADS,
     SHIFT,
@@ -52,6 +55,7 @@ _SEARCHED, _FILTERED = tl.constexpr(flags.SEARCHED), tl.constexpr(flags.FILTERED
 
 _ROOM = 8192  # candidates of one logit row
 _SEARCH_TILE = 1024
+_MANY_ROWS = 16
 _SUMS = 1 + PIVOTS
 
 
@@ -80,6 +84,8 @@ class _Scratch(NamedTuple):
     scores: torch.Tensor  # [logit rows, spans] float32: of every span's best token
     tokens: torch.Tensor  # [logit rows, spans] int32: that token
     pivots: torch.Tensor  # [logit rows, pivots] int32
+    brackets: torch.Tensor  # [logit rows, 2] int32: greatest distance known to be kept, least known not to be
+    is_pending: torch.Tensor  # [logit rows] int32: 1 where pivots wait to be weighed in another round
     sums: torch.Tensor  # [logit rows, spans, 1 + pivots] int64: weight of the span, and within every pivot
     num_candidates: torch.Tensor  # [logit rows] int32
     candidates: torch.Tensor  # [logit rows, room] float32: their scaled logits
@@ -88,8 +94,9 @@ class _Scratch(NamedTuple):
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_filtered_kernel(
-    logits, edited, row, rows, position, span_greatest, tile_greatest, scratch, logit_stride, edited_stride, vocab,
-    num_tiles, span, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, rows, position, span_greatest, group_greatest, scratch, logit_stride, edited_stride, vocab,
+    num_tiles, num_groups, span, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     """One span's best token, or its candidates."""
     release_dependents(PDL)
@@ -104,11 +111,11 @@ def _score_filtered_kernel(
     if heat > 0:
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         floor, top_k = tl.load(rows.min_p_floor + of), tl.load(rows.top_k + of)
-        if has_candidates(flag, top_k, num_tiles):
+        if has_candidates(flag, top_k, num_groups):
             list_candidates(
-                own, first, last, vocab, num_tiles, top_k, shift, heat, floor, tile_greatest + at * num_tiles,
+                own, first, last, vocab, num_groups, top_k, shift, heat, floor, group_greatest + at * num_groups,
                 scratch.num_candidates + at, scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM, ROOM,
-                SPANS, 4 * QUADS,
+                GROUPS, GROUP, 4 * QUADS,
             )  # fmt: skip
         else:
             top, chosen = scan(
@@ -127,7 +134,7 @@ def _score_filtered_kernel(
 @kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=SLICES)
 def _pick_filtered_kernel(
     logits, edited, row, rows, span_greatest, scratch, tokens, bad, thresholds, logit_stride, edited_stride, vocab,
-    num_tiles, num_spans, PIVOTS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    num_tiles, num_groups, num_spans, PIVOTS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     """The best token of all spans, and the pivots of a row that is weighed."""
     release_dependents(PDL)
@@ -135,7 +142,7 @@ def _pick_filtered_kernel(
     at = tl.program_id(0).to(tl.int64)
     of = tl.load(row + at)
     flag, top_k = tl.load(rows.flags + of), tl.load(rows.top_k + of)
-    if not has_candidates(flag, top_k, num_tiles):
+    if not has_candidates(flag, top_k, num_groups):
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         span = tl.arange(0, SPANS)
         score = tl.load(scratch.scores + at * num_spans + span, mask=span < num_spans, other=float("-inf"))
@@ -151,7 +158,7 @@ def _pick_filtered_kernel(
         tl.store(tokens + at, tl.where(is_bad, 0, chosen).to(tl.int64))
         if (flag & _FILTERED) != 0:
             tl.store(thresholds + at, tl.load(rows.min_p_floor + of))
-        if is_weighed(flag, top_k, num_tiles):
+        if is_weighed(flag, top_k, num_groups):
             shift = tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
             distance = token_distances(own, token, shift, heat, vocab)
             pivot = distance_of(tl.div_rn(logit - shift, heat))
@@ -162,8 +169,8 @@ def _pick_filtered_kernel(
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _weigh_kernel(
-    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, span,
-    PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, num_groups, span,
+    FIRST: tl.constexpr, PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     """One span's weight, and its weights within the pivots."""
     release_dependents(PDL)
@@ -171,7 +178,10 @@ def _weigh_kernel(
     at, num_spans = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     of = tl.load(row + at)
     flag = tl.load(rows.flags + of)
-    if is_weighed(flag, tl.load(rows.top_k + of), num_tiles):
+    takes_part = is_weighed(flag, tl.load(rows.top_k + of), num_groups)
+    if not FIRST:
+        takes_part = takes_part & (tl.load(scratch.is_pending + at, mask=takes_part, other=0) != 0)
+    if takes_part:
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         first, pivots = tl.program_id(0) * span, scratch.pivots + at * PIVOTS
@@ -191,25 +201,31 @@ def _weigh_kernel(
 @kernel(do_not_specialize=["num_spans", "span"], do_not_specialize_on_alignment=SLICES)
 def _settle_kernel(
     logits, edited, row, rows, position, span_greatest, scratch, tokens, bad, thresholds, logit_stride, edited_stride,
-    vocab, num_tiles, num_spans, span, THRESHOLDS: tl.constexpr, ROOM: tl.constexpr, PIVOTS: tl.constexpr,
-    LISTED: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    vocab, num_tiles, num_groups, num_spans, span, FIRST: tl.constexpr, LAST: tl.constexpr, THRESHOLDS: tl.constexpr,
+    ROOM: tl.constexpr, PIVOTS: tl.constexpr, LISTED: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program draws the token of one logit row with top-k or top-p."""
+    """One program draws the token of one logit row with top-k or top-p, or leaves it to the LAST round."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
     of = tl.load(row + at)
     flag = tl.load(rows.flags + of)
-    if (flag & _SEARCHED) != 0:
+    takes_part = (flag & _SEARCHED) != 0
+    if not FIRST:
+        takes_part = takes_part & (tl.load(scratch.is_pending + at, mask=takes_part, other=0) != 0)
+    if takes_part:
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
         is_bad = tl.abs(greatest) == float("inf")
         chosen = tl.full([], 0, dtype=tl.int32)
+        if FIRST:
+            tl.store(scratch.is_pending + at, 0)
         if not is_bad:
             heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
             top_k, top_p = tl.load(rows.top_k + of), tl.load(rows.top_p + of)
-            word1 = tl.load(position + at).to(tl.uint32)
-            found, is_listed = tl.full([], 0, dtype=tl.int32), has_candidates(flag, top_k, num_tiles)
+            word1, furthest = tl.load(position + at).to(tl.uint32), tl.full([], 0, dtype=tl.int32)
+            found, is_listed = tl.full([], 0, dtype=tl.int32), has_candidates(flag, top_k, num_groups)
             if is_listed:
                 found = tl.load(scratch.num_candidates + at)
             if is_listed & (found <= ROOM):
@@ -217,15 +233,17 @@ def _settle_kernel(
                 furthest = furthest_candidate(flag, top_k, top_p, values, found, LISTED)
                 seed, word2 = tl.load(rows.seed + of), tl.load(rows.sample_index + of).to(tl.uint32)
                 chosen = draw_candidate(furthest, values, ids, found, seed, word1, word2, LISTED)
-            else:
+            elif LAST | is_weighed(flag, top_k, num_groups):
                 chosen, limit, furthest, outside = draw_by_rejection(
-                    own, word1, of, flag, rows, scratch, at, greatest, heat, floor, vocab, num_tiles, num_spans, span,
-                    PIVOTS, QUADS, SPANS,
+                    own, word1, of, flag, rows, scratch, at, greatest, heat, floor, vocab, num_tiles, num_groups,
+                    num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
                 )  # fmt: skip
                 if THRESHOLDS:
                     if tl.load(rows.num_logprobs + of) >= 0:
                         furthest = furthest_kept(own, num_tiles, vocab, greatest, heat, floor, (flag & _TOP_P) != 0,
                                                  limit, furthest, outside, 4 * QUADS)  # fmt: skip
+            else:
+                tl.store(scratch.is_pending + at, 1)
             tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
         tl.store(bad + at, is_bad)
         tl.store(tokens + at, chosen.to(tl.int64))
@@ -254,28 +272,38 @@ def draw_filtered(
     num_spans, height = spans.grid[0], num if any_searched else 0
     scratch = _Scratch(
         empty(num, num_spans, dtype=floats), empty(num, num_spans, dtype=ints), empty(height, PIVOTS, dtype=ints),
+        empty(height, 2, dtype=ints), empty(height, dtype=ints),
         empty(height, num_spans, _SUMS, dtype=torch.int64), spans.num_candidates, empty(height, _ROOM, dtype=floats),
         empty(height, _ROOM, dtype=ints),
     )  # fmt: skip
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"SPANS": spans.most, "PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
-    common, strides = (logits, edited, row, rows), (logits.stride(0), edited.stride(0), vocab, spans.num_tiles)
+    common, num_groups = (logits, edited, row, rows), spans.group_greatest.shape[1]
+    sizes = (logits.stride(0), edited.stride(0), vocab, spans.num_tiles, num_groups)
     _score_filtered_kernel[spans.grid](
-        *common, position, spans.greatest, spans.tile_greatest, scratch, *strides, spans.length, ROOM=_ROOM,
-        QUADS=QUADS, num_warps=4, **options,
+        *common, position, spans.greatest, spans.group_greatest, scratch, *sizes, spans.length, ROOM=_ROOM, QUADS=QUADS,
+        GROUPS=next_power_of_two(num_groups), GROUP=GROUP, num_warps=4, **options,
     )
     _pick_filtered_kernel[(num,)](
-        *common, spans.greatest, scratch, *drawn, *strides, num_spans, PIVOTS=PIVOTS, num_warps=1, **options
+        *common, spans.greatest, scratch, *drawn, *sizes, num_spans, PIVOTS=PIVOTS, num_warps=1, **options
     )
-    if any_searched:
+    for is_first, is_last in _rounds(num, thresholds) if any_searched else ():
         _weigh_kernel[spans.grid](
-            *common, spans.greatest, scratch, *strides, spans.length, PIVOTS=PIVOTS, SIZE=TILE, num_warps=4, **options
+            *common, spans.greatest, scratch, *sizes, spans.length, FIRST=is_first, PIVOTS=PIVOTS, SIZE=TILE,
+            num_warps=4, **options,
         )
         _settle_kernel[(num,)](
-            *common, position, spans.greatest, scratch, *drawn, *strides, num_spans, spans.length,
-            THRESHOLDS=thresholds, ROOM=_ROOM, PIVOTS=PIVOTS, LISTED=_SEARCH_TILE, QUADS=QUADS, num_warps=4, **options,
+            *common, position, spans.greatest, scratch, *drawn, *sizes, num_spans, spans.length, FIRST=is_first,
+            LAST=is_last, THRESHOLDS=thresholds, ROOM=_ROOM, PIVOTS=PIVOTS, LISTED=_SEARCH_TILE, QUADS=QUADS,
+            num_warps=4, **options,
         )
     return drawn
+
+
+def _rounds(num_logit_rows: int, thresholds: bool) -> list[tuple[bool, bool]]:
+    """Whether a round of weighing and settling is the first, and the last. Among many logit rows one mostly needs a
+    second round, which all programs share; of few rows hardly any does, and its program does it alone."""
+    return [(True, True)] if thresholds or num_logit_rows < _MANY_ROWS else [(True, False), (False, True)]
 
 
 def _check(name: str, logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor,

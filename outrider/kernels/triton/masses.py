@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 INFINITE = tl.constexpr(0x7F800000)  # the distance of a scaled logit of -inf
+UNKNOWN = tl.constexpr(0x7FFFFFFF)  # further than any scaled logit
 PIVOTS = 4  # distances that one pass over a logit row weighs
 
 
@@ -27,8 +28,8 @@ def probability_mass(scaled):
     value = value * rest + 0.24022932350635529
     value = value * rest + 0.6931470632553101
     value = value * rest + 1.0
-    mantissa = (value * 8388608.0).to(tl.int64)  # 23 bits, exactly
-    return (mantissa << 17) >> tl.minimum(-whole, 63.0).to(tl.int64)
+    mantissa = (value * 8388608.0).to(tl.int32).to(tl.int64)  # 23 bits, exactly; a card is slow to make 64 of a float
+    return (mantissa << 17) >> tl.minimum(-whole, 63.0).to(tl.int32).to(tl.int64)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.candidates import has_candidates
 from outrider.kernels.triton.masses import (
     INFINITE,
+    UNKNOWN,
     distance_of,
     furthest_kept,
     narrowed,
@@ -24,14 +25,13 @@ from outrider.kernels.triton.masses import (
 from outrider.kernels.triton.sampling import NO_ID, SHIFT, scan
 
 _TOP_K, _TOP_P, _SEARCHED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P), tl.constexpr(flags.SEARCHED)
-_UNKNOWN = tl.constexpr(0x7FFFFFFF)  # the distance of a span's best token, before the span has been scored
 
 
 @triton.jit
-def is_weighed(flag, top_k, num_tiles):
+def is_weighed(flag, top_k, num_groups):
     """Whether the weight of likelier tokens decides: top-p alone, or a top-k without candidates alone."""
     searched = flag & _SEARCHED
-    return (searched == _TOP_P) | ((searched == _TOP_K) & (top_k > num_tiles))
+    return (searched == _TOP_P) | ((searched == _TOP_K) & (top_k > num_groups))
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def token_distances(own, token, shift, heat, vocab):
     """Distances of spans' best tokens, unknown where a span has none."""
     is_token = token < vocab
     logit = tl.load(own + token, mask=is_token, other=float("-inf"))
-    return tl.where(is_token, distance_of(tl.div_rn(logit - shift, heat)), _UNKNOWN)
+    return tl.where(is_token, distance_of(tl.div_rn(logit - shift, heat)), UNKNOWN)
 
 
 @triton.jit
@@ -57,12 +57,17 @@ def _limit_of(flag, top_k, top_p, total):
 
 
 @triton.jit
-def _weighed_pivots(scratch, at, flag, top_k, top_p, num_spans, PIVOTS: tl.constexpr, SPANS: tl.constexpr):
+def _weighed_pivots(
+    scratch, at, flag, top_k, top_p, num_spans, FIRST: tl.constexpr, PIVOTS: tl.constexpr, SPANS: tl.constexpr
+):
     """(limit, greatest distance known to be kept, least known not to be) after the pivots were weighed."""
     span = tl.arange(0, SPANS)
     sums = scratch.sums + (at * num_spans + span) * (PIVOTS + 1)
     limit = _limit_of(flag, top_k, top_p, tl.sum(tl.load(sums, mask=span < num_spans, other=0), axis=0))
-    inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE, dtype=tl.int32)
+    if FIRST:
+        inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE, dtype=tl.int32)
+    else:
+        inside, outside = tl.load(scratch.brackets + 2 * at), tl.load(scratch.brackets + 2 * at + 1)
     for index in tl.static_range(PIVOTS):
         pivot = tl.load(scratch.pivots + at * PIVOTS + index)
         weight = tl.sum(tl.load(sums + 1 + index, mask=span < num_spans, other=0), axis=0)
@@ -72,36 +77,43 @@ def _weighed_pivots(scratch, at, flag, top_k, top_p, num_spans, PIVOTS: tl.const
 
 
 @triton.jit
+def _search_top_k(own, flag, top_k, top_p, shift, heat, floor, vocab, num_tiles, SIZE: tl.constexpr):
+    """(limit, least distance known not to be kept) of a row whose top-k is not by candidates."""
+    limit, outside = top_k.to(tl.float64), tl.full([], INFINITE, dtype=tl.int32)
+    if (flag & _TOP_P) != 0:  # of what top-k leaves
+        inside = tl.full([], 0, dtype=tl.int32)
+        outside = 1 + furthest_kept(own, num_tiles, vocab, shift, heat, floor, False, limit, inside, outside, SIZE)
+        _, total, _, _, _ = weights_within(
+            own, 0, num_tiles, vocab, shift, heat, floor, True, outside, outside, outside, outside, SIZE
+        )
+        limit = _limit_of(flag, top_k, top_p, total)
+    return limit, outside
+
+
+@triton.jit
 def draw_by_rejection(
-    own, position_word, of, flag, rows, scratch, at, shift, heat, floor, vocab, num_tiles, num_spans, span,
-    PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
+    own, position_word, of, flag, rows, scratch, at, shift, heat, floor, vocab, num_tiles, num_groups, num_spans, span,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
 ):
     """(token, limit, greatest distance known to be kept, least known not to be) of a row that is weighed, or has too
-    many candidates."""
+    many candidates. A row that needs a pivot which was not weighed reads itself again in the LAST round; before that it
+    leaves its pivots to be weighed, and a mark in `scratch.is_pending`."""
     SIZE: tl.constexpr = 4 * QUADS
     top_k, top_p, is_mass = tl.load(rows.top_k + of), tl.load(rows.top_p + of), (flag & _TOP_P) != 0
     index = tl.arange(0, SPANS)
     is_span = index < num_spans
-    if has_candidates(flag, top_k, num_tiles):  # too many: no span has been scored
+    if has_candidates(flag, top_k, num_groups):  # too many: no span has been scored
         score = tl.where(is_span, float("inf"), float("-inf"))
         token = tl.full([SPANS], NO_ID, dtype=tl.int32)
     else:
         score = tl.load(scratch.scores + at * num_spans + index, mask=is_span, other=float("-inf"))
         token = tl.load(scratch.tokens + at * num_spans + index, mask=is_span, other=NO_ID)
     distance = token_distances(own, token, shift, heat, vocab)
-    if is_weighed(flag, top_k, num_tiles):
-        limit, inside, outside = _weighed_pivots(scratch, at, flag, top_k, top_p, num_spans, PIVOTS, SPANS)
-    else:
-        inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE, dtype=tl.int32)
-        limit = top_k.to(tl.float64)
-        if is_mass:  # of what top-k leaves
-            outside = 1 + furthest_kept(
-                own, num_tiles, vocab, shift, heat, floor, False, limit, inside, outside, SIZE
-            )
-            _, total, _, _, _ = weights_within(
-                own, 0, num_tiles, vocab, shift, heat, floor, True, outside, outside, outside, outside, SIZE
-            )
-            limit = _limit_of(flag, top_k, top_p, total)
+    limit, inside, outside = _weighed_pivots(scratch, at, flag, top_k, top_p, num_spans, FIRST, PIVOTS, SPANS)
+    if LAST:
+        if not is_weighed(flag, top_k, num_groups):
+            inside = tl.full([], 0, dtype=tl.int32)
+            limit, outside = _search_top_k(own, flag, top_k, top_p, shift, heat, floor, vocab, num_tiles, SIZE)
     seed, word2 = tl.load(rows.seed + of), tl.load(rows.sample_index + of).to(tl.uint32)
     chosen = tl.full([], -1, dtype=tl.int32)
     while chosen < 0:
@@ -126,14 +138,25 @@ def draw_by_rejection(
                 pivot1 = best_nearer(score, distance, pivot0)
                 pivot2 = best_nearer(score, distance, pivot1)
                 pivot3 = best_nearer(score, distance, pivot2)
-                _, sum0, sum1, sum2, sum3 = weights_within(
-                    own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
-                )
-                inside, outside = narrowed(inside, outside, pivot0, sum0, limit)
-                if pivot1 > 0:
-                    inside, outside = narrowed(inside, outside, pivot1, sum1, limit)
-                if pivot2 > 0:
-                    inside, outside = narrowed(inside, outside, pivot2, sum2, limit)
-                if pivot3 > 0:
-                    inside, outside = narrowed(inside, outside, pivot3, sum3, limit)
+                if LAST:
+                    _, sum0, sum1, sum2, sum3 = weights_within(
+                        own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
+                    )
+                    inside, outside = narrowed(inside, outside, pivot0, sum0, limit)
+                    if pivot1 > 0:
+                        inside, outside = narrowed(inside, outside, pivot1, sum1, limit)
+                    if pivot2 > 0:
+                        inside, outside = narrowed(inside, outside, pivot2, sum2, limit)
+                    if pivot3 > 0:
+                        inside, outside = narrowed(inside, outside, pivot3, sum3, limit)
+                else:
+                    pivots = scratch.pivots + at * PIVOTS
+                    tl.store(pivots, pivot0)
+                    tl.store(pivots + 1, pivot1)
+                    tl.store(pivots + 2, pivot2)
+                    tl.store(pivots + 3, pivot3)
+                    tl.store(scratch.brackets + 2 * at, inside)
+                    tl.store(scratch.brackets + 2 * at + 1, outside)
+                    tl.store(scratch.is_pending + at, 1)
+                    chosen = best_token  # the next round replaces it
     return chosen, limit, inside, outside

@@ -29,6 +29,7 @@ from outrider.kernels.triton.launch import kernel
 
 QUADS = 256  # Philox calls per tile; each serves four token ids
 TILE = 4 * QUADS  # token ids that are read at a time
+GROUP = 128  # token ids of a tile whose greatest logit is kept for top-k
 _LONGEST_SPAN = 8  # tiles
 _EDITED = tl.constexpr(flags.EDITED)
 NO_ID = tl.constexpr(2147483647)
@@ -43,7 +44,7 @@ class Spans(NamedTuple):
     num_tiles: int  # of a logit row
     length: int  # tiles of a span
     greatest: torch.Tensor  # [logit rows, spans] float32
-    tile_greatest: torch.Tensor  # [logit rows, tiles] float32, of every tile: in logit rows with a top-k
+    group_greatest: torch.Tensor  # [logit rows, groups] float32, of every group: in logit rows with a top-k
     num_candidates: torch.Tensor  # [logit rows] int32: 0, in logit rows with a top-k
 
     @property
@@ -258,11 +259,12 @@ def plan_spans(logits: torch.Tensor) -> Spans:
     num_tiles = triton.cdiv(vocab, TILE)
     length = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
     grid = (triton.cdiv(num_tiles, length), num_logit_rows)
-    greatest, tile_greatest = (
-        torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device) for width in (grid[0], num_tiles)
+    greatest, group_greatest = (
+        torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device)
+        for width in (grid[0], num_tiles * (TILE // GROUP))
     )
     num_candidates = torch.empty(num_logit_rows, dtype=torch.int32, device=logits.device)
-    return Spans(grid, num_tiles, length, greatest, tile_greatest, num_candidates)
+    return Spans(grid, num_tiles, length, greatest, group_greatest, num_candidates)
 
 
 def _launch(
