@@ -176,16 +176,15 @@ def both_ways_with(asks: list[Ask], preempts: bool = False, **settings: Any) -> 
     return captured, rig
 
 
-@pytest.mark.parametrize("preempts", [False, True], ids=["", "preempted"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
-def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, preempts: bool, tmp_path: Path) -> None:
-    """Each alone and all together, beside requests that ask for nothing."""
+def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, tmp_path: Path) -> None:
+    """Each alone and all together, beside requests that ask for nothing; everyone is preempted once."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     if drafter != "none":
         settings["speculative_config"] = config_of(drafter, "llama", tmp_path)
-    captured, rig = both_ways_with(asks_with(*PARAMETERS), preempts, **settings)
+    captured, rig = both_ways_with(asks_with(*PARAMETERS), preempts=True, **settings)
     assert {key.sampler for key in captured.met} >= {SamplerForm.PENALISED}
-    assert (rig.scheduler.stats.num_preemptions > 0) == preempts
+    assert rig.scheduler.stats.num_preemptions > 0
     drafted = sum(part.num_drafted for result in rig.results for part in result.requests)
     assert (drafted > 0) == (drafter != "none")
     if drafter == "ngram":
