@@ -28,13 +28,15 @@ def has_candidates(flag, top_k, num_groups):
 
 @triton.jit
 def _bound(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr):
-    """A distance that at least k groups have a token within, and not many more."""
+    """A distance that at least k groups have a token within, and not many more: where nearly all groups have one, most
+    have several, so that fewer are enough to be too many."""
     group = tl.arange(0, GROUPS)
     greatest = tl.load(group_greatest + group, mask=group < num_groups, other=float("-inf"))
     distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, heat)), UNKNOWN)
     inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE + 1, dtype=tl.int32)
     num_within = tl.sum((distance < outside).to(tl.int32), axis=0)
-    while (outside - inside > 1) & (num_within > top_k + top_k // 4):
+    enough = top_k + tl.minimum(8 + top_k // 4, (num_groups - top_k) // 8)
+    while (outside - inside > 1) & (num_within > enough):
         middle = inside + (outside - inside) // 2
         count = tl.sum((distance < middle).to(tl.int32), axis=0)
         inside = tl.where(count < top_k, middle, inside)
