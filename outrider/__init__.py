@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from outrider.config import EngineArgs
     from outrider.config import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
+    from outrider.core.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
+    from outrider.core.structured import StructuredOutputsParams
     from outrider.engine.async_llm import AsyncLLM
     from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from outrider.inputs import TextPrompt, TokensPrompt
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "EngineArgs",
-           "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
+           "EmbeddingRequestOutput", "EngineArgs", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
+           "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
 HOMES = {
@@ -33,16 +36,18 @@ HOMES = {
     "EngineArgs": ("outrider.config", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
+    "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
+    "PoolingParams": ("outrider.core.pooling", "PoolingParams"),
+    "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.inputs", "TextPrompt"),
     "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
+    "StructuredOutputsParams": ("outrider.core.structured", "StructuredOutputsParams"),
 }
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
     "LLMEngine": "use LLM, or AsyncLLM where requests come at any time",
-    "PoolingParams": "only text generation is served",
-    "PoolingOutput": "only text generation is served",
-    "EmbeddingRequestOutput": "only text generation is served",
     "ModelRegistry": "see docs/extending.md",
 }
 

@@ -17,9 +17,10 @@ from outrider.core.vllm_settings import translate
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = ["auto", "torch", "native", "cpu", "triton"]  # `cpu` is native; registering a backend adds its name
+BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
+STREAM_STEP_MS = 25.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 CPU_CACHE_SHARE = 0.25  # of the memory that is free
 
@@ -35,6 +36,7 @@ class EngineConfig:
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None
+    max_step_ms: Annotated[float, Range(0.1, 1e6)] | None = None  # CUDA: of steps with prompts, while requests decode
     page_size: Annotated[int, OneOf(PAGE_TOKENS)] = 16  # smallest page, in tokens
     num_pages: Count | None = None  # instead of a size in bytes
     kv_cache_memory_bytes: Annotated[int, Range(1, INT64)] | None = None
@@ -51,6 +53,7 @@ class EngineConfig:
     pad_requests: tuple[Count, ...] = ()  # batches are padded up to the next of these sizes
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
+    exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
@@ -64,6 +67,10 @@ class EngineConfig:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
+
+    def for_streams(self) -> EngineConfig:
+        """The config of an engine whose tokens are read as they come: prompts must not hold them up for long."""
+        return self if self.max_step_ms is not None else replace(self, max_step_ms=STREAM_STEP_MS)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

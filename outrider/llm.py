@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
@@ -11,8 +11,18 @@ from outrider.config import config_for
 from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.pooling import (
+    EmbeddingRequestOutput,
+    Output,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from outrider.engine.engine import Engine
 from outrider.engine.front import Front, refuse_adapter
+from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
 from outrider.engine.request_loop import Ask, Caller, RequestLoop
@@ -23,7 +33,8 @@ T = TypeVar("T")
 
 
 class LLM(Front):
-    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig."""
+    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig. Several
+    threads may use one: they take turns with its steps."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         config = config_for("LLM", model, settings)
@@ -53,15 +64,49 @@ class LLM(Front):
         if prompts is not None and prompt_token_ids is not None:
             raise ValueError("give prompts or prompt_token_ids, not both")
         given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
-        caller = Caller()
-        ids = self._add(caller, given, sampling_params, priority or 0)
-        done: dict[str, RequestOutput] = {}
-        with closing(self._loop.follow(caller)) as outputs, RequestBar(use_tqdm, len(ids)) as progress:
-            for output in outputs:
-                if output.finished:
-                    done[output.request_id] = output
-                    progress.finish(output)
-        return [done[request_id] for request_id in ids]
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return cast(list[RequestOutput], self._run(given, params, 0 if priority is None else priority, use_tqdm))
+
+    def encode(self, prompts: Prompt | Sequence[Prompt],
+               pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
+               use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+               pooling_task: str = "embed") -> list[PoolingRequestOutput]:
+        """Hidden states of the prompts, pooled as `pooling_params` say: numpy arrays in `output.outputs.data`.
+        `pooling_task`: what is pooled without parameters, "embed" for a prompt or "token_embed" for every token."""
+        refuse_adapter(lora_request)
+        if pooling_task not in ("embed", "token_embed"):
+            raise ValueError(f"pooling_task must be embed or token_embed, got {shown(pooling_task)}")
+        default = PoolingParams(pooling="last" if pooling_task == "embed" else "all")
+        params = default if pooling_params is None else pooling_params
+        outputs = cast(list[PoolingRequestOutput], self._run(prompts, params, 0, use_tqdm))
+        raise_failed(outputs)
+        return outputs
+
+    def embed(self, prompts: Prompt | Sequence[Prompt],
+              pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
+              use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, in `output.outputs.embedding`."""
+        given = pooling_params if isinstance(pooling_params, (list, tuple)) else [pooling_params]
+        if any(isinstance(params, PoolingParams) and params.pooling == "all" for params in given):
+            raise ValueError("LLM.embed gives one vector for each prompt: use LLM.encode for pooling='all'")
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [EmbeddingRequestOutput.from_pooled(output) for output in outputs]
+
+    def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
+              pooling_params: PoolingParams | None = None, use_tqdm: bool | Callable[..., Any] = True,
+              lora_request: None = None) -> list[ScoringRequestOutput]:
+        """The similarity of each text of `data_1`, or of its only one, to the text of `data_2` at the same place."""
+        first, second = _as_list(data_1), _as_list(data_2)
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"{len(first)} texts to compare with {len(second)}: give one, or as many")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not params.normalize or params.pooling == "all":
+            raise ValueError("scores are angles between single vectors: use normalize=True, and pooling last or mean")
+        outputs = self.encode([*first, *second], params, use_tqdm=use_tqdm, lora_request=lora_request)
+        ones, others = outputs[: len(first)], outputs[len(first) :]
+        pairs = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
+        return [ScoringRequestOutput(other.request_id, ScoringOutput(cosine(one, other)),
+                                     one.prompt_token_ids + other.prompt_token_ids) for one, other in pairs]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers of each prompt, found by following several at once."""
@@ -78,9 +123,11 @@ class LLM(Front):
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
         does whatever `before_step` raises."""
-        caller = Caller()
-        self._add(caller, prompts, sampling_params, priority)
-        return self._loop.follow(caller, before_step)
+        if before_step is not None and not callable(before_step):
+            raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
+        caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
+        self._loop.add(caller, self._asks(prompts, params, priority))
+        return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                priority: int = 0) -> Iterator[RequestOutput]:
@@ -120,20 +167,37 @@ class LLM(Front):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add(self, caller: Caller, prompts: Prompt | Sequence[Prompt],
-             params: SamplingParams | Sequence[SamplingParams] | None, priority: int | Sequence[int]) -> list[str]:
+    def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
+             priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
+        asks, caller = self._asks(prompts, params, priority), Caller()
+        done: dict[str, Output] = {}
+        with RequestBar(use_tqdm, len(asks)) as progress:  # before a request is started: a caller's own bar may fail
+            ids = self._loop.add(caller, asks)
+            with closing(self._loop.follow(caller)) as outputs:
+                for output in outputs:
+                    if output.finished:
+                        done[output.request_id] = output
+                        progress.finish(output)
+        return [done[request_id] for request_id in ids]
+
+    def _asks(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
+              priority: int | Sequence[int]) -> list[Ask]:
         encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
-        own_params = _per_prompt("sampling_params", SamplingParams() if params is None else params, len(encoded))
+        own_params: list[RequestParams] = _per_prompt("sampling_params", params, len(encoded))
         own_priority = _per_prompt("priority", priority, len(encoded))
-        return self._loop.add(caller, [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
+        return [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    try:
+        given: Any = iter(prompts)
+    except TypeError:  # also of a tensor without axes
+        given = None
+    if given is None or isinstance(prompts, (bytes, bytearray, Set)):  # bytes are no token ids, sets have no order
         raise ValueError(f"prompts must be one or several of a text, token ids and a dict, got {shown(prompts)}")
-    items: list[Any] = list(prompts)
+    items: list[Any] = list(given)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # one prompt as token ids
     return items

@@ -28,6 +28,7 @@ from outrider import __version__
 from outrider.commands.env import cpu_name
 from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.commands.prompt_work import PromptWork, measure_product, prompt_speed
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
 from outrider.core import RequestOutput, SamplingParams
@@ -116,6 +117,9 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = measure_bandwidth(pick_device(config.device))
     start = time.perf_counter()
     loaded = load(config, needs_text=False)
+    loading_seconds = time.perf_counter() - start
+    product = measure_product(loaded.device, loaded.model.dtype) if args.kind == "throughput" else 0.0
+    start = time.perf_counter() - loading_seconds  # measuring is no part of starting
     worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
     with loaded.llm(config, worker) as llm:
         warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
@@ -129,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         for one in work:
             if args.kind == "throughput":
-                rows.append(_throughput(llm, worker, one, args.rounds, bandwidth))
+                rows.append(_throughput(llm, worker, one, args.rounds, bandwidth, product))
             else:
                 rows.append(_latency(llm, one, args.rounds))
             print(_line(rows[-1]), flush=True)
@@ -139,12 +143,15 @@ def run(args: argparse.Namespace) -> int:
         print("experts were drawn, not chosen by the routers: the text is not the model's")
     if args.kind == "throughput":
         print(f"floor: what decode steps must read and write, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted")
+        print(f"prompts_s: until all first tokens were there; of_product: its share of {product / 1e12:.1f} TFLOP/s, "
+              "which one large product reaches")
     report = {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
               "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
               "speculative_config": config.speculative_config, "routing": args.routing,
               "sampling": _asked(sampling), "sampled_requests": args.sampled_requests,
               "start_s": round(start_seconds, 2), "process_s": process_seconds,
-              "bandwidth_gb_s": round(bandwidth / 1e9, 1), "date": datetime.date.today().isoformat(),
+              "bandwidth_gb_s": round(bandwidth / 1e9, 1), "product_tflop_s": round(product / 1e12, 1),
+              "date": datetime.date.today().isoformat(),
               "card": _card(loaded.device), "versions": _versions(), "results": rows}
     if args.save_result is not None:
         Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -197,7 +204,8 @@ def _check_fits(llm: LLM, work: Workload) -> None:
         raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}")
 
 
-def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float) -> dict[str, Any]:
+def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float,
+                product: float) -> dict[str, Any]:
     """The best of the rounds; a round is everything from the first request to the last token."""
     before = llm.engine.stats.copy()
     best: PromptResults | None = None
@@ -222,7 +230,7 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
     floor = traffic.floor(decoding, bandwidth)
     row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
             "of_floor": round(best.tokens_per_second / floor, 3)}
-    return row
+    return row | prompt_speed(PromptWork(worker.device_step.model), best.outputs, product)
 
 
 def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
+from outrider.core.structured import StructuredOutputsParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
@@ -27,6 +28,7 @@ ENGINE_HELP = {
     "max_model_len": "longest request in tokens, prompt and answer",
     "max_num_seqs": "most requests in one step",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
+    "max_step_ms": "GPU: longest step with prompts while other requests wait for tokens; serve: 25, otherwise no limit",
     "page_size": "tokens of the smallest page",
     "num_pages": "pages of the cache",
     "kv_cache_memory_bytes": "bytes of the cache",
@@ -42,6 +44,7 @@ ENGINE_HELP = {
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "exact": "the same logits, bit for bit, alone and in any batch, with drafts and without; costs speed",
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
     "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",
@@ -70,6 +73,7 @@ SAMPLING_HELP = {
     "logprobs": "log-probabilities of this many tokens (with --json)",
     "prompt_logprobs": "the same for the prompt",
     "speculative": "false: no drafts; a number: at most so many",
+    "structured_outputs": "the form of the text, a JSON object with json, regex, choice, grammar or json_object",
 }
 SERVER_HELP = {
     "host": "address to listen at; 0.0.0.0 for all",
@@ -85,6 +89,7 @@ SERVER_HELP = {
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",
     "max_restarts": "how often a failed engine is started again within ten minutes",
+    "pooling": "which hidden states an embedding is, unless its request says",
     "tool_call_parser": "how the model writes tool calls",
     "reasoning_parser": "how the model marks its reasoning",
     "uvicorn_log_level": "what the HTTP server logs",
@@ -95,6 +100,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "uvicorn_log_level": LOG_LEVELS,
+    "pooling": ("last", "mean"),
     "tool_call_parser": sorted(TOOL_FORMATS),
     "reasoning_parser": sorted(REASONING_FORMATS),
 }
@@ -206,6 +212,14 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises for flags that no engine could be started with, or that contradict each other."""
+    if getattr(args, "model", None) is not None and any(hasattr(args, name) for name in ENGINE_FIELDS):
+        engine_config(args)
+    if hasattr(args, "sampling_defaults"):
+        sampling_params(args)
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = {name: getattr(args, name) for name in SAMPLING_FIELDS if hasattr(args, name)}
     return SamplingParams(**(args.sampling_defaults | given))
@@ -278,6 +292,13 @@ def _bias(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}') from None
 
 
+def _form(text: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.from_fields(json_object(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _drafts(text: str) -> bool | int:
     words = {"true": True, "false": False, "yes": True, "no": False}
     if text.lower() in words:
@@ -310,5 +331,6 @@ CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     list[int] | None: ("N,N", lambda text: list(number_list(text))),
     dict[str, Any] | None: ("JSON", json_object),
     dict[int, float] | None: ("JSON", _bias),
+    StructuredOutputsParams | None: ("JSON", _form),
     bool | int | None: ("K", _drafts),
 }

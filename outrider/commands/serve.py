@@ -25,6 +25,7 @@ from outrider.server.settings import ServerConfig
 SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
 NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]'"
 DEFAULT_MODEL = "smollm2"
+SWITCH_SECONDS = 0.0005  # how long the engine's thread may wait while a burst of events is sent
 KEY_VARIABLE = "OUTRIDER_API_KEY"  # a key on the command line can be read by every user of the machine
 
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
-    engine, config = engine_config(args), server_config(args)
+    engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
                       stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker)
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         server.should_exit = True
 
     host.on_failed = stop
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listener(config) as own:
         address = "http://{}:{}".format(*own.getsockname()[:2])
         print(f"outrider: {names[0]} at {address} (it answers 503 until the model is loaded)", file=sys.stderr)

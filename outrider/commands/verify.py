@@ -1,7 +1,8 @@
 """`outrider verify`: runs the same requests in many variants, which must all give the same tokens.
 
 The reference runs every request alone, plainly. For every request that differs, the scores of the two differing tokens,
-after the tokens that both runs share, tell a near-tie of arithmetic from a fault. This file knows no drafter by name.
+after the tokens that both runs share, tell a near-tie of arithmetic from a fault. With `--exact` every difference of a
+bit is a fault. This file knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from outrider.commands.compare import Difference, describe, differences, explain
 from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
+from outrider.commands.verify_bits import Bits, asking_for_bits, bits_of, describe_bits, summary
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
@@ -87,6 +89,7 @@ class Row:
     is_met: bool
     verdict: str  # equal, near-tie, fault
     detail: str = ""
+    differing_bits: int = 0  # requests whose log-probabilities differ, with `--exact`
 
 
 class Check:
@@ -94,20 +97,21 @@ class Check:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, asks: Sequence[Ask]) -> None:
         self._loaded = loaded
-        self._asks = list(asks)
+        self._asks = asking_for_bits(asks, loaded.model.vocab_size) if config.exact else list(asks)
         longest = max(len(ask.token_ids) + (ask.params.max_tokens or 0) for ask in asks)
         self._config = replace(config, max_model_len=min(longest + 1, loaded.model.max_positions), max_num_seqs=ROWS,
                                enable_prefix_caching=False, overlap=False)
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
         self.reference: list[list[int]] = []
+        self._bits: list[Bits] = []  # of the reference
         self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # prompt to log-probability of each next token
 
     def run_reference(self) -> None:
-        self.reference = self._tokens(Variant("reference", alone=True))[0]
+        self.reference, self._bits, _ = self._answers(Variant("reference", alone=True))
 
     def run(self, variant: Variant) -> Row:
-        tokens, happened = self._tokens(variant)
+        tokens, bits, happened = self._answers(variant)
         found = [self._explain(index, position, tokens[index]) for index, position in self._differences(tokens)]
         faults = [difference for difference in found if not difference.is_near_tie]
         row = Row(variant.name, variant.drafts, sum(map(len, tokens)), len(tokens) - len(found), len(tokens), happened,
@@ -115,6 +119,10 @@ class Check:
         if found:
             worst = faults[0] if faults else max(found, key=lambda difference: difference.apart)
             row.detail = describe(worst, self._loaded.tokenizer)
+        if self._config.exact:
+            row.differing_bits, detail = describe_bits(self._bits, bits)
+            row.verdict = "fault" if row.differing_bits or found else "equal"
+            row.detail = row.detail or detail
         return row
 
     def _differences(self, tokens: list[list[int]]) -> list[tuple[int, int]]:
@@ -168,20 +176,21 @@ class Check:
         one, several = self._pages[variant.drafts]
         return 1 + (one if variant.pool == "tighter" else max(one, several))
 
-    def _tokens(self, variant: Variant) -> tuple[list[list[int]], dict[str, int]]:
+    def _answers(self, variant: Variant) -> tuple[list[list[int]], list[Bits], dict[str, int]]:
+        """(tokens of each request, their log-probabilities with `--exact`, what happened)"""
         config = self._config_of(variant)
         worker = self._loaded.worker(config)
         with self._loaded.llm(config, worker) as llm:
             watch = llm.engine.runner = _Watch(worker)
-            tokens = self._run(llm, variant)
-        return tokens, watch.happened(llm.engine)
+            outputs = self._run(llm, variant)
+        return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), watch.happened(llm.engine)
 
-    def _run(self, llm: LLM, variant: Variant) -> list[list[int]]:
+    def _run(self, llm: LLM, variant: Variant) -> list[RequestOutput]:
         batches = [[ask] for ask in self._asks] if variant.alone else [self._asks]
         outputs: list[RequestOutput] = []
         for _ in range(variant.rounds):
             outputs = [output for batch in batches for output in run_prompts(llm, batch).outputs]
-        return [output.outputs[0].token_ids for output in outputs]
+        return outputs
 
 
 class _Watch:
@@ -240,11 +249,11 @@ def run(args: argparse.Namespace) -> int:
         for variant in variants:
             progress.update()
             rows.append(check.run(variant))
-    _print(rows, args.json, loaded)
+    _print(rows, args.json, loaded, config.exact)
     return int(any(row.verdict == "fault" for row in rows))
 
 
-def _print(rows: list[Row], as_json: bool, loaded: Loaded) -> None:
+def _print(rows: list[Row], as_json: bool, loaded: Loaded, is_exact: bool) -> None:
     faults = [row for row in rows if row.verdict == "fault"]
     if as_json:
         print(json.dumps({"model": loaded.name, "passed": not faults, "rows": [asdict(row) for row in rows]}))
@@ -264,6 +273,8 @@ def _print(rows: list[Row], as_json: bool, loaded: Loaded) -> None:
     tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""
     print(f"\n{len(rows) - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
           + (f"; {untried} not tried" if untried else "") + (f"; {len(faults)} FAULTS" if faults else ""))
+    if is_exact:
+        print(summary(sum(row.compared for row in rows), len(rows), sum(row.differing_bits for row in rows)))
     if faults:
         print("outrider: error: tokens depend on how they were computed; please report the text above with the output "
               "of `outrider env`", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Measured costs of steps, as plain data: the worker measures at start-up, the scheduler chooses drafts by them."""
+"""Measured costs of steps, as plain data: the worker measures them at start-up, the scheduler decides by them how many
+drafts and how many tokens of prompts a step has."""
 
 from __future__ import annotations
 
@@ -71,10 +72,38 @@ class StepCosts:
         return sum(map(self.logit_row_seconds.__getitem__, loads))
 
     def read(self, lengths: list[int]) -> float:
-        return len(lengths) * self.row_seconds + sum(
-            cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
-            for cost in self.reading
+        return len(lengths) * self.row_seconds + _read(self.reading, lengths)
+
+
+@dataclass(frozen=True)
+class MixedStepCosts:
+    """Seconds of steps that compute prompts beside requests that decode."""
+
+    tokens: tuple[int, ...]  # sizes of captured steps, ascending
+    seconds: tuple[float, ...]  # of such a step, without attention
+    reading: tuple[ReadCost, ...] = ()  # contexts of the requests that decode
+    row_seconds: float = 0.0  # reading and writing the recurrent states of one of them
+    attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
+
+    def read(self, lengths: list[int]) -> float:
+        return len(lengths) * self.row_seconds + _read(self.reading, lengths)
+
+    def step(self, tokens: int) -> float:
+        return _between(self.tokens, self.seconds, tokens)
+
+    def attend(self, num_tokens: int, context: int) -> float:
+        """Attention of a chunk of a prompt, `context` tokens of which were computed before."""
+        keys = context + (num_tokens + 1) / 2  # in the mean
+        return num_tokens * sum(
+            cost.seconds * (keys if cost.window is None else min(keys, cost.window)) for cost in self.attending
         )
+
+
+def _read(reading: Sequence[ReadCost], lengths: list[int]) -> float:
+    return sum(
+        cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
+        for cost in reading
+    )
 
 
 def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from outrider.core.params import SamplingParams
 from outrider.core.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Shared = TypeVar("Shared")
 
@@ -118,6 +122,7 @@ class OutputIncrement(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     end: SampleEnd | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    hidden: NDArray[np.float32] | None = None  # of a request for hidden states, with its end
 
 
 @dataclass
@@ -139,7 +144,7 @@ class RequestOutput:
         return cls(request_id, prompt, token_ids, samples, None if params.prompt_logprobs is None else [None])
 
     def grow(self, increment: OutputIncrement) -> None:
-        (_, index, self.seed, self.metrics), token_ids, text, logprobs, end, prompt_logprobs = increment
+        (_, index, self.seed, self.metrics), token_ids, text, logprobs, end, prompt_logprobs, _ = increment
         sample = self.outputs[index]
         sample.token_ids += token_ids
         if text:
@@ -186,6 +191,15 @@ class RequestOutput:
         twin.metrics.accepted_per_position = list(self.metrics.accepted_per_position)
         twin.prompt_logprobs = None if self.prompt_logprobs is None else list(self.prompt_logprobs)
         return twin
+
+    @property
+    def error(self) -> str | None:
+        """The reason why a sample failed, if one did."""
+        return next((sample.error for sample in self.outputs if sample.error is not None), None)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.outputs)
 
     @property
     def num_cached_tokens(self) -> int:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core.params import SamplingParams
+from outrider.core.spans import MarkedSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Finish(enum.IntEnum):
@@ -27,6 +32,15 @@ class Finish(enum.IntEnum):
         return None if self is Finish.NO else self.name.lower()
 
 
+class HiddenReport(enum.Enum):
+    """Hidden states of a prompt that the results of its steps carry. A request with any ends with its prompt."""
+
+    NONE = "none: the request generates tokens"
+    LAST = "the last token's"
+    SUM = "the sum over the tokens of each step"
+    ALL = "every token's"
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """Everything the device must know about a request that takes a row, at its start or after a preemption."""
@@ -41,6 +55,7 @@ class Admission:
     sample_index: int  # which of the n samples of a prompt
     seed: int
     checkpoint: list[int] = field(default_factory=list)  # pages with the recurrent state after `computed` tokens
+    hidden: HiddenReport = HiddenReport.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +100,11 @@ class Uncaptured(enum.Enum):
     SAMPLING_PARAMETERS = "sampling parameters that need kernels, which this model or device has none of"
     MANY_LOGPROBS = "more log-probabilities than a captured step reports"
     PROMPT_LOGPROBS = "log-probabilities of a prompt"
+    HIDDEN_STATES = "hidden states of a prompt"
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
     DRAFTER_FILLS_SLOTS = "the drafter fills slots of admitted rows"
     PROMPTS = "prompts whose lengths the host must know"
+    SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"
     NO_MEMORY = "no memory for a capture"
@@ -126,6 +143,7 @@ class ScheduledBatch:
     propose: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
+    spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
 
     @property
     def num_requests(self) -> int:
@@ -160,6 +178,7 @@ class RequestResult(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    hidden: NDArray[np.float32] | None = None  # [vectors, hidden size], as the request's HiddenReport says
 
 
 @dataclass(frozen=True, slots=True)

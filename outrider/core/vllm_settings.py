@@ -45,8 +45,9 @@ Meaning: TypeAlias = SameAs | Explained | Refused
 
 NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
-NO_POOLING = "only text generation is served"
-NO_GRAMMARS = "grammars are not served: check the text afterwards, or use allowed_token_ids"
+NO_HEADS = "heads that classify or reward are not served: LLM.embed, LLM.score and LLM.encode give hidden states"
+POOLING = "give PoolingParams to LLM.embed, LLM.score or LLM.encode"
+ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
 OWN_CONFIG = "change config.json in a copy of the model's folder"
 OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
@@ -69,7 +70,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "use_v2_block_manager": Explained("there is one page manager", is_switch=True),
     "allowed_local_media_path": Refused(NO_IMAGES, (None, "")),
     "calculate_kv_scales": Refused("the cache keeps the model's dtype", (None, False), is_switch=True),
-    "convert": Refused(NO_POOLING, (None, "auto", "none")),
+    "convert": Refused(NO_HEADS, (None, "auto", "none", "embed")),
     "cpu_offload_gb": Refused("weights lie on one device: choose a smaller model or a quantised file", (None, 0)),
     "config_format": Refused("config.json and GGUF metadata are read", (None, "auto", "hf")),
     "data_parallel_size": Refused(ONE_DEVICE, (None, 1)),
@@ -81,7 +82,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_prompt_embeds": Refused("give text or token ids", (None, False), is_switch=True),
     "enable_sleep_mode": Refused("close the engine and start another", (None, False), is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
-    "guided_decoding_backend": Refused(NO_GRAMMARS),
+    "guided_decoding_backend": Refused(ONE_GRAMMAR_LIBRARY, (None, "auto", "guidance")),
     "hf_overrides": Refused(OWN_CONFIG, (None, {})),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_cache_dtype": Refused("the cache keeps the model's dtype", (None, "auto")),
@@ -95,19 +96,20 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "model_impl": Refused("model families are built in", (None, "auto")),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
-    "override_pooler_config": Refused(NO_POOLING),
+    "override_pooler_config": Refused(POOLING),
     "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "preemption_mode": Refused("a preempted request is computed again", (None, "recompute")),
     "quantization": Refused(OWN_FORMAT),
     "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
     "rope_scaling": Refused(OWN_CONFIG, (None, {})),
     "rope_theta": Refused(OWN_CONFIG),
-    "runner": Refused(NO_POOLING, (None, "auto", "generate")),
+    "pooler_config": Refused(POOLING),
+    "runner": Refused(NO_HEADS, (None, "auto", "generate", "pooling")),
     "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
     "skip_tokenizer_init": Refused("prompts of token ids never use the tokenizer", (None, False), is_switch=True),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
-    "structured_outputs_config": Refused(NO_GRAMMARS),
-    "task": Refused(NO_POOLING, (None, "auto", "generate")),
+    "structured_outputs_config": Refused(ONE_GRAMMAR_LIBRARY),
+    "task": Refused(NO_HEADS, (None, "auto", "generate", "embed", "embedding")),
     "tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),
     "tokenizer_mode": Refused("tokenizer.json is read, or a GGUF file's own", (None, "auto")),

@@ -1,7 +1,7 @@
 """AsyncLLM: an asyncio front. A thread of its own owns the engine; coroutines send it commands and get outputs.
 
-A stream is sent what each step added and keeps one growing output, of which its reader gets a copy whenever it looks: a
-slow reader costs no memory and slows nobody.
+A stream is sent what each step added. It keeps one growing output, of which its reader gets a copy whenever it looks,
+or the increments that its reader has not seen: a slow reader costs no more memory than its output and slows nobody.
 What goes wrong with one request is raised where that request is read; a failed engine, everywhere. Knows no HTTP.
 """
 
@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from outrider.config import config_for
 from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, check_params
+from outrider.core.pooling import Output, PoolingParams, PoolingRequestOutput, RequestParams, empty_output
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.front import Front, refuse_adapter
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
@@ -37,7 +40,7 @@ class AsyncLLM(Front):
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        config = config_for("AsyncLLM", model, settings)
+        config = config_for("AsyncLLM", model, settings).for_streams()
         self._start(start_engine(config), config.model)
 
     @classmethod
@@ -58,23 +61,59 @@ class AsyncLLM(Front):
                        priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
         refuse_adapter(lora_request)
-        request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         params = check_params(SamplingParams() if sampling_params is None else sampling_params)
-        check_value("request_id", Text, request_id)
+        async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
+            async for output in outputs:
+                yield cast(RequestOutput, output)
+
+    async def encode(self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None,
+                     *, lora_request: None = None, priority: int = 0) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The pooled hidden states of one prompt, in the last output."""
+        refuse_adapter(lora_request)
+        params = PoolingParams() if pooling_params is None else pooling_params
+        async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
+            async for output in outputs:
+                yield cast(PoolingRequestOutput, output)
+
+    async def increments(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *,
+                         priority: int = 0) -> AsyncGenerator[list[OutputIncrement], None]:
+        """As `generate`, but yields what steps have added since the reader last looked, and copies nothing."""
+        stream = _Increments(self._name_request(request_id), asyncio.get_running_loop(), params.n)
+        async with self._opened(stream, await self._encode(prompt), check_params(params), priority):
+            while not stream.is_done:
+                yield await stream.next()
+
+    async def _grow(self, prompt: Prompt, params: RequestParams, request_id: str | None,
+                    priority: int) -> AsyncGenerator[Output, None]:
+        request_id = self._name_request(request_id)
         encoded = await self._encode(prompt)
-        output = RequestOutput.empty(request_id, encoded.text, encoded.token_ids, params)
-        stream = _Stream(output, asyncio.get_running_loop())
+        output = empty_output(request_id, encoded.text, encoded.token_ids, params)
+        stream = _GrowingOutput(output, asyncio.get_running_loop())
+        async with self._opened(stream, encoded, params, priority):
+            while not stream.is_done:
+                yield await stream.next()
+
+    @asynccontextmanager
+    async def _opened(self, stream: _Stream, encoded: EncodedPrompt, params: RequestParams,
+                      priority: int) -> AsyncGenerator[None, None]:
+        """The stream's request runs until the block is left."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.check_form, params)  # a new grammar takes a while to compile
 
         def add() -> None:
-            self.engine.add(output.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt)
+            self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
+                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
 
         self._owner.open(stream, add)
         try:
-            while not stream.is_done:
-                yield await stream.next()
+            yield
         finally:
             self._owner.leave(stream)
+
+    def _name_request(self, request_id: str | None) -> str:
+        request_id = f"async-{next(self._ids)}" if request_id is None else request_id
+        check_value("request_id", Text, request_id)
+        return request_id
 
     async def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
                    request_id: str | None = None, priority: int = 0,
@@ -124,38 +163,85 @@ class AsyncLLM(Front):
         return encode_prompt(prompt, self.get_tokenizer)
 
 
-class _Stream:
+class _Stream(ABC):
     """The reader's end of one request. `put` and `fail` run in the reader's event loop."""
 
-    def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = output.request_id
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
         self.loop = loop
         self.is_done = False
-        self._output = output  # grows
         self._error: BaseException | None = None
-        self._ready = asyncio.Event()
+        self._is_ready = False  # something has come that the reader has not seen
+        self._waiter: asyncio.Future[None] | None = None  # the reader's, while it waits
 
-    def put(self, increment: OutputIncrement) -> None:
-        self._output.grow(increment)
-        self._ready.set()
+    @abstractmethod
+    def put(self, increment: OutputIncrement) -> None: ...
 
     def fail(self, error: BaseException) -> None:
         self._error = error
-        self._ready.set()
+        self._wake()
 
-    async def next(self) -> RequestOutput:
-        await self._ready.wait()
-        self._ready.clear()
+    def _wake(self) -> None:
+        self._is_ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        """Returns once something is ready. An event of asyncio costs twice as much."""
+        if not self._is_ready:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        self._is_ready = False
         if self._error is not None:
             self.is_done = True
             raise self._error
+
+    def _raise_if(self, failed: str | None) -> None:
+        if failed is not None:  # whatever else the request has running is aborted when its reader leaves
+            raise RequestError(f"request {self.request_id}: {failed}")
+
+
+class _GrowingOutput(_Stream):
+    """Keeps the whole output, of which the reader gets a copy."""
+
+    def __init__(self, output: Output, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(output.request_id, loop)
+        self._output = output
+
+    def put(self, increment: OutputIncrement) -> None:
+        self._output.grow(increment)
+        self._wake()
+
+    async def next(self) -> Output:
+        await self._wait()
         output = self._output.copy()  # the reader's own: what it has read never changes
         self.is_done = output.finished
-        failed = next((sample.error for sample in output.outputs if sample.error is not None), None)
-        if failed is not None:
-            self.is_done = True
-            raise RequestError(f"request {self.request_id}: {failed}")
+        self._raise_if(output.error)
         return output
+
+
+class _Increments(_Stream):
+    """Keeps the increments that the reader has not seen: as much memory as the part of the output that they are."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, num_samples: int) -> None:
+        super().__init__(request_id, loop)
+        self._unread: list[OutputIncrement] = []
+        self._num_left = num_samples  # samples that have not ended
+        self._failed: str | None = None
+
+    def put(self, increment: OutputIncrement) -> None:
+        self._unread.append(increment)
+        if increment.end is not None:
+            self._num_left -= 1
+            self._failed = self._failed or increment.end.error
+        self._wake()
+
+    async def next(self) -> list[OutputIncrement]:
+        await self._wait()
+        unread, self._unread = self._unread, []
+        self.is_done = self._num_left == 0
+        self._raise_if(self._failed)
+        return unread
 
 
 class _Owner:
@@ -191,10 +277,14 @@ class _Owner:
         self._send(command)
 
     def shutdown(self) -> None:
+        if self._engine.is_forked:
+            return
         self._commands.put(self._stop)
         self._thread.join()
 
     def _send(self, command: Callable[[], None]) -> None:
+        if self._engine.is_forked:
+            self._engine.check_running()
         with self._lock:
             if self.error is not None:
                 raise EngineError(str(self.error)) from self.error.__cause__
@@ -230,11 +320,21 @@ class _Owner:
 
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
         try:
+            self._free_id(stream.request_id)
+        except BaseException as error:  # the end of the engine, of which this stream would not hear otherwise
+            _tell(stream.loop, stream.fail, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        try:
             add()
         except Exception as error:  # refused, with nothing changed
             _tell(stream.loop, stream.fail, error)
             return
         self._streams[stream.request_id] = stream
+
+    def _free_id(self, request_id: str) -> None:
+        """A request whose reader has left ends within the next steps, and keeps its id until then."""
+        while self.error is None and request_id not in self._streams and self._engine.is_live(request_id):
+            self._deliver(self._engine.step())
 
     def _drop(self, stream: _Stream) -> None:
         # Another stream may have the id by now, or this one was refused because of it.
@@ -250,12 +350,12 @@ class _Owner:
             if stream is not None:  # else its reader has left
                 by_loop.setdefault(stream.loop, []).append((stream, increment))
         for loop, parts in by_loop.items():
-            is_told = _tell(loop, _put_all, parts)
             for stream, _ in parts:
-                if not is_told:
-                    self._drop(stream)
-                elif not self._engine.is_live(stream.request_id):
+                if not self._engine.is_live(stream.request_id):  # forgotten before its reader hears of the end
                     self._streams.pop(stream.request_id, None)
+            if not _tell(loop, _put_all, parts):
+                for stream, _ in parts:
+                    self._drop(stream)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:

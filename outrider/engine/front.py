@@ -6,15 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.config import EngineArgs
-from outrider.core.vllm_settings import NO_ADAPTERS, NO_POOLING
+from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
 NOT_SERVED = {
-    "classify": NO_POOLING,
-    "embed": NO_POOLING,
-    "encode": NO_POOLING,
-    "reward": NO_POOLING,
-    "score": NO_POOLING,
+    "classify": NO_HEADS,
+    "reward": NO_HEADS,
     "add_lora": NO_ADAPTERS,
     "collective_rpc": "one engine uses one device",
     "reset_prefix_cache": "use skip_reading_prefix_cache of SamplingParams, or a cache_salt of the prompt",

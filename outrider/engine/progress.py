@@ -9,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from outrider.core.outputs import RequestOutput
+from outrider.core.fields import shown
+from outrider.core.pooling import Output
 
 
 def bar(items: Any = None, **options: Any) -> Any:
@@ -21,14 +22,16 @@ class RequestBar:
     """A bar of finished requests with the speed of their tokens. `wanted`: whether to show it, or what makes one."""
 
     def __init__(self, wanted: bool | Callable[..., Any], num_requests: int) -> None:
+        if wanted and not isinstance(wanted, bool) and not callable(wanted):
+            raise ValueError(f"use_tqdm must be True, False or a function that makes a bar, got {shown(wanted)}")
         make = bar if isinstance(wanted, bool) else wanted
         self._bar = make(total=num_requests, desc="requests", unit="req") if wanted else None
         self._start, self._num_tokens = time.perf_counter(), 0
 
-    def finish(self, output: RequestOutput) -> None:
+    def finish(self, output: Output) -> None:
         if self._bar is None:
             return
-        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        self._num_tokens += output.num_output_tokens
         self._bar.set_postfix_str(f"{self._num_tokens / (time.perf_counter() - self._start):.1f} tokens/s", False)
         self._bar.update(1)
 

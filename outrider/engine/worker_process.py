@@ -22,6 +22,8 @@ from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.engine.collector import freeze_heap
+from outrider.engine.load import grammars_of
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import WorkerDied, WorkerInfo
 
@@ -180,10 +182,11 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     try:
         from outrider.runner.worker import Worker
 
-        worker = Worker.load(config, source)
+        worker = Worker.load(config, source, grammars_of(config, source))
     except BaseException as error:
         send(Failure.from_error(error))
         return
+    freeze_heap(worker)
     send(worker.info)
     steps: queue.SimpleQueue[Future[StepResult] | None] = queue.SimpleQueue()
     answers = threading.Thread(target=_answer, args=(steps, send), daemon=True)

@@ -56,6 +56,11 @@ class LinearFormat(ABC):
         those that the slots count."""
         return 0
 
+    def set_exact(self, exact: bool) -> None:
+        """Called before `prepare`. In exact mode a token row of a product has the same bits alone and among others."""
+        if exact:
+            raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
+
     def use_int8_activations(self) -> float | None:
         """Round token rows to 8 bits in products of few of them. Returns the largest error of a product with random
         activations, as a share of its largest result; None if the format has no such product."""

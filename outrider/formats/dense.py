@@ -6,6 +6,8 @@ format takes the layer over, or the parts are dequantised into the dense weight.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from outrider.formats.base import LinearFormat, NativeProduct
@@ -16,12 +18,30 @@ from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct, make_product
 
 
+class ProductOps(NamedTuple):
+    """The operations of the table that carry out products, ordinary or exact."""
+
+    linear: ops.Operation[..., torch.Tensor]
+    wide: ops.Operation[..., torch.Tensor]
+    gated: ops.Operation[..., torch.Tensor]
+    relu2: ops.Operation[..., torch.Tensor]
+    add: ops.Operation[..., None]
+
+    @classmethod
+    def from_mode(cls, exact: bool) -> ProductOps:
+        rows: tuple[ops.Operation[..., Any], ...] = (
+            ops.linear, ops.linear_wide, ops.gated_linear, ops.relu2_linear, ops.linear_add
+        )  # fmt: skip
+        return cls(*(row.variant(exact) for row in rows))
+
+
 class DenseLinear(LinearFormat):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_shared: bool = False) -> None:
         """is_shared: another layer owns the weight and needs its numbers."""
         super().__init__(weight, bias)
         self._is_shared = is_shared
         self._cpu_product: CpuProduct | None = None  # chosen by `prepare`
+        self._exact, self._ops = False, ProductOps.from_mode(False)
         self._stored: dict[int, StoredWeight] = {}  # by first output feature, until `finalize`
 
     @classmethod
@@ -54,40 +74,43 @@ class DenseLinear(LinearFormat):
             return None
         return keeper.from_parts(parts, self._bias, self._numbers if self._is_shared else None)
 
+    def set_exact(self, exact: bool) -> None:
+        self._exact, self._ops = exact, ProductOps.from_mode(exact)
+
     def prepare(self, allow_copy: bool) -> int:
         if not self._numbers.is_cpu:
             return 0
-        self._cpu_product = make_product(self._numbers, self._bias, packed=allow_copy)
+        self._cpu_product = make_product(self._numbers, self._bias, packed=allow_copy, exact=self._exact)
         return self._cpu_product.extra_bytes
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         if self._cpu_product is not None:
             return self._cpu_product(x)
-        return ops.linear(x, self._numbers, self._bias)
+        return self._ops.linear(x, self._numbers, self._bias)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         if self._numbers.dtype in (torch.float32, torch.float64):
             return self.product(x)
-        out = ops.linear_wide(x, self._numbers)
+        out = self._ops.wide(x, self._numbers)
         return out if self._bias is None else out.add_(self._bias)
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         if self._bias is not None or self._cpu_product is not None:
             return super().activated(x, activation)
         if activation == "relu2":
-            return ops.relu2_linear(x, self._numbers)
-        return ops.gated_linear(x, self._numbers, activation)
+            return self._ops.relu2(x, self._numbers)
+        return self._ops.gated(x, self._numbers, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         if self._cpu_product is not None:
             super().add_to(residual, x)
         else:
-            ops.linear_add(residual, x, self._numbers, self._bias)
+            self._ops.add(residual, x, self._numbers, self._bias)
 
     @property
     def adds_single_row(self) -> bool:
         row = self._numbers[:1]  # has the device and dtype of token rows
-        return ops.linear_add.has_kernel(row, row, self._numbers, self._bias)
+        return self._ops.add.has_kernel(row, row, self._numbers, self._bias)
 
     def native_product(self) -> NativeProduct | None:
         chosen = self._cpu_product

@@ -23,6 +23,11 @@ class ExpertsFormat(ABC):
     def weight_bytes(self) -> int:
         """Bytes of all experts."""
 
+    def set_exact(self, exact: bool) -> None:
+        """In exact mode a token row's result has the same bits, whatever the other token rows are and choose."""
+        if exact:
+            raise ValueError(f"exact=True: the format {type(self).__name__} of experts has no exact products")
+
     @abstractmethod
     def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
         """(first projections, second projections) of a checkpoint with one tensor for all experts."""
@@ -46,6 +51,7 @@ class DenseExperts(ExpertsFormat):
         device: torch.device,
     ) -> None:  # fmt: skip
         self._expert_size = expert_size
+        self._experts = ops.experts
         rows = 2 * expert_size if is_gated else expert_size
         self._gate_up = empty_weight(num_experts, rows, hidden_size, dtype=dtype, device=device)
         self._down = empty_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
@@ -61,7 +67,10 @@ class DenseExperts(ExpertsFormat):
         halves = self._gate_up[expert].split(self._expert_size)
         return [WeightSlot(half) for half in halves], WeightSlot(self._down[expert])
 
+    def set_exact(self, exact: bool) -> None:
+        self._experts = ops.experts.variant(exact)
+
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return ops.experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+        return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)

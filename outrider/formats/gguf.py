@@ -42,9 +42,12 @@ class GgufLinear(KeptFormat):
     def prepare(self, allow_copy: bool) -> int:
         return self.weight_bytes
 
+    def set_exact(self, exact: bool) -> None:
+        self._product.use_native_for_all(exact)
+
     def use_int8_activations(self) -> float:
-        exact = self._product
-        self._product = QuantizedProduct(exact.rows, exact.bias, exact.weight, activation_bits=8)
+        before = self._product
+        self._product = QuantizedProduct(before.rows, before.bias, before.weight, activation_bits=8)
         return self._product.rounding_error()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from outrider.kernels import moe, ops
+from outrider.kernels.ops import exact
 
 
 def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
@@ -19,12 +22,23 @@ def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
             added: Tensor | None = None) -> Tensor:
+    return _mix(ops.linear_wide, x, ids, weights, gate_up, down, activation, added)
+
+
+def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+                  added: Tensor | None = None) -> Tensor:
+    """Each token row's result has the same bits, whatever the other rows are and choose."""
+    return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added)
+
+
+def _mix(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor,
+         down: Tensor, activation: str, added: Tensor | None) -> Tensor:
     moe.check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     made = x.new_empty(num_tokens * top_k, x.shape[1])
     for expert, pairs in plan_on_host(ids, down.shape[0]):
-        projected = ops.linear_wide(x[pairs // top_k], gate_up[expert])
+        projected = product(x[pairs // top_k], gate_up[expert])
         gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
-        made[pairs] = ops.linear_wide(gated.to(x.dtype), down[expert]).to(x.dtype)
+        made[pairs] = product(gated.to(x.dtype), down[expert]).to(x.dtype)
     out = moe.combine(made.view(num_tokens, top_k, x.shape[1]), weights)
     return out if added is None else out.add_(added)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -106,6 +107,10 @@ class QuantizedProduct:
         self._exact = rows.matrix(bias)
         self.few_rows = range(1, NATIVE_MAX_ROWS + 1)
         self.extra_bytes = rows.data.nbytes
+
+    def use_native_for_all(self, all_rows: bool) -> None:
+        """Whether the native product serves any number of token rows. A token row then has the same bits in each."""
+        self.few_rows = range(1, sys.maxsize if all_rows else NATIVE_MAX_ROWS + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] in self.few_rows:

@@ -64,6 +64,21 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), both [tokens, width], or [tokens, 1] for a gate of the whole token row."""
+    return x * gate.sigmoid()
+
+
+def gelu_scale(gate: Tensor, x: Tensor) -> Tensor:
+    """gelu(gate) * x in the tanh form of gelu, both [tokens, width]."""
+    return F.gelu(gate, approximate="tanh") * x
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in place."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
 # Rope and cache write
 
 

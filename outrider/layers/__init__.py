@@ -14,7 +14,7 @@ from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.moe import Experts, MoE
 from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed, copy_stream, widened
-from outrider.layers.rotary import FREQUENCIES, Angles, RopeParams, Rotary, rotate, yarn_mscale
+from outrider.layers.rotary import FREQUENCIES, Angles, RopeParams, Rotary, rope_table, rotate, yarn_mscale
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 
 __all__ = [
@@ -22,6 +22,6 @@ __all__ = [
     "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP",
     "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2",
     "Mamba2Shape", "MoE", "Module", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "rotate",
+    "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "rope_table", "rotate",
     "widened", "yarn_mscale",
 ]  # fmt: skip

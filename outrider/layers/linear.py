@@ -39,6 +39,9 @@ class Linear(Module):
     def finalize(self) -> None:
         self.format = self.format.finalize()
 
+    def set_exact(self, exact: bool) -> None:
+        self.format.set_exact(exact)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.format.product(x)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.formats import DenseExperts, ExpertsFormat, WeightSlot
-from outrider.kernels import moe
+from outrider.kernels import moe, ops
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.linear import Linear
 from outrider.layers.router import Router
@@ -54,6 +54,9 @@ class Experts(Module):
             slots |= {f"{prefix}.{expert}.{name}.weight": slot for name, slot in zip(names, first, strict=True)}
             slots[f"{prefix}.{expert}.down_proj.weight"] = down
         return slots
+
+    def set_exact(self, exact: bool) -> None:
+        self.format.set_exact(exact)
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, added: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`."""
@@ -99,7 +102,7 @@ class MoE(FeedForward):
         routed = self.router(x)
         shared = None if self.shared is None else self.shared(x)
         if shared is not None and self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
+            shared = ops.sigmoid_scale(shared, self.shared_gate(x))
         if self.latent is None:
             return self.experts(x, routed, shared)
         enter, leave = self.latent

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from outrider.kernels import ops
 from outrider.layers.base import Module, Parameter
@@ -25,6 +24,10 @@ class Unnormed(NamedTuple):
     scale: torch.Tensor  # scale of the norm, multiplied by `factor`
     eps: float
     factor: float = 1.0
+
+    def for_rows(self, rows: torch.Tensor) -> Unnormed:
+        """The addition to some token rows."""
+        return self._replace(x=self.x[rows])
 
     def added_to(self, residual: torch.Tensor) -> torch.Tensor:
         """The residual stream with this added, as a new tensor."""
@@ -61,7 +64,10 @@ class RMSNorm(Module):
             self.scale = 1 + widened(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.scale, self.eps)
+        """x [.., size]. Kernels serve matrices."""
+        if x.dim() == 2:
+            return ops.rms_norm(x, self.scale, self.eps)
+        return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)
 
     def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (norm(residual + x), residual + x), where x is the addition of the layer before. The sum is made in
@@ -94,6 +100,7 @@ class HeadNorm(Module):
         self.q = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.k = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.scale = torch.empty(0)
+        self.ones = widened(torch.ones(head_dim, dtype=dtype, device=device))
         self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take the two scales separately
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -109,7 +116,8 @@ class HeadNorm(Module):
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         x = widened(qk) if self.q.offset else qk
-        return (F.rms_norm(x, (self.q.size,), None, self.eps) * self.scale).to(qk.dtype)
+        normed = ops.rms_norm(x.reshape(-1, self.q.size), self.ones, self.eps).view(x.shape)
+        return (normed * self.scale).to(qk.dtype)
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

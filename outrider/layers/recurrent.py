@@ -98,10 +98,14 @@ class GatedNorm(Module):
                  device: torch.device) -> None:
         self.group_size, self.eps, self.gate_first = group_size, eps, gate_first
         self.weight = torch.empty(weight_size, dtype=dtype, device=device)
+        self._norm = ops.gated_norm
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
 
+    def set_exact(self, exact: bool) -> None:
+        self._norm = ops.gated_norm.variant(exact)
+
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """y and z [tokens, size]."""
-        return ops.gated_norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)
+        return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)

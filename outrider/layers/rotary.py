@@ -31,6 +31,8 @@ class RopeParams:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+TABLE_BLOCK = 256  # positions of a rope's table that are computed together
+
 
 class Angles:
     """The rotation of one step's token rows. Kernels take positions and table; `rotate` the gathered values."""
@@ -63,13 +65,19 @@ class Rotary:
             )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies, magnitude = FREQUENCIES[params.kind](params, wide)
-        angles = torch.arange(max_len, dtype=wide)[:, None] * frequencies
-        # One table [max_len, cos | sin], so that a step gathers once.
-        self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(device)
+        self.table = rope_table(frequencies, max_len).mul_(magnitude).to(device)
 
     def at(self, positions: torch.Tensor) -> Angles:
         """positions: [tokens] int64. Once a step; the layers share the result."""
         return Angles(positions, self.table)
+
+
+def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
+    """[max_len, cos | sin], one table, so that a step gathers once. Made of whole blocks: the bits of a position do not
+    depend on max_len then, although a library may compute the last elements of a tensor by other code."""
+    blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)
+    angles = [positions[:, None] * frequencies for positions in blocks]
+    return torch.cat([torch.cat((part.cos(), part.sin()), dim=-1) for part in angles])[:max_len]
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -78,15 +86,10 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotary_dim], angles), x[..., rotary_dim:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin).to(x.dtype)
-
-
-def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Rotates x [tokens, heads, rotary_dim | rest] whose rotating dimensions lie in pairs (0 and 1, 2 and 3). Returns
-    them sorted as `rotate` has them, the first of each pair before the second: products of such heads are the same."""
-    rotary_dim = angles.table.shape[1]
-    pairs = x[..., :rotary_dim].unflatten(-1, (-1, 2))
-    return rotate(torch.cat((pairs[..., 0], pairs[..., 1], x[..., rotary_dim:]), dim=-1), angles)
+    turned = x.roll(rotary_dim // 2, dims=-1)
+    if x.is_cpu:  # fused, a library rounds once or twice, by the element's place in the tensor
+        return (x * cos).add_(turned * sin).to(x.dtype)
+    return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
 def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:

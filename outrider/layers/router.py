@@ -44,6 +44,7 @@ class Router(Module):
         self.index = index
         self.rule = rule
         self.projection = projection
+        self._route = ops.route
         self.gate = Linear(hidden_size, rule.num_experts, bias=False, dtype=dtype, device=device)
         # Corrections are far smaller than the scores they are added to: 16 bits would round them away.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -55,9 +56,12 @@ class Router(Module):
         own = [(name, Parameter(tensor)) for name, tensor in tensors.items() if tensor is not None]
         return [(self.projection, self.gate), *own]
 
+    def set_exact(self, exact: bool) -> None:
+        self._route = ops.route.variant(exact)
+
     def __call__(self, x: torch.Tensor) -> Routed:
         """x: [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
-        routed = ops.route(self.gate.wide(x), self.rule, self.bias, self.expert_scale)
+        routed = self._route(self.gate.wide(x), self.rule, self.bias, self.expert_scale)
         if self.routing_override is not None:
             routed = Routed(self.routing_override(self.index, x.shape[0]), routed.weights)
         if self.observer is not None:

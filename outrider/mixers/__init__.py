@@ -12,6 +12,7 @@ from outrider.mixers.latent.base import (
     EveryPosition,
     IndexedPositions,
     LatentLayer,
+    LatentNorms,
     SharedPositions,
 )
 from outrider.mixers.paged.base import AttentionLayer, HeadNorms, PagedLayer
@@ -21,6 +22,6 @@ from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundLatentLayer", "CachedLayers", "EveryPosition",
     "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedPositions", "KeysFrom", "LatentLayer",
-    "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
+    "LatentNorms", "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
     "SharedPositions", "StepOutput",
 ]  # fmt: skip

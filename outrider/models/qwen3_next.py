@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.formats import HeadLayout
+from outrider.kernels import ops
 from outrider.kernels.moe import RouteRule
 from outrider.layers import (
     Angles,
@@ -62,7 +63,7 @@ class GatedAttention(SelfAttention):
         v = v.unflatten(1, (-1, layer.head_dim))
         paged: PagedLayer = attend.mixer(layer.index)
         out = paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
-        return out * gate.sigmoid()
+        return ops.sigmoid_scale(out, gate)
 
 
 class Qwen3Next(HybridDecoder):

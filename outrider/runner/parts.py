@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import RecurrentSpec
+from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.masks import CAUSAL
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.exact import refuse_inexact
+from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
@@ -37,29 +40,44 @@ class StepParts:
     weight_bytes: int
     packed_bytes: int
     enable_prefix_caching: bool
+    exact: bool
+    grammars: Grammars | None
 
     @property
     def takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether every layer can let tokens of a span see each other in both directions."""
+        kinds = (FullSpec, SlidingSpec)
+        return (self.backend.takes_masks and not self.layout.recurrent.layers
+                and all(isinstance(group.spec, kinds) for group in self.layout.groups))
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device
         pool = DevicePool(self.layout, num_pages, model.dtype, device)
         if drafter is not None:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
-        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
-                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool),
-                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode)
+        state = RowState(limits, self.layout.groups, device)
+        return DeviceStep(model, pool, state, self.backend, limits.max_len,
+                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool,
+                                                  exact=self.exact),
+                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
+                          synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
 
-def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> StepParts:
-    """`drafter`: one that is already made, instead of the config's."""
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None,
+                 grammars: Grammars | None = None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
+    structured output."""
     speculative, device = config.speculative, model.device
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
         max_drafts = max(max_drafts, speculative.num_speculative_tokens)
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
+    limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
@@ -67,14 +85,25 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
+    if config.exact:
+        refuse_inexact(config, model, layout)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
         synthetic.bind(limits.max_drafts, device)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
-    packed_bytes = prepare([model, *([] if drafter is None else drafter.modules())], config.packed_weights)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts)
+    packed_bytes = prepare_all(model, drafter, config)
+    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
+                           has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching)
+                     config.enable_prefix_caching, config.exact, grammars)
+
+
+def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:
+    """Prepare the model and its drafter. The drafter comes first, and never exact, since drafts cannot change the text:
+    layers that both use are as the model needs them."""
+    modules = [] if drafter is None else drafter.modules()
+    return prepare(modules, config.packed_weights) + prepare([model], config.packed_weights, config.exact)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
+from outrider.runner.hidden import with_hidden
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
 from outrider.sample.logprobs import HostLogprobs, to_host
 
 NAN_LOGITS = (
-    "the model's logits are not finite, or no token is allowed: check the weights, logit_bias and allowed_token_ids"
+    "the model's logits are not finite, or no token is allowed: check the weights, logit_bias, allowed_token_ids and "
+    "structured_outputs"
 )
 
 
@@ -30,6 +32,8 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                       logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run, logprobs, prompt in parts
     ]  # fmt: skip
+    if result.hidden is not None:
+        requests = with_hidden(requests, result.hidden)
     return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
 
 

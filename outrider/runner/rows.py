@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import NULL_PAGE, NULL_ROW, Admission, Axis, HostDraft, Limits, PageWrite, ScheduledBatch
+from outrider.core import (
+    NULL_PAGE,
+    NULL_ROW,
+    Admission,
+    Axis,
+    HiddenReport,
+    HostDraft,
+    Limits,
+    PageWrite,
+    ScheduledBatch,
+)
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, to_device
 from outrider.sample.rows import SamplingRows
@@ -25,12 +35,14 @@ class RowParams:
         self._penalised: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # of rows that report any
         self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
+        self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # of rows that report hidden states, and their lengths
 
     def admit(self, admissions: list[Admission]) -> None:
         for admission in admissions:
             row, params = admission.row, admission.params
             self._by_row[row] = params
-            (self._not_plain.discard if params.is_plain else self._not_plain.add)(row)
+            is_plain = params.is_plain and admission.hidden is HiddenReport.NONE
+            (self._not_plain.discard if is_plain else self._not_plain.add)(row)
             (self._penalised.add if params.has_penalties else self._penalised.discard)(row)
             self._num_logprobs.pop(row, None)
             if params.logprobs is not None:
@@ -38,18 +50,22 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
+            self._hidden.pop(row, None)
+            if admission.hidden is not HiddenReport.NONE:
+                self._hidden[row] = (admission.hidden, admission.max_len)
 
     def reset(self) -> None:
         """No row has an owner."""
         self._by_row = {NULL_ROW: self._by_row[NULL_ROW]}
         self._not_plain.clear()
         self._prompt_lens.clear()
+        self._hidden.clear()
 
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
 
     def are_plain(self, rows: list[int]) -> bool:
-        """Whether none of the rows asks for more than a draw."""
+        """Whether all rows generate tokens, and none asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
 
     def have_penalties(self, rows: list[int]) -> bool:
@@ -59,6 +75,11 @@ class RowParams:
         """How many log-probabilities the rows ask for, of those that do."""
         found = self._num_logprobs
         return [] if found.keys().isdisjoint(rows) else [found[row] for row in rows if row in found]
+
+    def hidden_of(self, rows: list[int]) -> dict[int, tuple[HiddenReport, int]]:
+        """The hidden states that rows report, of those that do, with the lengths at which these rows end."""
+        found = self._hidden
+        return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
     def report_prompts(self, batch: ScheduledBatch) -> bool:
         """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed
@@ -131,8 +152,9 @@ class RowState:
                 row, column, page = to_device(flat, torch.int64, self.device).unbind(1)
                 table.index_put_((row, column), page.to(torch.int32))
 
-    def take_host_drafts(self, drafts: list[HostDraft]) -> None:
-        """Host drafts become the rows' drafts, less what has been accepted since they were made."""
+    def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
+        """Host drafts become the rows' drafts, less what has been accepted since they were made. keeps_longer: not
+        where a device drafter's guess begins with them."""
         if not drafts:
             return
         width = self.drafts.shape[1]
@@ -149,6 +171,9 @@ class RowState:
         is_alive = agrees.all(dim=1) & (since >= 0)
         shifted = guessed.gather(1, (since[:, None] + torch.arange(width, device=self.device)).clamp(0, most - 1))
         left = torch.where(is_alive, count - since, 0).clamp(0, width)
+        if keeps_longer:
+            differs = (shifted != self.drafts[rows]) & (torch.arange(width, device=self.device) < left[:, None])
+            left = torch.where(differs.any(dim=1) | (self.num_drafts[rows] < left), left, 0)
         # Where nothing is left of it, a device drafter's guess stays.
         self.drafts.index_copy_(0, rows, torch.where((left > 0)[:, None], shifted, self.drafts[rows]))
         self.num_drafts.index_copy_(0, rows, torch.where(left > 0, left, self.num_drafts[rows]))

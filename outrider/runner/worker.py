@@ -25,8 +25,17 @@ from outrider.models.sources.base import ModelSource
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.mixed_costs import measure_mixed_costs
 from outrider.runner.graphs.warm_up import measure_step_memory
-from outrider.runner.interface import FixedDrafting, MeasuredDrafting, NoDrafting, WorkerInfo
+from outrider.runner.interface import (
+    BoundedSteps,
+    FixedDrafting,
+    Grammars,
+    MeasuredDrafting,
+    NoDrafting,
+    UnboundedSteps,
+    WorkerInfo,
+)
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts
@@ -54,13 +63,14 @@ class Worker:
     """A model that is loaded, ready to run steps."""
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
-                 drafter: Drafter | None = None, prepare: Prepare | None = None) -> None:
+                 drafter: Drafter | None = None, prepare: Prepare | None = None,
+                 grammars: Grammars | None = None) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
         anything runs: benchmarks change what routers choose."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
-        parts = gather_parts(config, model, drafter)
+        parts = gather_parts(config, model, drafter, grammars)
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
@@ -71,14 +81,17 @@ class Worker:
         self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
         clock.lap("captured steps")
         drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
+                                      takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids)
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
+                               takes_spans=parts.takes_spans)
 
     @classmethod
-    def load(cls, config: EngineConfig, source: ModelSource) -> Worker:
-        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids)
+    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None) -> Worker:
+        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids, grammars=grammars)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
@@ -108,8 +121,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
-        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                          use_graphs=not config.enforce_eager and can_capture(parts.layout),
+        use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
+        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device, use_graphs=use_graphs,
                                           page_extra_bytes=extra,
                                           takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
@@ -145,6 +158,18 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
              *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
     has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
     return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
+
+
+def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
+                   runner: LocalRunner | CudaRunner, *, takes_checkpoints: bool) -> UnboundedSteps | BoundedSteps:
+    if config.max_step_ms is None or not isinstance(runner, CudaRunner):
+        return UnboundedSteps()
+    max_seconds = config.max_step_ms * 1e-3
+    costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
+    log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             config.max_step_ms)
+    return BoundedSteps(max_seconds, costs)
 
 
 class Laps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.ops import FLOAT32, Operation, triton_kernel
+from outrider.kernels.ops import FLOAT32, Exactness, Operation, triton_kernel
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.filters import scale
 from outrider.sample.philox import gumbel
@@ -23,7 +23,8 @@ def _choose_scaled(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tens
 
 
 choose_scaled = Operation(
-    _choose_scaled, triton_kernel("outrider.kernels.triton.sampling:choose_scaled", FLOAT32), name="choose_scaled"
+    _choose_scaled, triton_kernel("outrider.kernels.triton.sampling:choose_scaled", FLOAT32), name="choose_scaled",
+    exact=Exactness.ROW_BY_ROW,
 )
 
 
@@ -36,5 +37,6 @@ def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor
 
 
 draw_tokens = Operation(
-    _draw_tokens, triton_kernel("outrider.kernels.triton.sampling:draw_tokens", FLOAT32), name="draw_tokens"
+    _draw_tokens, triton_kernel("outrider.kernels.triton.sampling:draw_tokens", FLOAT32), name="draw_tokens",
+    exact=Exactness.ROW_BY_ROW,
 )

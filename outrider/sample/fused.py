@@ -39,5 +39,5 @@ def _edit_rows(rows: SamplingRows) -> EditRows:
     return EditRows(
         rows.flags, rows.temperature, rows.presence, rows.frequency, rows.repetition, rows.min_tokens, rows.prompt_len,
         rows.num_stop_ids, rows.stop_ids, rows.bias_start, rows.bias_len, rows.words_start, rows.num_words,
-        rows.lists.ints, rows.lists.allowed, rows.counts.packed,
+        rows.lists.ints, rows.lists.allowed, rows.counts.packed, rows.masks.words,
     )  # fmt: skip

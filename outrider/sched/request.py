@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.core import NULL_ROW, Bound, Finish, Settled
+from outrider.core import NULL_ROW, Bound, Finish, HiddenReport, Settled
 from outrider.core.costs import SamplerLoad
 from outrider.core.params import SamplingParams
+from outrider.core.spans import NO_SPANS, PromptSpans
 
 
 class State(enum.Enum):
@@ -31,11 +32,24 @@ class RequestInput:
     sample_index: int = 0
     priority: int = 0
     cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
+    hidden: HiddenReport = HiddenReport.NONE
+    spans: PromptSpans = NO_SPANS
+
+    @property
+    def has_form(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.params.structured_outputs is not None
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """A request for prompt logprobs computes its whole prompt."""
+        """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
+        if self.hidden in (HiddenReport.SUM, HiddenReport.ALL):
+            return False
         return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
+
+    @property
+    def generates(self) -> bool:
+        return self.hidden is HiddenReport.NONE
 
 
 @dataclass(slots=True)

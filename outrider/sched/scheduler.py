@@ -25,11 +25,13 @@ from outrider.core import (
     RequestResult,
     ScheduledBatch,
     Settled,
+    StepForm,
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan
 from outrider.sched.faults import Suspects
+from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
 from outrider.sched.request import Request, State
 
 
@@ -58,7 +60,9 @@ class Update(NamedTuple):
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
-                 host_drafter: HostDrafter | None = None, generation: int = 0) -> None:
+                 host_drafter: HostDrafter | None = None, prompt_time: PromptTime | None = None,
+                 generation: int = 0) -> None:
+        """prompt_time: bounds the time that prompts take in steps with requests that decode."""
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
@@ -69,11 +73,13 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._drafts = drafts
         self._host_drafter = host_drafter
+        self._prompt_time = prompt_time
         self._host_drafts: list[HostDraft] = []
         self._arrivals = count()
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
         self._arrival_of: dict[int, int] = {}
         self._running: list[Request] = []
+        self._num_with_form = 0  # of those, the ones that ask for structured output
         self._requests: dict[int, Request] = {}
         self._held_back: list[tuple[int, int, Request]] = []  # wait until the requests on trial are done
         self._suspects = Suspects()
@@ -163,13 +169,12 @@ class Scheduler:
                 continue
             budget -= 1 + num_drafts
             batch.add(request, 1, num_drafts, True, bound)
+        step = self._begin_prompts(batch, budget, has_prompts=bool(prefills or self._waiting))
         for request in prefills:
-            if request.state is State.RUNNING and budget > 0:
-                chunk = self._schedule_known(request, budget, batch)
-                short |= chunk == 0
-                budget -= chunk
+            if request.state is State.RUNNING and step.most_tokens(request.bound.at_most) > 0:
+                short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
-            self._admit(budget, batch)
+            self._admit(step, batch)
         return self._finish_batch(batch, plan.propose)
 
     def update(self, result: StepResult) -> list[Update]:
@@ -241,28 +246,39 @@ class Scheduler:
         self._host_drafts.append(HostDraft(request.row, known, guess))
         return min(most, len(guess))
 
-    def _schedule_known(self, request: Request, budget: int, batch: BatchBuilder) -> int:
-        left = request.admitted_len - request.bound.at_most
-        chunk = min(left, budget)
-        bound = request.bound.at_most + chunk
-        if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+    def _begin_prompts(self, batch: BatchBuilder, budget: int, has_prompts: bool) -> FullStep | TimedStep:
+        """The room that the requests which decode leave for prompts."""
+        if self._prompt_time is None or batch.is_empty or not has_prompts:
+            return FullStep(budget)
+        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget)
+
+    def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
+        context = request.bound.at_most
+        left = request.admitted_len - context
+        chunk, spans = min(left, step.most_tokens(context)), request.input.spans
+        if spans:
+            chunk = spans.chunk(context, chunk, step.tokens_left)
+        bound = context + chunk
+        if not chunk or (bound + self.cache.lookahead > request.covered
+                         and not self._make_room(request, bound, batch)):
             return 0
-        batch.add(request, chunk, 0, chunk == left, bound)
+        batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        for start, end in spans.within(context, bound) if spans else ():
+            batch.mark(start, end)
+        step.add(chunk, context)
         return chunk
 
-    def _admit(self, budget: int, batch: BatchBuilder) -> None:
-        while self._waiting and self._free_rows and budget > 0:
+    def _admit(self, step: FullStep | TimedStep, batch: BatchBuilder) -> None:
+        while self._waiting and self._free_rows and step.most_tokens(0) > 0:
             request = self._waiting[0][2]
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
-                                          use_prefix=request.input.reads_prefix_cache)
+                                          use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
             if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)
             self._start(request, start)
-            chunk = self._schedule_known(request, budget, batch)
-            if chunk == 0:
+            if step.most_tokens(request.bound.at_most) == 0 or self._schedule_known(request, step, batch) == 0:
                 return
-            budget -= chunk
 
     def _start(self, request: Request, start: Start) -> None:
         asked = request.input
@@ -276,9 +292,10 @@ class Scheduler:
         request.in_flight_samples = request.unsettled = request.num_proposed = 0
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
+        self._num_with_form += asked.has_form
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
-                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id))
+                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
         )
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
@@ -332,7 +349,8 @@ class Scheduler:
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
-        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
+        form = batch.form if self._num_with_form else StepForm.WHOLE
+        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose, form)
         self._admissions, self._host_drafts = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -358,8 +376,8 @@ class Scheduler:
             if part.num_drafted:
                 stats.num_drafted += part.num_drafted
                 stats.num_accepted += part.num_accepted
-            if self._drafts is not None:
-                self._drafts.observe(request, part, drafts)
+            if self._drafts is not None:  # drafts that the request's end cut off were not tried
+                self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:
@@ -391,6 +409,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.cache.free(request.id)
         self._running.remove(request)
+        self._num_with_form -= request.input.has_form
         self._free_rows.append(request.row)
         # The row may be taken again in this very batch: its former owner's admission must not reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]

@@ -19,6 +19,7 @@ from outrider.core.fields import did_you_mean
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
+from outrider.server.embeddings import EmbeddingRequest, create_embeddings
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import TENANT, Guard
@@ -92,8 +93,8 @@ def _openai_routes(service: Service) -> APIRouter:
         return await create_message(service, body, request.scope[TENANT])
 
     @routes.post("/v1/embeddings")
-    async def create_embedding() -> None:
-        raise ApiError(400, "embeddings are not supported yet")
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+        return await create_embeddings(service, body, request.scope[TENANT])
 
     return routes
 

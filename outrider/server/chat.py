@@ -7,15 +7,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.core.outputs import CompletionOutput, Logprob
 from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
+from outrider.server.forms import ForcedCalls, chat_form, forced_calls
+from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, new_id
-from outrider.server.work import EventStream, JsonWork, Work, compact, event
+from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 PROMPT_END = 16  # tokens of the prompt in which a template may have opened a region
 
@@ -32,6 +33,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     """The model's name, what to ask of the engine, and parsers by sample if the model's text needs any."""
     model = service.check_model(body.model)
     _check(body, service.config.tool_call_parser)
+    forced = forced_calls(body, service.config.tool_call_parser)
     service.check_load()
     tools = None if body.tool_choice == "none" else body.tools
     variables = dict(body.chat_template_kwargs or {})
@@ -41,33 +43,31 @@ async def prepare_chat(service: Service, body: ChatRequest,
                                        body.continue_final_message)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    choices = _parsed_choices(service, body, prompt)
+    prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    more["structured_outputs"] = chat_form(body, forced, service.config.reasoning_parser, prompt_end, service.tokenizer)
+    choices = _parsed_choices(service, body, forced, prompt_end)
     if choices:
         more["skip_special_tokens"] = False  # markers often are special tokens
-    return model, service.asks(body, [prompt], tenant, **more), choices
+    return model, await service.asks(body, [prompt], tenant, **more), choices
 
 
-def _parsed_choices(service: Service, body: ChatRequest, prompt: list[int]) -> list[ParsedChoice]:
+def _parsed_choices(service: Service, body: ChatRequest, forced: ForcedCalls | None,
+                    prompt_end: str) -> list[ParsedChoice]:
     """One for each sample; none if all text is content."""
     tools = (body.tools or []) if body.tool_choice != "none" else []
     tool_format = service.config.tool_call_parser if tools else None
-    reasoning = service.config.reasoning_parser
-    if tool_format is None and reasoning is None:
-        return []
-    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    parsers = [output_parser(tool_format, reasoning, schemas=schemas, prompt_end=end) for _ in range(body.n or 1)]
-    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format)
-            for parser in parsers if parser is not None]
+    parsers = [output_parser(tool_format, service.config.reasoning_parser, schemas=schemas, prompt_end=prompt_end,
+                             calls=() if forced is None else forced.regions) for _ in range(body.n or 1)]
+    is_named = forced is not None and forced.is_named
+    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format,
+                         is_named=is_named) for parser in parsers if parser is not None]
 
 
 def _check(body: ChatRequest, tool_format: str | None) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice must be none or auto: a required or named call needs structured output, which "
-                            "is not supported yet", param="tool_choice")
-    if body.tools and body.tool_choice != "none" and tool_format is None:
+    if body.tools and body.tool_choice in (None, "auto") and tool_format is None:
         raise ApiError(400, "this server was started without --tool-call-parser and cannot read tool calls: leave out "
                             "tools, or set tool_choice to none", param="tools")
     if body.tool_choice == "auto" and not body.tools:
@@ -91,12 +91,7 @@ class _Chat:
         self._usage = Usage(asks)
 
     async def answer(self) -> dict[str, Any]:
-        last: RequestOutput | None = None
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                last = output
-                self._usage.update(i, output)
-        assert last is not None
+        (last,) = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json()}
@@ -107,14 +102,14 @@ class _Chat:
         return answer
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].params.n
-        reader = ChangeReader(n)
+        n = self._asks[0].num_samples
+        reader = ChangeReader(keeps_runs=bool(self._body.return_run_lengths))
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                self._usage.update(i, output)
-                chunks = [chunk for change in reader.read(output) for chunk in self._chunks(head, change)]
+        async with aclosing(self._service.run(self._asks, self._id)) as parts:
+            async for i, increments in parts:
+                self._usage.update(i, increments)
+                chunks = [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]
                 if not has_begun:
                     has_begun = True
                     role = compact({"role": "assistant", "content": ""})
@@ -129,7 +124,7 @@ class _Chat:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunks(self, head: str, change: Change) -> list[str]:
-        delta = f'{{"content":{compact(change.text)}}}' if change.text else "{}"
+        delta = f'{{"content":{quoted(change.text)}}}' if change.text else "{}"
         finish = change.finish_reason
         chunks = []
         if self._choices:
@@ -140,11 +135,13 @@ class _Chat:
             finish = choice.finish_reason(finish)
         more = ""
         if change.logprobs is not None:
-            more = f',"logprobs":{compact(self._logprobs(change.token_ids, change.logprobs))}'
+            more = f',"logprobs":{compact(self._logprobs(change.token_ids, named(change.logprobs)))}'
         if change.finish_reason:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
+        if self._body.return_run_lengths:
+            more += f',"run_lengths":{compact(change.run_lengths)}'
         if delta != "{}" or finish or more:
             chunks.append(self._frame(head, change.choice, delta, finish, more))
         return chunks
@@ -152,7 +149,8 @@ class _Chat:
     def _frame(self, head: str, index: int, delta: str, finish: str | None = None, more: str = "") -> str:
         """Put together by hand: there is one for every run of every stream."""
         usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
-        return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{compact(finish)}{more}}}]'
+        reason = f'"{finish}"' if finish else "null"
+        return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{reason}{more}}}]'
                 f"{usage}}}\n\n")
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:

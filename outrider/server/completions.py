@@ -8,11 +8,10 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
-from outrider.server.errors import ApiError
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, top_logprobs
+from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, new_id
-from outrider.server.work import EventStream, JsonWork, Work, compact, event
+from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -20,27 +19,12 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    prompts = await _encoded(service, body)
-    asks = service.asks(body, prompts, tenant, logprobs=body.logprobs,
-                        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    prompts = await service.encode_prompts(body.prompt, "prompt")
+    asks = await service.asks(body, prompts, tenant, logprobs=body.logprobs,
+                              max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     run = _Completion(service, body, asks, model)
     timeout = service.config.request_timeout
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
-
-
-async def _encoded(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [await service.encode(prompt)]
-    if not prompt:
-        raise ApiError(400, "prompt is an empty list", param="prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > service.config.max_prompts:
-        raise ApiError(400, f"prompt has {len(prompt)} prompts, and at most {service.config.max_prompts} are served "
-                            "in one request", param="prompt")
-    return [await service.encode(each) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
-            for each in prompt]
 
 
 class _Completion:
@@ -53,25 +37,23 @@ class _Completion:
         self._usage = Usage(asks)
 
     async def answer(self) -> dict[str, Any]:
-        last: dict[int, RequestOutput] = {}
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                last[i] = output
-                self._usage.update(i, output)
+        outputs = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
         choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
-                   for i, output in sorted(last.items()) for sample in output.outputs]
+                   for i, output in enumerate(outputs) for sample in output.outputs]
         return self._head | {"choices": choices, "usage": self._usage.to_json(),
                              "metrics": self._usage.metrics_to_json()}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].params.n
-        readers = [ChangeReader(n, i * n) for i in range(len(self._asks))]
+        n = self._asks[0].num_samples
+        has_text = self._service.host.llm.engine.tokenizer is not None
+        readers = [ChangeReader(i * n, has_text=has_text, keeps_runs=bool(self._body.return_run_lengths))
+                   for i in range(len(self._asks))]
         offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
         head = compact(self._head)[:-1]
-        async with aclosing(self._service.run(self._asks, self._id)) as outputs:
-            async for i, output in outputs:
-                self._usage.update(i, output)
-                chunks = [self._chunk(head, change, offsets) for change in readers[i].read(output)]
+        async with aclosing(self._service.run(self._asks, self._id)) as parts:
+            async for i, increments in parts:
+                self._usage.update(i, increments)
+                chunks = [self._chunk(head, change, offsets) for change in readers[i].read(increments)]
                 if chunks:
                     yield "".join(chunks).encode()
         if self._body.wants_usage:
@@ -82,14 +64,17 @@ class _Completion:
         """Put together by hand: there is one for every run of every stream."""
         logprobs = "null"
         if change.logprobs is not None:
-            named = self._logprobs(change.token_ids, change.logprobs, offsets[change.choice])
-            offsets[change.choice] = named.pop("next_offset")
-            logprobs = compact(named)
+            written = self._logprobs(change.token_ids, named(change.logprobs), offsets[change.choice])
+            offsets[change.choice] = written.pop("next_offset")
+            logprobs = compact(written)
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
+        if self._body.return_run_lengths:
+            ids += f',"run_lengths":{compact(change.run_lengths)}'
         usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
-        reason = compact(change.finish_reason)
-        stop = f',"stop_reason":{compact(change.stop_reason)}' if change.finish_reason else ""
-        return (f'data: {head},"choices":[{{"index":{change.choice},"text":{compact(change.text)},'
+        reason, stop = "null", ""
+        if change.finish_reason:
+            reason, stop = f'"{change.finish_reason}"', f',"stop_reason":{compact(change.stop_reason)}'
+        return (f'data: {head},"choices":[{{"index":{change.choice},"text":{quoted(change.text)},'
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:

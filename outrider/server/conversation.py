@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from outrider.core.outputs import RequestOutput
 from outrider.server.chat import prepare_chat
 from outrider.server.generation import ChangeReader, Usage
 from outrider.server.parsers import Content, Event
@@ -17,7 +16,8 @@ class Conversation:
     def __init__(self, service: Service, body: ChatRequest) -> None:
         self._service, self._body = service, body
         self.model = ""
-        self.output: RequestOutput | None = None  # the last one that was read
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
 
     async def prepare(self, tenant: str | None) -> None:
         """Raises what is wrong with the request."""
@@ -26,21 +26,13 @@ class Conversation:
         self.usage = Usage(asks)
 
     async def events(self, request_id: str) -> AsyncGenerator[list[Event], None]:
-        reader = ChangeReader(1)
-        async with aclosing(self._service.run(self._asks, request_id)) as outputs:
-            async for i, output in outputs:
-                self.usage.update(i, output)
-                self.output = output
-                for change in reader.read(output):
+        reader = ChangeReader()
+        async with aclosing(self._service.run(self._asks, request_id)) as parts:
+            async for i, increments in parts:
+                self.usage.update(i, increments)
+                for change in reader.read(increments):
+                    self.finish_reason, self.stop_reason = change.finish_reason, change.stop_reason
                     if self._choices:
                         yield self._choices[0].events(change.text, change.finish_reason is not None)
                     elif change.text:
                         yield [Content(change.text)]
-
-    @property
-    def finish_reason(self) -> str | None:
-        return None if self.output is None else self.output.outputs[0].finish_reason
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        return None if self.output is None else self.output.outputs[0].stop_reason

@@ -1,23 +1,26 @@
 """From one HTTP request to the engine and back: prompts in, changes of samples out.
 
-The engine hands out growing outputs; a client wants what is new. A change holds everything that a sample gained since
-the last one, be it one token or a hundred: runs have any length.
+The engine hands out increments, each what one step added to one sample. A change holds everything that a client has not
+been told of a sample, be it one token or a hundred: runs have any length.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from outrider.core.outputs import Logprob, RequestMetrics, RequestOutput
+from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
 from outrider.core.params import SamplingParams
+from outrider.core.pooling import RequestParams
+from outrider.core.step import TokenLogprobs
 from outrider.engine.async_llm import AsyncLLM
-from outrider.server.metrics import RequestTimer, ServerMetrics
+from outrider.server.metrics import ServerMetrics
 
 LOWEST = -9999.0  # JSON has no infinity
+Increments: TypeAlias = AsyncGenerator[tuple[int, list[OutputIncrement]], None]  # with the index of their prompt
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,13 @@ class Ask:
     """One prompt of a request."""
 
     token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     priority: int = 0
     cache_salt: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -38,32 +45,61 @@ class Change(NamedTuple):
     choice: int  # its index
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    run_lengths: list[int]  # of the tokens, step by step, if they are kept: all but a run's last are accepted drafts
+
+
+NO_END = SampleEnd(None)
+NO_RUNS: list[int] = []
 
 
 class ChangeReader:
-    """Compares a growing output with what was read of it before. `first_index`: of the choice of its first sample."""
+    """Makes changes of increments. `first_index`: of the choice of the first sample. `has_text`: whether tokens become
+    text; those of an engine without a tokenizer go out as they come. `keeps_runs`: whether changes tell their runs."""
 
-    def __init__(self, num_samples: int, first_index: int = 0) -> None:
-        self._first_index = first_index
-        self._num_chars = [0] * num_samples
-        self._num_tokens = [0] * num_samples
-        self._is_done = [False] * num_samples
+    def __init__(self, first_index: int = 0, *, has_text: bool = True, keeps_runs: bool = False) -> None:
+        self._first_index, self._has_text, self._keeps_runs = first_index, has_text, keeps_runs
+        self._runs: dict[int, list[int]] = {}  # by sample
+        self._held: dict[int, OutputIncrement] = {}  # by sample: tokens that are no text yet
 
-    def read(self, output: RequestOutput) -> list[Change]:
+    def read(self, increments: Sequence[OutputIncrement]) -> list[Change]:
         changes = []
-        for i, sample in enumerate(output.outputs):
-            if self._is_done[i] or (len(sample.text) == self._num_chars[i] and sample.finish_reason is None):
-                continue  # tokens that are no text yet wait for those that complete it
-            num_chars, num_tokens = self._num_chars[i], self._num_tokens[i]
-            logprobs = None if sample.logprobs is None else sample.logprobs[num_tokens:]
-            changes.append(Change(self._first_index + i, sample.text[num_chars:], sample.token_ids[num_tokens:],
-                                  logprobs, sample.finish_reason, sample.stop_reason))
-            self._num_chars[i], self._num_tokens[i] = len(sample.text), len(sample.token_ids)
-            self._is_done[i] = sample.finish_reason is not None
+        if self._keeps_runs:
+            for own in increments:
+                self._runs.setdefault(own.sample.sample_index, []).append(len(own.token_ids))
+        if len(increments) > 1:
+            increments = _joined(increments)
+        for increment in increments:
+            key, token_ids, text, logprobs, end, _, _ = increment
+            held = self._held.pop(key.sample_index, None) if self._held else None
+            if held is not None:
+                _, token_ids, text, logprobs, end, _, _ = increment = _join(held, increment)
+            if not text and end is None and self._has_text:
+                self._held[key.sample_index] = increment
+                continue
+            finish_reason, stop_reason, _ = end or NO_END
+            runs = self._runs.pop(key.sample_index, []) if self._keeps_runs else NO_RUNS
+            changes.append(Change(self._first_index + key.sample_index, text, token_ids, logprobs, finish_reason,
+                                  stop_reason, runs))
         return changes
+
+
+def _joined(increments: Sequence[OutputIncrement]) -> list[OutputIncrement]:
+    """One increment for each sample."""
+    by_sample: dict[int, OutputIncrement] = {}
+    for increment in increments:
+        before = by_sample.get(increment.sample.sample_index)
+        by_sample[increment.sample.sample_index] = increment if before is None else _join(before, increment)
+    return list(by_sample.values())
+
+
+def _join(one: OutputIncrement, other: OutputIncrement) -> OutputIncrement:
+    logprobs = None
+    if one.logprobs is not None or other.logprobs is not None:
+        logprobs = [*(one.logprobs or ()), *(other.logprobs or ())]
+    return OutputIncrement(one.sample, one.token_ids + other.token_ids, one.text + other.text, logprobs, other.end)
 
 
 class Usage:
@@ -71,20 +107,22 @@ class Usage:
 
     def __init__(self, asks: Sequence[Ask]) -> None:
         self._num_prompt = sum(len(ask.token_ids) for ask in asks)
-        self._last: dict[int, RequestOutput] = {}
+        self._num_completion = 0
+        self._metrics: dict[int, RequestMetrics] = {}  # by prompt; the engine's own
 
-    def update(self, prompt_index: int, output: RequestOutput) -> None:
-        self._last[prompt_index] = output
+    def update(self, prompt_index: int, increments: Sequence[OutputIncrement]) -> None:
+        for increment in increments:
+            self._num_completion += len(increment.token_ids)
+        self._metrics[prompt_index] = increments[0].sample.metrics
 
     def to_json(self) -> dict[str, Any]:
-        outputs = self._last.values()
-        num_completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        return {"prompt_tokens": self._num_prompt, "completion_tokens": num_completion,
-                "total_tokens": self._num_prompt + num_completion,
-                "prompt_tokens_details": {"cached_tokens": sum(o.metrics.num_cached_tokens for o in outputs)}}
+        num_cached = sum(own.num_cached_tokens for own in self._metrics.values())
+        return {"prompt_tokens": self._num_prompt, "completion_tokens": self._num_completion,
+                "total_tokens": self._num_prompt + self._num_completion,
+                "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def metrics_to_json(self) -> dict[str, Any]:
-        return {"speculative_decoding": drafts_to_json([output.metrics for output in self._last.values()])}
+        return {"speculative_decoding": drafts_to_json(list(self._metrics.values()))}
 
 
 def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
@@ -100,40 +138,54 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
             "num_accepted_tokens_per_pos": by_position}
 
 
-async def generate(llm: AsyncLLM, asks: Sequence[Ask], request_id: str,
-                   metrics: ServerMetrics) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs with the index of their prompt. Closing the generator aborts every prompt."""
-    streams = [_timed(llm.generate(ask.prompt, ask.params, request_id=f"{request_id}-{i}", priority=ask.priority),
-                      metrics.timer(len(ask.token_ids), ask.params)) for i, ask in enumerate(asks)]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as outputs:
-            async for output in outputs:
-                yield 0, output
+async def generate(llm: AsyncLLM, asks: Sequence[Ask], request_id: str, metrics: ServerMetrics) -> Increments:
+    """Increments with the index of their prompt. Closing the generator aborts every prompt."""
+    if len(asks) == 1:
+        async with aclosing(_timed(llm, asks[0], request_id, metrics)) as parts:
+            async for increments in parts:
+                yield 0, increments
     else:
+        streams = [_timed(llm, ask, f"{request_id}-{i}", metrics) for i, ask in enumerate(asks)]
         async with aclosing(_merged(streams)) as pairs:
             async for pair in pairs:
                 yield pair
 
 
-async def _timed(outputs: AsyncGenerator[RequestOutput, None],
-                 timer: RequestTimer) -> AsyncGenerator[RequestOutput, None]:
+async def whole_outputs(parts: Increments, asks: Sequence[Ask], usage: Usage) -> list[RequestOutput]:
+    """The finished output of each prompt."""
+    outputs = []
+    for ask in asks:
+        assert isinstance(ask.params, SamplingParams)
+        outputs.append(RequestOutput.empty("", None, ask.token_ids, ask.params))
+    async with aclosing(parts):
+        async for i, increments in parts:
+            usage.update(i, increments)
+            for increment in increments:
+                outputs[i].grow(increment)
+    return outputs
+
+
+async def _timed(llm: AsyncLLM, ask: Ask, request_id: str,
+                 metrics: ServerMetrics) -> AsyncGenerator[list[OutputIncrement], None]:
+    assert isinstance(ask.params, SamplingParams)
+    timer = metrics.timer(len(ask.token_ids), ask.params)
     try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                timer.observe(output)
-                yield output
+        async with aclosing(llm.increments(ask.prompt, ask.params, request_id, priority=ask.priority)) as parts:
+            async for increments in parts:
+                timer.observe(increments)
+                yield increments
     finally:
         timer.close()
 
 
-async def _merged(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]) -> Increments:
     # Bounded: what is not read yet grows in the engine's streams and not here.
-    ready: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(len(streams))
+    ready: asyncio.Queue[tuple[int, list[OutputIncrement]] | BaseException | None] = asyncio.Queue(len(streams))
 
-    async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[list[OutputIncrement], None]) -> None:
         try:
-            async for output in stream:
-                await ready.put((index, output))
+            async for increments in stream:
+                await ready.put((index, increments))
             await ready.put(None)
         except Exception as error:
             await ready.put(error)
@@ -154,13 +206,17 @@ async def _merged(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGener
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
 
 def top_logprobs(entry: dict[int, Logprob], most: int) -> list[Logprob]:
     """The likeliest tokens of one position, by rank."""
     ranked = sorted((value for value in entry.values() if value.rank is not None), key=lambda value: value.rank or 0)
     return ranked[:most]
+
+
+def named(entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
+    return [name_logprobs(entry) for entry in entries]
 
 
 def finite(logprob: float) -> float:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outrider.core.outputs import RequestOutput
+from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 
@@ -82,6 +82,9 @@ class ServerMetrics:
         yield from self._gauge("num_requests_running", "Samples that run.", scheduler.num_running)
         yield from self._gauge("num_requests_waiting", "Samples that wait.", scheduler.num_waiting)
         yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", scheduler.cache.usage())
+        yield from _head("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.", "gauge")
+        for index, share in enumerate(scheduler.cache.usage_by_group()):
+            yield f'vllm:kv_cache_group_usage_perc{{{self._labels},group="{index}"}} {share}'
         for name, help_text, value in (
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
             ("generation_tokens", "Output tokens.", stats.num_generation_tokens),
@@ -118,9 +121,10 @@ class RequestTimer:
         self._began = time.perf_counter()
         self._first: float | None = None
         self._last = self._began
-        self._is_done = False
+        self._num_tokens = [0] * params.n  # by sample
+        self._ends: list[str] = []
 
-    def observe(self, output: RequestOutput) -> None:
+    def observe(self, increments: Sequence[OutputIncrement]) -> None:
         now, metrics = time.perf_counter(), self._metrics
         if self._first is None:
             self._first = now
@@ -128,29 +132,30 @@ class RequestTimer:
         else:
             metrics.between.observe(now - self._last)
         self._last = now
-        if output.finished:
-            self._finish(output, now - self._first)
+        for increment in increments:
+            self._num_tokens[increment.sample.sample_index] += len(increment.token_ids)
+            if increment.end is not None:
+                self._ends.append(increment.end.finish_reason or "abort")
+                if len(self._ends) == len(self._num_tokens):
+                    self._finish(increment.sample.metrics, now - self._first)
 
     def close(self) -> None:
         """The request is over, finished or not."""
-        if not self._is_done:
+        if len(self._ends) < len(self._num_tokens):
             self._metrics.ends["abort"] += 1
 
-    def _finish(self, output: RequestOutput, decode_seconds: float) -> None:
-        self._is_done = True
-        metrics, num_tokens = self._metrics, sum(len(sample.token_ids) for sample in output.outputs)
+    def _finish(self, counted: RequestMetrics, decode_seconds: float) -> None:
+        metrics, longest = self._metrics, max(self._num_tokens)
         metrics.whole.observe(self._last - self._began)
         metrics.decode.observe(decode_seconds)
-        longest = max(len(sample.token_ids) for sample in output.outputs)
         if longest > 1:
             metrics.per_token.observe(decode_seconds / (longest - 1))
         metrics.prompt_tokens.observe(self._prompt_len)
-        metrics.output_tokens.observe(num_tokens)
+        metrics.output_tokens.observe(sum(self._num_tokens))
         if self._max_tokens is not None:
             metrics.max_tokens.observe(self._max_tokens)
-        metrics.num_preemptions += output.metrics.num_preemptions
-        for sample in output.outputs:
-            metrics.ends[sample.finish_reason or "abort"] += 1
+        metrics.num_preemptions += counted.num_preemptions
+        metrics.ends.update(self._ends)
 
 
 def _head(name: str, help_text: str, kind: str) -> Iterable[str]:

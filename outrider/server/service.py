@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.core.pooling import RequestParams
 from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import Admission
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Ask, generate
+from outrider.server.generation import Ask, Increments, generate
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ChatMessage, Sampled, Tool
+from outrider.server.protocol import ChatMessage, Sampled, Scheduled, Tool
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
 
@@ -68,6 +69,20 @@ class Service:
             return await asyncio.to_thread(self._encoded, text, add_special_tokens)
         return self._encoded(text, add_special_tokens)
 
+    async def encode_prompts(self, given: str | list[str] | list[int] | list[list[int]], param: str) -> list[list[int]]:
+        """One prompt or several, each a text or token ids, from the field `param` of a body."""
+        if isinstance(given, str):
+            return [await self.encode(given)]
+        if not given:
+            raise ApiError(400, f"{param} is an empty list", param=param)
+        if isinstance(given[0], int):
+            return [given]  # type: ignore[list-item]
+        if len(given) > self.config.max_prompts:
+            raise ApiError(400, f"{param} has {len(given)} prompts, and at most {self.config.max_prompts} are served "
+                                "in one request", param=param)
+        return [await self.encode(each) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
+                for each in given]
+
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
                           continue_final_message: bool | None = None) -> list[int]:
@@ -89,9 +104,26 @@ class Service:
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
-    def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
+    async def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
         """One ask per prompt, each of which the engine has agreed to."""
         params = body.sampling(**more)
+        if params.structured_outputs is not None:
+            await self._check_form(body, params)
+        return self.checked_asks(body, prompts, params, tenant)
+
+    async def _check_form(self, body: Sampled, params: SamplingParams) -> None:
+        """In a thread: a grammar that is new may take seconds to compile."""
+        try:
+            await asyncio.to_thread(self.host.llm.engine.check_form, params)
+        except ValueError as error:
+            message = str(error)
+            if body.structured_outputs is None:
+                message = message.replace("structured_outputs.json", "response_format.json_schema.schema")
+                message = message.replace("structured_outputs.grammar", "tools")
+            raise bad_value(ValueError(message), type(body).model_fields) from None
+
+    def checked_asks(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams,
+                     tenant: str | None) -> list[Ask]:
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
         asks = [Ask(prompt, params, body.priority or 0, salt) for prompt in prompts]
         engine = self.host.llm.engine
@@ -104,13 +136,13 @@ class Service:
 
     # Running
 
-    async def run(self, asks: Sequence[Ask], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Growing outputs with the index of their prompt."""
+    async def run(self, asks: Sequence[Ask], request_id: str) -> Increments:
+        """Increments with the index of their prompt."""
         llm = self.host.llm
-        num_samples = sum(ask.params.n for ask in asks)
+        num_samples = sum(ask.num_samples for ask in asks)
         with self.admission.admit(num_samples, llm.engine.limits.max_requests):
-            async with aclosing(generate(llm, asks, request_id, self.metrics)) as outputs:
-                async for pair in outputs:
+            async with aclosing(generate(llm, asks, request_id, self.metrics)) as pairs:
+                async for pair in pairs:
                     yield pair
 
     def check_load(self) -> None:

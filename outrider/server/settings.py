@@ -26,6 +26,7 @@ class ServerConfig:
     shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
     stall_timeout: Annotated[float, Range(0.1, 1e9)] = 120.0  # seconds without a step until /health fails
     max_restarts: Annotated[int, Range(0, INT32)] = 3  # of a failed engine, within ten minutes
+    pooling: Annotated[str, OneOf(("last", "mean"))] = "last"  # of embeddings, unless a request says
     tool_call_parser: Annotated[str, OneOf(sorted(TOOL_FORMATS))] | None = None  # none: requests with tools are refused
     reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
     uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"

@@ -22,6 +22,7 @@ from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")
 compact = json.JSONEncoder(separators=(",", ":")).encode
+quoted = json.encoder.encode_basestring_ascii  # a text alone, at a third of the time
 DONE = b"data: [DONE]\n\n"
 
 

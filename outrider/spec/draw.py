@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.drafting import DraftSamplingKeys
-from outrider.kernels.ops import Operation, triton_kernel
+from outrider.kernels.ops import Exactness, Operation, triton_kernel
 from outrider.kernels.ops.operation import FLOAT32
 from outrider.sample.philox import gumbel
 
@@ -24,5 +24,6 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
 
 
 draw_drafts = Operation(
-    _draw_drafts, triton_kernel("outrider.kernels.triton.draft:draw_drafts", FLOAT32), name="draw_drafts"
+    _draw_drafts, triton_kernel("outrider.kernels.triton.draft:draw_drafts", FLOAT32), name="draw_drafts",
+    exact=Exactness.DRAFTS,
 )

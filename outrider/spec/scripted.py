@@ -14,7 +14,7 @@ import torch
 from outrider.core import Admission, Axis, Limits
 from outrider.kernels.buffers import buffer
 from outrider.kernels.drafting import DraftVerdicts
-from outrider.kernels.ops import Operation, triton_kernel
+from outrider.kernels.ops import Operation, Refused, triton_kernel
 from outrider.mixers import CachedLayers
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
@@ -99,5 +99,6 @@ def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch
 
 
 accept_at_rates = Operation(
-    _accept_at_rates, triton_kernel("outrider.kernels.triton.synthetic:accept_at_rates"), name="accept_at_rates"
+    _accept_at_rates, triton_kernel("outrider.kernels.triton.synthetic:accept_at_rates"), name="accept_at_rates",
+    exact=Refused("synthetic acceptance changes the text on purpose"),
 )

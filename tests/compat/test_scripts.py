@@ -140,6 +140,22 @@ RUNS = {
         best = max(beam.cum_logprob for beam in output.sequences)
         assert best >= greedy.cumulative_logprob - 1e-4 and output.sequences[0].text.startswith("Hello")
         """,
+    "embeddings": """
+        (output,) = llm.embed("Hello, my name is")
+        embeds = output.outputs.embedding
+        assert len(embeds) == output.outputs.hidden_size and math.isclose(sum(x * x for x in embeds), 1, rel_tol=1e-4)
+        """,
+    "scores": """
+        outputs = llm.score("What is the capital of France?", ["It is Paris.", "What is the capital of France?"])
+        assert outputs[0].outputs.score < outputs[1].outputs.score <= 1.001
+        """,
+    "hidden states": """
+        from outrider import PoolingParams
+        (output,) = llm.encode("Hello", pooling_task="token_embed")
+        assert output.outputs.data.shape[0] == len(output.prompt_token_ids)
+        (output,) = llm.encode("Hello", PoolingParams(dimensions=4))
+        assert output.outputs.data.shape == (4,)
+        """,
     "names at their places": """
         from outrider import AsyncLLMEngine, CompletionOutput, EngineArgs, RequestOutput
         from outrider.outputs import RequestOutput as Same
@@ -149,8 +165,8 @@ RUNS = {
 }
 
 REFUSED = {
-    "embeddings": ("llm.embed(['a'])", "LLM.embed is not supported"),
-    "scores": ("llm.score('a', ['b'])", "LLM.score is not supported"),
+    "classes": ("llm.classify(['a'])", "LLM.classify is not supported: heads that classify"),
+    "other tasks of pooling": ("llm.encode('a', pooling_task='classify')", "pooling_task must be embed or token_embed"),
     "adapters": ("llm.generate('a', lora_request=object())", "lora_request is not supported: .*merge the adapter"),
     "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
     "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
@@ -159,7 +175,8 @@ REFUSED = {
                                           "tools is not supported: the model's chat template does not use it"),
     "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",
                             "enable_thinkin is not supported.*did you mean enable_thinking"),
-    "grammars": ("SamplingParams(guided_decoding={'json': {}})", "guided_decoding is not supported: grammars"),
+    "grammars": ("SamplingParams(guided_decoding={'json': {}})",
+                 "guided_decoding is not supported: use structured_outputs"),
     "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
     "a misspelt parameter": ("SamplingParams(temprature=1)", "unknown field 'temprature'.*did you mean temperature"),
     "a bad change": ("p = SamplingParams(); p.temperature = -1; llm.generate('a', p)", "temperature must be a number"),
@@ -167,10 +184,10 @@ REFUSED = {
     "wide beams": ("from outrider import BeamSearchParams\n"
                    "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
     "the old engine": ("from outrider import LLMEngine", "LLMEngine is not supported: use LLM"),
-    "pooling": ("from outrider import PoolingParams", "PoolingParams is not supported"),
+    "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
     "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype='fp8' is not supported"),
-    "an embedding model": ("LLM(model, task='embed')", "task='embed' is not supported"),
+    "a classifier": ("LLM(model, task='classify')", "task='classify' is not supported"),
 }
 
 

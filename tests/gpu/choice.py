@@ -19,6 +19,7 @@ KEPT = {
     "gated_delta__random_steps_with_long_runs": r"^[02]$",  # the third has the chunks of 32 of another test
     "gated_delta__tiles_do_not_matter_to_a_bit": r"16",
     "gated_norm__gated_norm": r"^(33-128|2-2500)-",
+    "latent__whole_contexts": r"(1-3|2-1|4-2)-16",
     "linear__gated_linear_is_the_product_then_the_activation": r"silu-(1|33)$|gelu_pytorch_tanh-16",
     "linear__split_linear": r"^(1|5)-",
     "linear__matvec_with_its_activation": r"(1|4)$",
@@ -43,6 +44,7 @@ TYPES = ("float32-", "bfloat16-", "float32", "bfloat16")
 # Seconds, by how the names of groups begin. A process that has one of the slow ones has few others.
 SECONDS = {
     "llama": 30, "qwen3_5": 30, "qwen3_next": 26, "nemotron_h": 26, "gemma4": 20, "eagle3": 22, "verify": 30,
+    "deepseek": 24, "glm_moe_dsa": 24,
     "steady nemotron_h": 24, "steady": 14, "warm nemotron_h": 22, "warm qwen3_5": 26, "warm": 18, "memory": 14,
     "attention": 16, "kernels recurrent": 24, "kernels gated_delta": 30, "kernels attention": 14, "kernels moe": 12,
     "kernels": 8,

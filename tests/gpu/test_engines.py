@@ -16,14 +16,17 @@ import torch
 
 from tests.engine.harness import Ask, greedy
 from tests.gpu.conftest import HAS_CARD
-from tests.gpu.rig import DEVICE, TIE, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
+from tests.gpu.rig import DEVICE, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
 from tests.models import gemma4
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
+from tests.spec.latent_rig import FAMILIES as LATENT
+from tests.spec.latent_rig import save_latent
 
 ASSETS = Path(__file__).parents[1] / "assets"
 K = 3
 Spec = dict[str, Any]
+LATENT_SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 512}
 SAME_HEADS = {"head_dim": 16}  # families share kernels where they have the same heads
 
 
@@ -37,6 +40,8 @@ def folder_of(family: str) -> Path:
     path = scratch() / family
     if family.startswith("gemma4"):
         return gemma4.save_target(family.removeprefix("gemma4_"), path)
+    if family in LATENT:
+        return save_latent(family, path, **LATENT_SIZES)
     if family in CASES:
         return make_checkpoint(family, CASES[family], path)
     return make_folder(family, path, **SAME_HEADS if family == "qwen3" else {})
@@ -65,11 +70,15 @@ ENGINES = {
     "qwen3_next": ("mtp",),
     "qwen3_5": ("none", "mtp"),
     "bamba": ("none", "ngram"),
+    "deepseek_v3": ("none", "mtp"),
+    "deepseek_v32": ("none", "mtp", "ngram"),
+    "glm_moe_dsa": ("none", "mtp"),
 }
 HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5", "bamba")
 # Left to OUTRIDER_GPU_ALL=1: another drafter runs the same layers.
 LONG = {("gemma3", "none"), ("gemma4_shared", "none"), ("qwen3_moe", "ngram"), ("nemotron_h", "none"),
-        ("qwen3_5", "mtp"), ("bamba", "none")}  # fmt: skip
+        ("qwen3_5", "mtp"), ("bamba", "none"), ("deepseek_v3", "none"), ("deepseek_v32", "none"),
+        ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none")}  # fmt: skip
 CELLS = [
     pytest.param(family, drafter, id=f"{family}-{drafter}", marks=[
         pytest.mark.together(family), *([pytest.mark.long] if (family, drafter) in LONG else [])])

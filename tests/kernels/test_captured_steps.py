@@ -31,6 +31,8 @@ from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
+from tests.spec.hybrid_rig import mtp_of  # noqa: E402
+from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
 
 K = 2
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "max_model_len": 64, "overlap": True}
@@ -126,6 +128,26 @@ def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> N
     captured, rig = both_ways(random_model(HYBRIDS[family], torch.float32, 3), enable_prefix_caching=caching)
     assert any(key.takes_checkpoints for key in captured.met) == caching
     assert caching == any(result.checkpoints for result in rig.results)
+
+
+@pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),
+                                                   long("deepseek_v32", True), long("glm_moe_dsa", True)])
+def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> None:
+    """With their multi-token-prediction module, whose passes choose anew or share the first choice. One context crosses
+    top-k while it is decoded."""
+    changes = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "index_share_for_mtp_iteration": is_shared}
+    model = random_model(FAMILIES[family] | changes, torch.float32, 1)
+    asks = [Ask(prompt_of(1, TOP_K - 3, VOCAB), greedy(7)),
+            Ask(prompt_of(2, 3, VOCAB), SamplingParams(temperature=2.0, seed=4, max_tokens=6))]
+    settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_model_len": 48}
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
+        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
+        with ops.using("triton", ops.write_latents, ops.rotate_queries, ops.head_products, ops.choose_positions,
+                       ops.latent_attention, ops.dense_latent_attention):
+            assert tokens_of(rig.run(asks)) == wanted
+    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
+    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
 
 
 # Sampling parameters

@@ -19,6 +19,7 @@ import triton.language as tl  # noqa: E402
 
 from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.core.structured import StructuredOutputsParams  # noqa: E402
 from outrider.kernels import ops, reference  # noqa: E402
 from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, sampling, token_counts  # noqa: E402
 from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler  # noqa: E402
@@ -108,6 +109,26 @@ def test_every_parameter_alone(device: torch.device, heat: float) -> None:
         batch = make_batch(drawn, device=str(device), limits=LIMITS)
         made, wanted = (sampled_by(kind, batch) for kind in ("triton", "reference"))
         assert_equal(made, wanted, asked_of(drawn))
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_grammars_beside_every_other_edit(device: torch.device, heat: float) -> None:
+    """Masks of both tiles, one for each draft, over logits that are edited otherwise too; the last has none."""
+    loud = {name: value for name, value in LOUD.__dict__.items() if name not in ("temperature", "max_tokens")}
+    drawn = []
+    for i, case in enumerate(some_cases([{}, loud, {"top_p": 0.8}, {"logit_bias": {1499: 90.0}}, {}], heat)):
+        if i < 4:
+            params = replace(case.params, structured_outputs=StructuredOutputsParams(json_object=True))
+            allowed = np.random.default_rng(i).random(case.logits.shape) < 0.3
+            case = replace(case, params=params, allowed=allowed)
+        drawn.append(case)
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    made, wanted = (sampled_by(kind, batch) for kind in ("triton", "reference"))
+    assert_equal(made, wanted, asked_of(drawn))
+    masks = [row for case in drawn[:4] if case.allowed is not None for row in case.allowed]
+    assert all(mask[token] for mask, token in zip(masks, wanted.tokens.tolist(), strict=False))
+    needs = StepNeeds.everything(8, has_counts=True)
+    assert_equal(sampled_by("triton", replace(batch, needs=needs, extras=StepExtras())), wanted, asked_of(drawn))
 
 
 # Thresholds

@@ -14,8 +14,8 @@ TESTS = ["tests/spec/test_f3.py"]
 def apply() -> None:
     choose = BoundLatentLayer.choose
 
-    def packed(self: BoundLatentLayer, q: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> None:
-        choose(self, q, key, weights)
+    def packed(self: BoundLatentLayer, q: torch.Tensor, weights: torch.Tensor) -> None:
+        choose(self, q, weights)
         chosen, contexts = self.chosen.latest, self.plan.contexts
         if chosen is None:
             return

@@ -47,7 +47,9 @@ def guarded() -> Iterator[Served]:
     ("prompt", [999999], "vocabulary"), ("prompt", ["a"] * 4, "at most 3"), ("prompt", None, "prompt"),
     ("prompt", "x" * 300, "max_model_len"), ("temprature", 1, "did you mean temperature"),
     ("stream_options", {"include_usage": True}, "stream=true"), ("best_of", 3, "best_of is not supported"),
-    ("response_format", {"type": "json_object"}, "structured output"), ("guided_json", {}, "structured output"),
+    ("response_format", {"type": "yaml"}, "response_format"), ("guided_json", {}, "use structured_outputs"),
+    ("structured_outputs", {"regx": "a"}, "did you mean regex"), ("structured_outputs", {}, "exactly one of"),
+    ("structured_outputs", {"regex": "a"}, "no end token"),
     ("echo", True, "echo is not supported"), ("priority", 2**40, "priority must be"), ("seed", 2**70, "seed must be"),
     ("suffix", "end", "suffix is not supported"), ("speculative", -2, "speculative"), ("cache_salt", 5, "cache_salt"),
 ])  # fmt: skip
@@ -64,7 +66,8 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"top_logprobs": 2}, "logprobs=true"), ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
     ({"chat_template_kwargs": {"messages": []}}, "must not set messages"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "same thing"), ({"functions": []}, "use tools"),
-    ({"response_format": {"type": "json_schema"}}, "structured output"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema goes with"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "give one of them"),
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "refused the messages: No."),
     ({"chat_template_kwargs": {"colour": "red"}}, "colour is not supported"),
     ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
@@ -83,7 +86,6 @@ def test_other_mistakes_have_their_own_status(served: Served) -> None:
     assert served.error("/v1/completions", 404, prompt="x", model="other")["param"] == "model"
     assert served.error("/v1/nothing", 404)["type"] == "NotFoundError"
     assert served.http.get("/v1/completions").json()["error"]["code"] == 405
-    assert served.error("/v1/embeddings", 400, input="x")["message"] == "embeddings are not supported yet"
     for body in (b"{", b"\xff\xfe", b"[1]", b"", b"null", b'{"prompt": 1e999}', b"[" * 5000):
         answer = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, (body, answer.text)

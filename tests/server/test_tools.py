@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, SampleKey
+from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
 from tests.server.rig import MODEL, Served, serving
 
@@ -29,19 +29,16 @@ def served() -> Iterator[Served]:
 def say(served: Served, text: str, run: int) -> None:
     """The model answers with the text, in runs of so many characters."""
 
-    async def generate(prompt: dict[str, Any], params: SamplingParams, *, request_id: str,
-                       priority: int) -> AsyncGenerator[RequestOutput, None]:
+    async def increments(prompt: dict[str, Any], params: SamplingParams, request_id: str, *,
+                         priority: int) -> AsyncGenerator[list[OutputIncrement], None]:
         assert params.skip_special_tokens is False
-        output = RequestOutput.empty(request_id, None, prompt["prompt_token_ids"], params)
         metrics = RequestMetrics()
         for start in range(0, len(text), run):
-            is_last = start + run >= len(text)
-            for i in range(params.n):
-                output.grow(OutputIncrement(SampleKey(request_id, i, 0, metrics), [1], text[start:start + run],
-                                            end=SampleEnd("stop") if is_last else None))
-            yield output.copy()
+            end = SampleEnd("stop") if start + run >= len(text) else None
+            yield [OutputIncrement(SampleKey(request_id, i, 0, metrics), [1], text[start:start + run], end=end)
+                   for i in range(params.n)]
 
-    served.llm.generate = generate  # type: ignore[method-assign, assignment]
+    served.llm.increments = increments  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("run", [1, 7, 1000])
@@ -87,7 +84,8 @@ def test_calls_of_earlier_messages_reach_the_template(served: Served) -> None:
     assert "JSON object" in served.error("/tokenize", messages=messages)["message"]
 
 
-def test_what_needs_a_grammar_is_refused(served: Served) -> None:
+def test_forced_calls_need_a_model_that_can_end(served: Served) -> None:
+    """Calls are forced by a grammar, and this model has no end token. `test_forms.py` has one that does."""
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        with pytest.raises(openai.BadRequestError, match="structured output"):
+        with pytest.raises(openai.BadRequestError, match="no end token"):
             served.client().chat.completions.create(model=MODEL, messages=CHAT, tools=TOOLS, tool_choice=choice)

@@ -6,15 +6,17 @@ A vocabulary of a few tokens, so that random heads and lookups are right now and
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.models.base import Model
+from outrider.models.mtp import build_mtp
 from outrider.spec.base import Drafter
 from outrider.spec.ngram import NgramDrafter
 from outrider.spec.scripted import ScriptedDrafter
-from tests.engine.harness import random_model
+from tests.engine.harness import random_model, save_folder
 from tests.spec.hybrid_rig import Script, mtp_of
 
 VOCAB, TOP_K = 24, 24
@@ -38,7 +40,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def latent_of(family: str) -> Model:
-    return random_model(FAMILIES[family], torch.float64, seed=4)
+    return random_model(FAMILIES[family], torch.float64, seed=1)
+
+
+def save_latent(family: str, path: Path, **changes: Any) -> Path:
+    """A folder with the target and its multi-token-prediction module. `changes`: of the config."""
+    from safetensors.torch import load_file, save_file
+
+    config = FAMILIES[family] | changes
+    save_folder(path, config)
+    head = build_mtp(random_model(config, torch.float32, 0), first_layer=config["num_hidden_layers"],
+                     dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(6)
+    tensors = {name: torch.empty(slot.shape).normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+               for name, slot in head.weights().items()}
+    file = path / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+    return path
 
 
 def drafter_of(name: str, family: str, k: int, script: Script) -> Drafter:

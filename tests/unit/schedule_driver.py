@@ -14,8 +14,10 @@ from random import Random
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import DraftPlan
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
@@ -45,10 +47,16 @@ class Scenario:
     state_pages: int = 0  # of a checkpoint; 0: no recurrent layer
     interval: int = 8
     num_drafter: int = 0  # of the groups, the last, that hold only layers of a drafter
+    prompt_seconds: float = 0.0  # bound of steps with prompts and requests that decode, a second a token; 0: none
 
     @property
     def lookahead(self) -> int:
         return self.max_drafts if self.has_lookahead else 0
+
+    @property
+    def prompt_time(self) -> PromptTime | None:
+        costs = MixedStepCosts((2, 4, 8), (2.0, 4.0, 8.0), attending=(ReadCost(None, 0.1),))
+        return PromptTime(self.prompt_seconds, costs) if self.prompt_seconds else None
 
     @property
     def limits(self) -> Limits:
@@ -161,7 +169,7 @@ class Driver:
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),
-                                   host_drafter=self.guesses)
+                                   host_drafter=self.guesses, prompt_time=scenario.prompt_time)
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
                                       has_state=scenario.state_pages > 0)
         self.counts: Counter[str] = Counter()

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from outrider.cli import main
+from outrider.commands.prompt_work import PromptWork, visible_pairs
 from outrider.commands.roofline import Decoding, Traffic, mean_context
 from outrider.kernels.moe import RouteRule
+from outrider.layers import Linear, find_modules
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
@@ -87,6 +89,21 @@ def test_spread_routing_draws_distinct_experts_evenly_and_anew() -> None:
         SpreadRouting([*routers(0), *routers(1, experts=8)], device=CPU)
 
 
+def test_operations_of_prompts() -> None:
+    llama = PromptWork(meta_model(read_config(CONFIGURED / "llama8b")))
+    assert llama.token_operations == 2 * 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    pairs = 100 * 101 // 2 + 7 * 8 // 2
+    assert llama.total([100, 7]) == 107 * llama.token_operations + 32 * 4 * 32 * 128 * pairs
+    for length, window in ((20, 5), (5, 20), (7, 7), (9, None)):
+        seen = sum(min(position + 1, window or length) for position in range(length))
+        assert visible_pairs(length, window) == seen
+    hybrid = meta_model(read_config(CONFIGURED / "nemotronh-15b-a2b"))
+    linears = [linear for linear in find_modules([hybrid], Linear) if linear is not hybrid.lm_head]
+    dense = sum(linear.in_features * linear.out_features for linear in linears)
+    chosen = 11 * 6 * 2 * 2688 * 1856  # in eleven layers, six experts of two products
+    assert PromptWork(hybrid).token_operations == 2 * (dense + chosen)
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 2), (5, 5), (6, 4)])
 def test_spread_routing_serves_any_number_of_experts(experts: int, top_k: int) -> None:
     ids = SpreadRouting(routers(0, experts=experts, top_k=top_k), device=CPU)(0, 40)
@@ -103,6 +120,8 @@ def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: p
     assert report["routing"] == "spread" and "experts were drawn" in out
     assert report["bandwidth_gb_s"] > 0 and report["card"] and report["date"] and report["versions"]["torch"]
     (row,) = report["results"]
+    assert 0 < row["prompts_s"] <= row["s"] + 0.001 and 0 <= row["of_product"] < 1
+    assert row["prompt_tflop_s"] >= 0 and report["product_tflop_s"] >= 0, "of a tiny model nearly nothing"
     assert 6 < row["distinct_experts"] <= 8  # of 8, by 6 token rows of 3
     assert row["floor_tok_s"] > 0 and row["of_floor"] == pytest.approx(row["out_tok_s"] / row["floor_tok_s"], abs=0.01)
 

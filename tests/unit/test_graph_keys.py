@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.core import Admission, CheckpointWrite, HiddenReport, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers.batch import DecodeQueries, MixedQueries
@@ -31,11 +31,12 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
                           [True] * count, [50] * count)  # fmt: skip
 
 
-def rows_of(*, prompt_len: int = 1, is_placed: bool = True, **params: Any) -> Any:
+def rows_of(*, prompt_len: int = 1, is_placed: bool = True, hidden: HiddenReport = HiddenReport.NONE,
+            **params: Any) -> Any:
     """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
     for asked in (SamplingParams(temperature=0), SamplingParams(temperature=0, **params)):
-        made.admit([Admission(row, [1], prompt_len, 0, 9, (), asked, 0, 0) for row in range(1, 70)])
+        made.admit([Admission(row, [1], prompt_len, 0, 9, (), asked, 0, 0, hidden=hidden) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
         are_placed=lambda rows: is_placed)))  # fmt: skip
 
@@ -73,9 +74,10 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
     (batch_of([0]), rows_of(logprobs=21), Uncaptured.MANY_LOGPROBS),
     (batch_of([0]), rows_of(logit_bias={3: 1.0}, is_placed=False), Uncaptured.UNPLACED_LISTS),
     (batch_of([0], num_known=9), rows_of(prompt_logprobs=1, prompt_len=50), Uncaptured.PROMPT_LOGPROBS),
+    (batch_of([0], num_known=9), rows_of(hidden=HiddenReport.SUM), Uncaptured.HIDDEN_STATES),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "too many requests",
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "too many requests",
         "too many tokens"])  # fmt: skip
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason

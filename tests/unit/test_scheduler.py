@@ -96,6 +96,19 @@ def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: b
     assert batch.admissions and batch.propose == 2 and max(batch.num_drafts) == 0
 
 
+@pytest.mark.parametrize(("finish", "observed"), [(Finish.LENGTH, 1), (Finish.NO, 3)])
+def test_drafts_that_an_end_cuts_off_are_not_counted_as_wrong(finish: Finish, observed: int) -> None:
+    """A draft that was scheduled and not there has cost as much as a wrong one, unless the request ended before it."""
+    sched, seen = scheduler(drafts=3), []
+    sched._drafts.observe = lambda request, result, num: seen.append(num)  # type: ignore[union-attr, method-assign]
+    sched.add(request(0, 3, new=9))
+    sched.update(result_of(scheduled(sched)))
+    batch = scheduled(sched)
+    assert batch.num_drafts == [3]
+    sched.update(StepResult(batch.step, [RequestResult(0, 0, [5, 5], 2, 1, 1, 0, finish=finish)]))
+    assert seen == [0, observed]
+
+
 def test_a_prompt_goes_on_beside_drafts() -> None:
     sched = scheduler(max_requests=4, budget=4, drafts=3)
     sched.add(request(0, 1, new=9))

@@ -20,7 +20,16 @@ from outrider.kernels.native.matrix import (
     linear,
     product,
 )
-from outrider.kernels.native.rows import add_rms_norm, find_ngram, gelu_tanh_mul, rms_norm, silu_mul
+from outrider.kernels.native.rows import (
+    add_rms_norm,
+    cap_logits,
+    find_ngram,
+    gelu_scale,
+    gelu_tanh_mul,
+    rms_norm,
+    sigmoid_scale,
+    silu_mul,
+)
 
 __all__ = [
     "FLOATS",
@@ -36,10 +45,12 @@ __all__ = [
     "RopeWrite",
     "add_rms_norm",
     "available",
+    "cap_logits",
     "decoder_layer",
     "dense_matrix",
     "dequantize",
     "find_ngram",
+    "gelu_scale",
     "gelu_tanh_mul",
     "linear",
     "make_requests",
@@ -48,5 +59,6 @@ __all__ = [
     "reason",
     "rms_norm",
     "rope_write",
+    "sigmoid_scale",
     "silu_mul",
 ]

@@ -28,6 +28,7 @@ BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I]),
+    "elements": (None, [_P, _L, _P, _L, _L, _P, _L, _L, _F, _I, _I]),
     "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),

@@ -57,6 +57,14 @@ def takes_gated(gate_up: Tensor) -> bool:
     return is_matrix(gate_up) and gate_up.shape[1] % 2 == 0
 
 
+def takes_elements(x: Tensor, y: Tensor) -> bool:
+    return is_matrix(x) and is_matrix(y) and x.shape[0] == y.shape[0] and y.shape[1] in (x.shape[1], 1)
+
+
+def takes_logits(logits: Tensor, cap: float) -> bool:
+    return is_matrix(logits) and logits.is_contiguous()
+
+
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """A weight in float32, or in bfloat16 that stands for the float32 numbers of the same value."""
     return (

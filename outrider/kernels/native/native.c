@@ -68,6 +68,56 @@ void gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int
     PARALLEL(threads) share_gated(gate_up, stride, out, tokens, width, gelu);
 }
 
+/* Functions of single elements. The result of an element does not depend on its place: a library computes the last
+ * elements of a tensor, or of a thread's part of it, by other code than those before them. */
+enum { SIGMOID_SCALE, GELU_SCALE, CAP };
+
+/* By a series near 0, where the quotient would lose all digits. */
+INLINE vf vtanh(vf x) {
+    vf size = pick(x < 0.0f, -x, x), square = x * x;
+    vf series = splat(62.0f / 2835.0f);
+    series = fused(series, square, splat(-17.0f / 315.0f));
+    series = fused(series, square, splat(2.0f / 15.0f));
+    series = fused(series, square, splat(-1.0f / 3.0f));
+    series = fused(series * square, x, x);
+    vf shrunk = vexp(-2.0f * size), quotient = (1.0f - shrunk) / (1.0f + shrunk);
+    return pick(size < 0.25f, series, pick(x < 0.0f, -quotient, quotient));
+}
+
+INLINE vf element(vf x, vf y, float cap, const int kind) {
+    if (kind == SIGMOID_SCALE) return x / (1.0f + vexp(-y));
+    if (kind == GELU_SCALE) return activate(x, 1) * y;
+    return cap * vtanh(x / cap);
+}
+
+/* `one`: the whole row has one y. */
+INLINE void element_row(const float *x, const float *y, int one, float *out, int64_t width, float cap, const int kind) {
+    vf same = splat(*y);
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) store(out + i, element(load(x + i), one ? same : load(y + i), cap, kind));
+    if (i < width) {
+        int n = (int)(width - i);
+        vf tail = element(load_tail(x + i, n), one ? same : load_tail(y + i, n), cap, kind);
+        for (int j = 0; j < n; j++) out[i + j] = tail[j];
+    }
+}
+
+/* Rows of x and y at their strides, those of out side by side; y has `width` columns, or one. */
+void elements(const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t y_width, float *out,
+              int64_t rows, int64_t width, float cap, int kind, int threads) {
+    int one = y_width == 1;
+    if (rows * width < 16384) threads = 1;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *a = x + r * x_stride, *b = y + r * y_stride;
+        switch (kind) {
+        case SIGMOID_SCALE: element_row(a, b, one, out + r * width, width, cap, SIGMOID_SCALE); break;
+        case GELU_SCALE: element_row(a, b, one, out + r * width, width, cap, GELU_SCALE); break;
+        case CAP: element_row(a, b, one, out + r * width, width, cap, CAP); break;
+        }
+    }
+}
+
 /* ---- rope and cache write ---- */
 
 static void rotate_head(float *x, const float *cosine, const float *sine, int64_t half, int64_t second) {

@@ -50,13 +50,12 @@ class CpuProduct:
         self.matrix: native.Matrix | None = None  # the weight for the native product
         self.few: Callable[[Tensor], Tensor] = self._library
         self.few_rows = range(0)
-        if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
-            return
-        if native.available():
+        is_served = weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
+        if is_served and native.available():
             self._use_native(packed, exact)
         elif exact:
             self.few, self.few_rows = self._row_by_row, range(2, sys.maxsize)
-        elif packed and torch.backends.mkldnn.is_available():
+        elif is_served and packed and torch.backends.mkldnn.is_available():
             self._use_packed()
 
     @property
@@ -65,7 +64,7 @@ class CpuProduct:
         return 0 if self.copy is None else self.copy.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] in self.few_rows and x.dtype is torch.float32:
+        if x.shape[0] in self.few_rows and x.dtype is self.weight.dtype:
             return self.few(x)
         return F.linear(x, self.weight, self.bias)
 

@@ -45,6 +45,31 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     return out
 
 
+# How native.c numbers functions of single elements.
+_SIGMOID_SCALE, _GELU_SCALE, _CAP = range(3)
+
+
+def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
+    return _elements(x, gate, _SIGMOID_SCALE)
+
+
+def gelu_scale(gate: Tensor, x: Tensor) -> Tensor:
+    return _elements(gate, x, _GELU_SCALE)
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    return _elements(logits, logits, _CAP, cap, out=logits)
+
+
+def _elements(x: Tensor, y: Tensor, kind: int, cap: float = 1.0, out: Tensor | None = None) -> Tensor:
+    out = torch.empty(x.shape) if out is None else out
+    library().elements(
+        x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), y.shape[1], out.data_ptr(), *x.shape, cap, kind,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
     requests, width = rows.shape[0], min(width, tokens.shape[1])

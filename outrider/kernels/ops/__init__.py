@@ -3,6 +3,9 @@
 A row names the reference, then kernels in the order in which they are asked, each with the dtypes that it serves and
 a condition on its arguments (`takes`). Native code serves the CPU and Triton a GPU. Operations are called like their
 references: `ops.rms_norm(x, weight, eps)`. Other packages add rows for operations of their own.
+
+The column `exact` is the one place that says how an operation keeps its bits in exact mode: by itself, by another
+operation (those of products are in `exact.py`), or not at all.
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, latent, moe, reference, step
+from outrider.kernels import drafting, latent, latent_inputs, moe, reference, step
 from outrider.kernels.native import checks
-from outrider.kernels.ops import conditions
+from outrider.kernels.ops import conditions, exact
 from outrider.kernels.ops.operation import (
     BFLOAT16,
     FLOAT32,
     SIXTEEN_BITS,
     UP_TO_FLOAT32,
+    Exactness,
     Kernel,
     Operation,
+    Refused,
     has_native,
     has_triton,
     native_kernel,
@@ -34,8 +39,10 @@ __all__ = [
     "FLOAT32",
     "SIXTEEN_BITS",
     "UP_TO_FLOAT32",
+    "Exactness",
     "Kernel",
     "Operation",
+    "Refused",
     "has_native",
     "has_triton",
     "native_kernel",
@@ -45,6 +52,8 @@ __all__ = [
     "using",
 ]
 
+ROW_BY_ROW, NO_ARITHMETIC, DRAFTS = Exactness.ROW_BY_ROW, Exactness.NO_ARITHMETIC, Exactness.DRAFTS
+LATENT = Refused("latent attention sums over as many keys as the batch's longest context has")
 
 # Norms
 
@@ -52,11 +61,13 @@ rms_norm = Operation(
     reference.rms_norm,
     native_kernel("outrider.kernels.native:rms_norm", FLOAT32, checks.takes_rms_norm),
     triton_kernel("outrider.kernels.triton.norm:rms_norm", UP_TO_FLOAT32, conditions.is_matrix),
+    exact=ROW_BY_ROW,
 )
 add_rms_norm = Operation(
     reference.add_rms_norm,
     native_kernel("outrider.kernels.native:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
     triton_kernel("outrider.kernels.triton.norm:add_rms_norm", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
 )
 
 
@@ -71,10 +82,11 @@ def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.T
 norm_add_norm = Operation(
     _norm_add_norm,
     triton_kernel("outrider.kernels.triton.norm:norm_add_norm", UP_TO_FLOAT32),
-    name="norm_add_norm",
+    name="norm_add_norm", exact=ROW_BY_ROW,
 )
 gated_norm = Operation(
-    reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32)
+    reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32),
+    exact=exact.gated_norm,
 )
 
 # Activations
@@ -83,13 +95,31 @@ silu_mul = Operation(
     reference.silu_mul,
     native_kernel("outrider.kernels.native:silu_mul", FLOAT32, checks.takes_gated),
     triton_kernel("outrider.kernels.triton.activation:silu_mul", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
 )
 gelu_tanh_mul = Operation(
     reference.gelu_tanh_mul,
     native_kernel("outrider.kernels.native:gelu_tanh_mul", FLOAT32, checks.takes_gated),
     triton_kernel("outrider.kernels.triton.activation:gelu_tanh_mul", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
 )
-relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32))
+relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32),
+                  exact=ROW_BY_ROW)
+sigmoid_scale = Operation(
+    reference.sigmoid_scale,
+    native_kernel("outrider.kernels.native:sigmoid_scale", FLOAT32, checks.takes_elements),
+    exact=ROW_BY_ROW,
+)
+gelu_scale = Operation(
+    reference.gelu_scale,
+    native_kernel("outrider.kernels.native:gelu_scale", FLOAT32, checks.takes_elements),
+    exact=ROW_BY_ROW,
+)
+cap_logits = Operation(
+    reference.cap_logits,
+    native_kernel("outrider.kernels.native:cap_logits", FLOAT32, checks.takes_logits),
+    exact=ROW_BY_ROW,
+)
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -102,18 +132,46 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 rope_write = Operation(
     reference.rope_write,
     native_kernel("outrider.kernels.native:rope_write", FLOAT32, checks.takes_rope_write),
+    exact=ROW_BY_ROW,
 )
 paged_attention = Operation(
     reference.paged_attention,
     native_kernel("outrider.kernels.native:paged_attention", FLOAT32, checks.takes_paged_attention),
+    exact=ROW_BY_ROW,
 )
 
 # Latent attention and its indexer
 
-write_entries = Operation(latent.write_entries)
-choose_positions = Operation(latent.choose_positions)
-latent_attention = Operation(latent.latent_attention)
-dense_latent_attention = Operation(latent.dense_latent_attention)
+write_latents = Operation(
+    latent_inputs.write_latents,
+    triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+rotate_queries = Operation(
+    latent_inputs.rotate_queries,
+    triton_kernel("outrider.kernels.triton.latent_inputs:rotate_queries", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+head_products = Operation(
+    latent_inputs.head_products,
+    triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+choose_positions = Operation(
+    latent.choose_positions,
+    triton_kernel("outrider.kernels.triton.index_choice:choose_positions", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+latent_attention = Operation(
+    latent.latent_attention,
+    triton_kernel("outrider.kernels.triton.latent_attention:latent_attention", UP_TO_FLOAT32),
+    exact=LATENT,
+)
+dense_latent_attention = Operation(
+    latent.dense_latent_attention,
+    triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
+    exact=LATENT,
+)
 
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every
@@ -126,12 +184,14 @@ linear = Operation(
                   "outrider.kernels.triton.split_linear:is_fastest"),
     triton_kernel("outrider.kernels.triton.thin_linear:thin_linear", BFLOAT16,
                   "outrider.kernels.triton.thin_linear:is_fastest"),
+    exact=exact.linear,
 )
 linear_wide = Operation(
     reference.linear_wide,
     native_kernel("outrider.kernels.native:linear", FLOAT32, conditions.is_few_rows_for_native),
     triton_kernel("outrider.kernels.triton.matvec:matvec_wide", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
     Kernel("library", "cuda", conditions.library_wide, SIXTEEN_BITS),
+    exact=exact.linear_wide,
 )
 
 
@@ -145,7 +205,7 @@ gated_linear = Operation(
     triton_kernel("outrider.kernels.triton.matvec:gated_matvec", BFLOAT16, conditions.has_one_row),
     triton_kernel("outrider.kernels.triton.thin_linear:gated_linear", BFLOAT16,
                   "outrider.kernels.triton.thin_linear:is_fastest_gated"),
-    name="gated_linear",
+    name="gated_linear", exact=exact.gated_linear,
 )
 
 
@@ -157,7 +217,7 @@ def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 relu2_linear = Operation(
     _relu2_linear,
     triton_kernel("outrider.kernels.triton.matvec:relu2_matvec", BFLOAT16, conditions.has_one_row),
-    name="relu2_linear",
+    name="relu2_linear", exact=exact.relu2_linear,
 )
 
 
@@ -170,7 +230,8 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 linear_add = Operation(
     _linear_add,
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
-    name="linear_add",
+    Kernel("library", "cuda", conditions.library_add, SIXTEEN_BITS, conditions.has_many_rows),
+    name="linear_add", exact=exact.linear_add,
 )
 
 # Experts
@@ -178,11 +239,13 @@ linear_add = Operation(
 route = Operation(
     moe.route,
     triton_kernel("outrider.kernels.triton.router:route", UP_TO_FLOAT32, "outrider.kernels.triton.router:takes_rule"),
+    exact=exact.route,
 )
 experts = Operation(
     moe.experts,
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:experts"),
     triton_kernel("outrider.kernels.triton.moe:experts", UP_TO_FLOAT32),
+    exact=exact.experts,
 )
 
 # Around draft heads
@@ -207,11 +270,12 @@ def _hidden_of(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, 
 join_embedding = Operation(
     _join_embedding,
     triton_kernel("outrider.kernels.triton.join:join_embedding", UP_TO_FLOAT32),
-    name="join_embedding", subject=_hidden_of,
+    name="join_embedding", subject=_hidden_of, exact=DRAFTS,
 )
 take_rows = Operation(
     reference.take_rows,
     triton_kernel("outrider.kernels.triton.join:take_rows", UP_TO_FLOAT32, conditions.are_two),
+    exact=NO_ARITHMETIC,
 )
 
 # Text
@@ -221,23 +285,27 @@ find_ngram = Operation(
     reference.find_ngram,
     native_kernel("outrider.kernels.native:find_ngram", takes=checks.takes_find_ngram),
     triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
+    exact=NO_ARITHMETIC,
 )
 
 # Sampling
 
-count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"))
+count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"),
+                       exact=NO_ARITHMETIC)
 
 # Steps and proposals
 
 prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
-                         subject=lambda packet, *_, **__: packet.rows)
-commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"))
-store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"))
+                         subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC)
+commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"),
+                        exact=NO_ARITHMETIC)
+store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"),
+                         exact=NO_ARITHMETIC)
 plan_draft_passes = Operation(drafting.plan_draft_passes,
                               triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
-                              subject=lambda requests, *_, **__: requests.rows)
+                              subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
 plan_reading_pass = Operation(drafting.plan_reading_pass,
                               triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
-                              subject=lambda requests, *_, **__: requests.rows)
+                              subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
 forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
-                         subject=lambda requests, *_, **__: requests.rows)
+                         subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)

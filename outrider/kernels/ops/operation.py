@@ -9,7 +9,8 @@
 
 A call runs the first kernel that serves the device and the dtype of its *subject*, the first argument unless the row
 says otherwise, and whose `takes` agrees to the arguments; the reference where none does. Nobody else chooses. Kernels
-are imported at their first use. A variant with exact arithmetic, or its refusal, would be one more column of the row.
+are imported at their first use. The column `exact` says how the operation keeps the promise of exact mode, in which a
+token row's bits do not depend on the other token rows; callers ask `variant(exact)` for the operation to call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from inspect import signature
@@ -62,6 +64,21 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
     return ahead
 
 
+class Exactness(Enum):
+    """Why an operation itself is exact."""
+
+    ROW_BY_ROW = "its kernels compute every token row alone, in one order of additions"
+    NO_ARITHMETIC = "it moves floats, or computes integers"
+    DRAFTS = "it computes drafts alone, which cannot change an output"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The operation has no exact variant. Whoever needs it in exact mode refuses to start, with these words."""
+
+    reason: str
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to carry out an operation, and the conditions under which it serves."""
@@ -85,6 +102,7 @@ def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
+UNDECLARED = Refused("it declares no exact variant")
 native_kernel = partial(Kernel, "native", "cpu", is_available=has_native)
 triton_kernel = partial(Kernel, "triton", "cuda", is_available=has_triton)
 
@@ -93,8 +111,10 @@ class Operation(Generic[P, R]):
     """Callable like its reference. `subject` finds the tensor that decides, where that is not the first argument."""
 
     def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
-                 subject: Callable[..., torch.Tensor] | None = None) -> None:
-        self.reference, self.kernels, self.subject = reference, kernels, subject
+                 subject: Callable[..., torch.Tensor] | None = None,
+                 exact: Exactness | Refused | Operation[P, R] = UNDECLARED) -> None:
+        """exact: why the operation is exact, the operation that replaces it in exact mode, or its refusal."""
+        self.reference, self.kernels, self.subject, self.exact = reference, kernels, subject, exact
         self.name = name or reference.__name__
         assert self.name not in _operations, f"there is an operation {self.name} already"
         _operations[self.name] = self
@@ -112,6 +132,14 @@ class Operation(Generic[P, R]):
                 result: R = run(*args, **options)
                 return result
         return self.reference(*args, **options)
+
+    def variant(self, exact: bool) -> Operation[P, R]:
+        """The operation to call in exact mode, or in the ordinary one. Ask once, when a model is prepared."""
+        if not exact or isinstance(self.exact, Exactness):
+            return self
+        if isinstance(self.exact, Refused):
+            raise ValueError(f"exact=True: {self.name} cannot be exact: {self.exact.reason}")
+        return self.exact
 
     def has_kernel(self, *args: P.args, **options: P.kwargs) -> bool:
         """Whether a call with these arguments would run a kernel, and not the reference."""

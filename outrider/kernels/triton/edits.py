@@ -1,4 +1,5 @@
-"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens and penalties, with each row's greatest logit.
+"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and grammars, with each row's greatest
+logit.
 
 A row that asks for no edit is not copied: later kernels read its logits where they are. Every product, sum and
 quotient is rounded by itself (fusion is off), so that edited logits equal those of `sample/edits.py` bit for bit.
@@ -25,7 +26,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans, load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
-_TOP_K = tl.constexpr(flags.TOP_K)
+_TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)
 _MIN_TOKENS, _PENALTIES = tl.constexpr(flags.MIN_TOKENS), tl.constexpr(flags.PENALTIES)
 _LISTED, _EDITED, _OUTPUTS = tl.constexpr(flags.LISTED), tl.constexpr(flags.EDITED), tl.constexpr(flags.OUTPUTS)
 _LIST = 128  # entries of a list that are read at a time
@@ -50,6 +51,7 @@ class EditRows(NamedTuple):
     arena: torch.Tensor  # [ints] int32; the layouts are those of sample/lists.py
     allowed: torch.Tensor  # [rows, vocabulary / 32] int32: bit t % 32 of word t // 32
     counts: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
+    masks: torch.Tensor | None  # [rows, drafts + 1, vocabulary / 32] int32: what grammars allow after each draft
 
 
 class Text(NamedTuple):
@@ -71,8 +73,9 @@ def _token_at(place, of, text, token_stride, draft_stride, num_columns):
 
 
 @triton.jit
-def _is_allowed(token, valid, of, rows, num_words):
-    word = tl.load(rows.allowed + of * num_words + token // 32, mask=valid, other=0)
+def _is_in(mask, token, valid):
+    """Whether the bit of a token is set."""
+    word = tl.load(mask + token // 32, mask=valid, other=0)
     return ((word >> (token % 32)) & 1) != 0
 
 
@@ -92,18 +95,21 @@ def _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, cou
 
 @triton.jit
 def _edit(
-    logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride
+    logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride
 ):
     if (flag & _ALLOWED) != 0:
-        logit = tl.where(_is_allowed(token, valid, of, rows, mask_words), logit, float("-inf"))
+        logit = tl.where(_is_in(rows.allowed + of * mask_words, token, valid), logit, float("-inf"))
     if (flag & _PENALTIES) != 0:
         logit = _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride)
+    if (flag & _GRAMMAR) != 0:
+        mask = rows.masks + (of * (num_columns + 1) + num_before) * mask_words
+        logit = tl.where(_is_in(mask, token, valid), logit, float("-inf"))
     return logit
 
 
 @triton.jit
 def _add_bias(
-    own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
+    own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride,
     LIST: tl.constexpr,
 ):
     """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
@@ -114,7 +120,8 @@ def _add_bias(
         inside = (token >= lowest) & (token < end)
         bias = tl.load(ids + size + entry, mask=inside, other=0).to(tl.float32, bitcast=True)
         logit = tl.load(own + token, mask=inside, other=0.0) + bias
-        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
+        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
+                      count_stride)
         tl.store(edited + token, logit, mask=inside)
 
 
@@ -197,7 +204,8 @@ def _edit_kernel(
             valid = token < vocab
             logit = tl.load(own + token, mask=valid, other=float("-inf"))
             raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
-            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
+            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
+                          count_stride)
             tl.store(new + token, logit, mask=valid)
             logit = tl.where(logit == logit, logit, float("inf"))
             greatest = tl.maximum(greatest, logit)
@@ -209,8 +217,8 @@ def _edit_kernel(
             place = tl.load(position + at)
             tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
             if (flag & _BIAS) != 0:
-                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride,
-                          count_stride, LIST)
+                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns,
+                          draft_stride, count_stride, LIST)
                 tl.debug_barrier()
             if (flag & _BAD_WORDS) != 0:
                 _forbid_bad_words(new, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns,
@@ -245,11 +253,12 @@ def edit_logits(
     if logits.shape[0] == 0:
         return edited
     pdl = uses_pdl(device) if pdl is None else pdl
-    # Without counts no row has penalties; the kernel is the same.
+    # Without counts no row has penalties, and without masks none has a grammar; the kernel is the same.
     counts, count_stride = (rows.arena, vocab) if rows.counts is None else (rows.counts, rows.counts.stride(0))
+    rows = rows._replace(counts=counts, masks=rows.arena if rows.masks is None else rows.masks)
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
-        logits, edited, row, draft_index, position, rows._replace(counts=counts), text,
+        logits, edited, row, draft_index, position, rows, text,
         *spans[3:], logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
         draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
         SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
@@ -261,11 +270,12 @@ def edit_logits(
 def _check_rows(name: str, rows: EditRows, text: Text, vocab: int, device: torch.device) -> None:
     num_rows = rows.flags.shape[0]
     floats = ("temperature", "presence", "frequency", "repetition")
-    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (num_rows, None)}
+    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (num_rows, None),
+            "masks": (num_rows, text.drafts.shape[1] + 1, rows.allowed.shape[1])}
     for field, tensor in zip(rows._fields, rows, strict=True):
         if tensor is not None:
             dtype = torch.float32 if field in floats else torch.int64
-            dtype = torch.int32 if field in ("arena", "allowed", "counts") else dtype
+            dtype = torch.int32 if field in ("arena", "allowed", "counts", "masks") else dtype
             require_tensor(name, f"rows.{field}", tensor, wide.get(field, (num_rows,)), device, (dtype,))
     for field, tensor in zip(text._fields, text, strict=True):
         require_tensor(name, f"text.{field}", tensor, (num_rows,) if field == "known" else (num_rows, None), device,

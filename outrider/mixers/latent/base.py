@@ -1,14 +1,14 @@
 """LatentMixer: layers that keep one compressed vector per token, and how they find the positions they attend to.
 
 Queries arrive in the latent space (the key projection is absorbed into them), so the cache is read as it is stored, by
-requests with any number of token rows. There is no captured form yet: steps run eagerly.
+requests with any number of token rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
 from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts, every_position
+from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
 
@@ -70,6 +71,16 @@ class GroupPlan:
     num_positions: int  # no context is longer
 
 
+class LatentNorms(NamedTuple):
+    """Norms of a layer's compressed vectors, and the rope of its index keys."""
+
+    q: torch.Tensor | None  # scale of the RMS norm of compressed queries; None where queries are not compressed
+    latent: torch.Tensor  # scale of the RMS norm of latents
+    index_key: tuple[torch.Tensor, torch.Tensor] | None  # weight and bias of the norm of index keys
+    eps: float
+    index_in_pairs: bool
+
+
 class ChosenPositions:
     """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
 
@@ -87,24 +98,35 @@ class BoundLatentLayer:
     plan: GroupPlan
     chosen: ChosenPositions
 
-    def choose(self, q: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> None:
-        """Stores the index keys [tokens, dim], and chooses positions by q [tokens, heads, dim] and weights [tokens,
-        heads] for this layer and for those after it that share. A context no longer than top_k is taken whole."""
+    def write(self, compressed: torch.Tensor, norms: LatentNorms,
+              rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights].
+        Returns q, normed, and the indexer's head weights, scaled."""
+        index, attends_to = None, self.layer.attends_to
+        if isinstance(attends_to, IndexedPositions):
+            assert norms.index_key is not None
+            scale = (attends_to.num_heads * attends_to.head_dim) ** -0.5
+            index = IndexInputs(attends_to.num_heads, *norms.index_key, scale, norms.index_in_pairs,
+                                self.cache["index_key"])
+        return ops.write_latents(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
+                                 self.cache["latent"], index)
+
+    def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads] for this layer and for those after it
+        that share. A context no longer than top_k is taken whole."""
         assert isinstance(self.layer.attends_to, IndexedPositions)
-        top_k, plan, keys = self.layer.attends_to.top_k, self.plan, self.cache["index_key"]
-        ops.write_entries(key, keys, plan.slots)
+        top_k, plan = self.layer.attends_to.top_k, self.plan
         if self.chosen.is_kept:
             return
         if plan.num_positions <= top_k:
             self.chosen.latest = None
             return
         self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int64, device=q.device)
-        ops.choose_positions(q, weights, keys, plan.contexts, self.chosen.latest)
+        ops.choose_positions(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest)
 
-    def __call__(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, latent | rope], entries [tokens, latent | rope]. Returns [tokens, heads, latent]."""
+    def __call__(self, q: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
         layer, plan, cache = self.layer, self.plan, self.cache["latent"]
-        ops.write_entries(entries, cache, plan.slots)
         positions = None if isinstance(layer.attends_to, EveryPosition) else self.chosen.latest
         if positions is None:
             return ops.dense_latent_attention(q, cache, plan.contexts, plan.num_positions, layer.scale,
@@ -121,11 +143,14 @@ class BoundLatentLayer:
 class LatentMixer:
     """A model's latent layers with their parts of the pool."""
 
-    is_capturable = False  # a captured step would read caches of the greatest length there may be
-
     def __init__(self, layers: Sequence[LatentLayer], pool: DevicePool, backend: Any) -> None:
         self._layers = [(layer, pool.layer(layer.index), pool.layout.groups_of(layer.index)[0]) for layer in layers]
         self._groups = {group.index: group for _, _, group in self._layers}
+
+    @staticmethod
+    def is_capturable(spec: LatentSpec) -> bool:
+        """Whether kernels serve the layers. The torch twins would work on the greatest length there may be."""
+        return spec.itemsize <= torch.float32.itemsize
 
     def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
         plans = {index: plan_group(view, group) for index, group in self._groups.items()}
@@ -142,7 +167,7 @@ class LatentMixer:
                 chosen.latest, chosen.is_kept = earlier[layer.index].positions_of(token_rows), True
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
-        """Nothing to share: see `is_capturable`."""
+        """Captured steps share no buffers."""
 
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:

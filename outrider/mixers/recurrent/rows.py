@@ -24,7 +24,8 @@ from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 
 class RecurrentRows:
-    def __init__(self, mixers: Mapping[int, RecurrentMixer], limits: Limits, pool: DevicePool) -> None:
+    def __init__(self, mixers: Mapping[int, RecurrentMixer], limits: Limits, pool: DevicePool, *,
+                 exact: bool = False) -> None:
         kind: RecurrentKind = pool.layout.recurrent
         if {layer: mixer.spec for layer, mixer in mixers.items()} != dict(kind.layers):
             raise ValueError("the model's recurrent layers are not those of the cache layout")
@@ -37,7 +38,7 @@ class RecurrentRows:
         self._row_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
         self._row_checkpoint: dict[int, int] = {}  # row to the checkpoint whose pages those are
         self.pages = CheckpointPages(kind, pool.data, pool.dtype)
-        self.backend = make_backend(mixers, self.layers, self.pages)
+        self.backend = make_backend(mixers, self.layers, self.pages, exact=exact)
 
     @property
     def num_bytes(self) -> int:
@@ -180,18 +181,19 @@ class RecurrentRows:
         return CheckpointTargets(first, request, boundary, pages)
 
 
-def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows],
-                 pages: CheckpointPages) -> RecurrentBackend:
+def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerRows], pages: CheckpointPages, *,
+                 exact: bool) -> RecurrentBackend:
     """Choose Triton kernels on a GPU if they serve the dtype and all mixers, and if states begin at whole words of a
-    checkpoint's pages; the torch backend otherwise."""
+    checkpoint's pages; the torch backend otherwise. exact: a request's bits do not depend on its batch mates, nor on
+    how its tokens are divided into steps."""
     starts_whole = all(start % 4 == 0 for start in (pages.page_bytes, *pages.starts.values()))
     on_gpu = pages.pool.device.type == "cuda" and pages.pool.dtype != torch.float64
     if (on_gpu and ops.has_triton() and starts_whole
             and all(mixers[layer].kernel_params() is not None for layer in rows)):
         from outrider.mixers.recurrent.triton_backend import TritonRecurrent
 
-        return TritonRecurrent(mixers, rows, pages)
-    return TorchRecurrent(mixers, rows, pages)
+        return TritonRecurrent(mixers, rows, pages, exact=exact)
+    return TorchRecurrent(mixers, rows, pages, exact=exact)
 
 
 def _layer_rows(spec: RecurrentSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> LayerRows:

@@ -25,6 +25,7 @@ from outrider.mixers.recurrent.base import (
     RecurrentMixer,
     RecurrentStep,
     StepCounts,
+    StepOutput,
 )
 from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 
@@ -40,7 +41,8 @@ class TorchRecurrent(RecurrentBackend):
                    targets: CheckpointTargets) -> None:
         for layer, mixer in self.mixers.items():
             own = self.rows[layer]
-            walk = Walk(mixer, RecurrentState(own.state[rows], own.tail[rows]), computed - pending, targets)
+            walk = Walk(mixer, RecurrentState(own.state[rows], own.tail[rows]), computed - pending, targets,
+                        exact=self.exact)
             for j in range(own.conv_in.shape[1]):
                 walk.step(own.conv_in[rows, j], tuple(gate[rows, j] for gate in own.gates), j < pending)
             self.pages.write(layer, walk.saved, targets.pages, walk.has_saved)
@@ -50,8 +52,9 @@ class Walk:
     """Advances the states of several requests token by token, and saves them at the boundaries of checkpoints."""
 
     def __init__(self, mixer: RecurrentMixer, begin: RecurrentState, at: torch.Tensor,
-                 targets: CheckpointTargets | None) -> None:
-        self.mixer, self.targets = mixer, targets
+                 targets: CheckpointTargets | None, *, exact: bool) -> None:
+        """exact: a library gets the same shapes for any number of requests, so that bits cannot depend on it."""
+        self.mixer, self.targets, self.exact = mixer, targets, exact
         self.state, self.tail = begin
         self.at = at  # [requests] tokens seen
         count = 0 if targets is None else len(targets.boundary)
@@ -60,7 +63,8 @@ class Walk:
 
     def step(self, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
         """Compute one token of the requests that move [requests]. Returns y of all requests."""
-        y, state, tail = self.mixer.step(self.state, self.tail, conv_in, gates)
+        y, state, tail = self._step_each(conv_in, gates) if self.exact else self.mixer.step(
+            self.state, self.tail, conv_in, gates)  # fmt: skip
         self.state, self.tail = selected(moves, state, self.state), selected(moves, tail, self.tail)
         self.at = self.at + moves
         if self.targets is not None:
@@ -69,14 +73,20 @@ class Walk:
             self._save(slice(None), is_there, RecurrentState(self.state[request], self.tail[request]))
         return y
 
-    def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor, *,
-             exact: bool) -> torch.Tensor:
+    def _step_each(self, conv_in: torch.Tensor, gates: Gates) -> StepOutput:
+        each = zip(self.state.split(1), self.tail.split(1), conv_in.split(1), zip(*(gate.split(1) for gate in gates),
+                   strict=True), strict=True)  # fmt: skip
+        done = [self.mixer.step(*one) for one in each]
+        return StepOutput(*map(torch.cat, zip(*done, strict=True)))
+
+    def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
         """Compute many tokens of one request, if it moves []. Returns its y."""
         count, targets = conv_in.shape[0], self.targets
         mine = [] if targets is None else sorted(
             (offset, i) for owner, i, offset in targets.scans if owner == request and 0 < offset <= count
         )  # fmt: skip
-        done = self.mixer.scan(self.state[request], self.tail[request], conv_in, gates, [o for o, _ in mine], exact)
+        done = self.mixer.scan(self.state[request], self.tail[request], conv_in, gates, [o for o, _ in mine],
+                               self.exact)
         for (offset, i), at_boundary in zip(mine, done.states_at, strict=True):
             assert targets is not None
             is_there = moves & (self.at[request] + offset == targets.boundary[i])
@@ -115,7 +125,7 @@ class TorchStep(RecurrentStep):
         counts, rows, mixer = self.counts, self.layers.rows[layer], self.layers.mixers[layer]
         at_row = counts.rows
         walk = Walk(mixer, RecurrentState(rows.state[at_row], rows.tail[at_row]), counts.computed - counts.pending,
-                    counts.targets)
+                    counts.targets, exact=self.layers.exact)
         # One row more than there are tokens takes the outputs that nobody may see.
         out = conv_in.new_zeros(conv_in.shape[0] + 1, mixer.spec.out_dim)
         for j in range(counts.most_pending):
@@ -125,7 +135,7 @@ class TorchStep(RecurrentStep):
             self._step(walk, out, conv_in, gates, self._starts + j, j < self._short_lens)
         for request, span in self._spans:
             moves = self._is_live[request]
-            y = walk.scan(request, conv_in[span], tuple(gate[span] for gate in gates), moves, exact=self.layers.exact)
+            y = walk.scan(request, conv_in[span], tuple(gate[span] for gate in gates), moves)
             out[span] = torch.where(moves, y, 0)
         rows.state.index_copy_(0, at_row, walk.state)  # those that did not move write back what they hold
         rows.tail.index_copy_(0, at_row, walk.tail)

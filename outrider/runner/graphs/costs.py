@@ -67,7 +67,7 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
         for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), asked, strict=True):
             field[NULL_ROW] = value
         with graphs.borrowed(key) as captured:
-            found.append(_best(lambda captured=captured: captured.replay(lambda: None), device))  # type: ignore[misc]
+            found.append(best_seconds(lambda captured=captured: captured.replay(lambda: None), device))  # type: ignore[misc]
     for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), before, strict=True):
         field[NULL_ROW] = value
     greedy, draw, searched = found
@@ -90,7 +90,7 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     if data.device.type != "cuda":
         return (), 0.0
     sample = data[: max(1, min(len(data), SAMPLE_BYTES // step.pool.layout.page_bytes))].view(torch.int16)
-    seconds = _best(lambda: sample.amax(), data.device) / (sample.numel() * sample.element_size())
+    seconds = best_seconds(lambda: sample.amax(), data.device) / (sample.numel() * sample.element_size())
     bytes_by_window: dict[int | None, int] = {}
     for group in step.groups:
         window, size = group.spec.visible_tokens, len(group.layers) * group.spec.token_bytes
@@ -107,17 +107,18 @@ def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens
         tokens = -(-tokens // requests) * requests
         key = GraphKey(requests, tokens, propose, tokens > requests)
         with runner.graphs.borrowed(key) as captured:
-            return _best(lambda: captured.replay(lambda: None), device)
+            return best_seconds(lambda: captured.replay(lambda: None), device)
     lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]
     batch = dead_batch(lens, max(lens) - 1, limits.max_len, num_pending=limits.max_drafts)
     shape, packed = pack_eager(batch, PaddedSize(requests, tokens))
     ints = to_device(packed, torch.int64, device)
     # Greedy: noise in plain torch is no small part of a step there, and the same with drafts and without.
     plan = StepPlan(StepNeeds(), StepExtras(), False, propose)
-    return _best(lambda: step.whole(shape, ints, plan), device)
+    return best_seconds(lambda: step.whole(shape, ints, plan), device)
 
 
-def _best(run: Callable[[], object], device: torch.device) -> float:
+def best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The best of a few runs."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()

@@ -36,6 +36,8 @@ class PendingStep(Future[StepResult]):
         self._batch, self._uncaptured = batch, uncaptured
         if result.logprobs is not None and result.logprobs.top.shape[1] <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             result = replace(result, logprobs=result.logprobs.map(_to_pinned))
+        if result.hidden is not None:
+            result = replace(result, hidden=result.hidden.with_vectors(_to_pinned(result.hidden.vectors)))
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)
@@ -84,7 +86,7 @@ class CudaRunner:
         self._limits = limits
         self._padding = padding or Padding()
         self._generations = Generations(step)
-        is_capturable = can_capture(step.pool.layout)
+        is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
         self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
         self.num_replays = 0

@@ -73,6 +73,8 @@ class GraphKeys:
         rows = {write.row for write in batch.checkpoints}
         if batch.folds:
             return Uncaptured.FOLDS
+        if batch.spans:
+            return Uncaptured.SPANS
         if len(rows) < len(batch.checkpoints):
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:
@@ -96,6 +98,8 @@ class GraphKeys:
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
             return SamplerForm.DRAW
+        if state.params.hidden_of(batch.rows):
+            return Uncaptured.HIDDEN_STATES
         if not self._takes_parameters:
             return Uncaptured.SAMPLING_PARAMETERS
         if state.params.report_prompts(batch):

@@ -1,0 +1,76 @@
+"""The arithmetic of prompts in a benchmark, beside the speed of one large product on the same device.
+
+Counted are the products of every prompt token with the weights that it uses (of experts the chosen ones) and attention
+over the keys that it sees; not what recurrent layers, norms and a drafter add, nor the output product of one token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.core import RequestOutput
+from outrider.layers import Experts, Linear, find_modules
+from outrider.layers.moe import MoE
+from outrider.mixers import AttentionLayer
+from outrider.models.base import Model
+
+CUDA_SIZE, CPU_SIZE = 8192, 512
+REPEATS = 5
+
+
+def measure_product(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a product of two large square matrices; the best of a few."""
+    size = CUDA_SIZE if device.type == "cuda" else CPU_SIZE
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    del left, right
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * size**3 / best
+
+
+class PromptWork:
+    """Operations that a model's prompts take; a multiplication and an addition are two."""
+
+    def __init__(self, model: Model) -> None:
+        linears = [linear for linear in find_modules([model], Linear) if linear is not model.lm_head]
+        self.token_operations = 2 * sum(linear.in_features * linear.out_features for linear in linears)
+        for moe in find_modules([model], MoE):
+            self.token_operations += 2 * moe.router.rule.top_k * _expert_size(moe.experts, model.dtype.itemsize)
+        self._attention = [layer for layer in getattr(model, "attention_layers", ())
+                           if isinstance(layer, AttentionLayer)]
+
+    def total(self, lengths: Sequence[int]) -> float:
+        pairs = {window: sum(visible_pairs(length, window) for length in lengths)
+                 for window in {layer.window for layer in self._attention}}
+        attention = sum(4 * layer.num_heads * layer.head_dim * pairs[layer.window] for layer in self._attention)
+        return sum(lengths) * self.token_operations + attention
+
+
+def _expert_size(experts: Experts, itemsize: int) -> int:
+    return experts.format.weight_bytes // experts.num_experts // itemsize
+
+
+def visible_pairs(length: int, window: int | None) -> int:
+    """Pairs of a token and a key that it sees, over a whole prompt."""
+    full = min(length, window or length)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def prompt_speed(work: PromptWork, outputs: Sequence[RequestOutput], product: float) -> dict[str, Any]:
+    """Operations per second until every request had its first token, and their share of a large product's."""
+    first = [output.metrics.first_token_time for output in outputs]
+    seconds = max(t for t in first if t is not None) - min(output.metrics.arrival_time for output in outputs)
+    speed = work.total([len(output.prompt_token_ids) for output in outputs]) / seconds
+    return {"prompts_s": round(seconds, 4), "prompt_tflop_s": round(speed / 1e12, 3),
+            "of_product": round(speed / product, 3)}

@@ -1,0 +1,18 @@
+"""Python's garbage collector and a running engine.
+
+A full collection looks at every container that lives. After start-up these are some hundred thousand of imported
+libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+
+def freeze_heap(owner: object) -> None:
+    """Leave everything that lives now out of collections for as long as the owner lives. Collections go on, and look
+    at what is made from now on."""
+    gc.collect()
+    gc.freeze()
+    weakref.finalize(owner, gc.unfreeze).atexit = False

@@ -1,0 +1,80 @@
+"""Requests for hidden states: how they are scheduled, and how the vectors of their steps become an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.core import Finish, RequestResult
+from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
+from outrider.core.params import SamplingParams
+from outrider.core.pooling import PoolingParams, PoolingRequestOutput
+from outrider.core.spans import PromptSpans
+from outrider.sched.request import RequestInput
+
+if TYPE_CHECKING:
+    from outrider.core.pooling import Vectors
+
+# Nothing is sampled and nothing drafted for such a request; a row has parameters all the same.
+NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False, speculative=False)
+
+
+def pooling_input(params: PoolingParams, prompt_len: int, priority: int, cache_keys: tuple[str, ...],
+                  spans: PromptSpans) -> RequestInput:
+    return RequestInput(NOTHING_SAMPLED, prompt_len, 0, priority=priority, cache_keys=cache_keys, hidden=params.report,
+                        spans=spans)
+
+
+class PooledOutput:
+    """Gathers the vectors of one request over its steps. Has the methods of SampleOutput that a request needs."""
+
+    def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int) -> None:
+        self.is_finished = False
+        self._key, self._params, self._prompt_len = key, params, prompt_len
+        self._epoch = 0
+        self._parts: list[Vectors] = []
+
+    def take(self, result: RequestResult) -> OutputIncrement:
+        """After a preemption the prompt is computed again, and what was gathered before is forgotten."""
+        if result.epoch != self._epoch:
+            self._epoch, self._parts = result.epoch, []
+        if result.hidden is not None:
+            self._parts.append(result.hidden)
+        if not result.finish:
+            return OutputIncrement(self._key, [])
+        self.is_finished = True
+        end = SampleEnd(result.finish.reason, error=result.error)
+        return OutputIncrement(self._key, [], end=end, hidden=None if result.error else self._pooled())
+
+    def replay(self, token_ids: list[int]) -> str:
+        assert not token_ids, "a request for hidden states has no output tokens"
+        return ""
+
+    def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
+        self.is_finished = True
+        return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
+
+    def _pooled(self) -> Vectors:
+        vectors = np.concatenate(self._parts)
+        if self._params.pooling == "mean":
+            vectors = vectors.sum(axis=0, keepdims=True, dtype=np.float32) / np.float32(self._prompt_len)
+        vectors = vectors[:, : self._params.dimensions]
+        if self._params.normalize:
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = vectors / np.maximum(lengths, np.float32(1e-12))
+        return vectors if self._params.pooling == "all" else vectors[0]
+
+
+def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
+    """The similarity of two embeddings of length 1."""
+    assert one.outputs.data is not None and other.outputs.data is not None
+    return float(np.dot(one.outputs.data, other.outputs.data))
+
+
+def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:
+    """A list of embeddings has no place for an error, so one that failed fails the call."""
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id}: {output.error}")

@@ -1,0 +1,86 @@
+"""The inputs of latent attention: norms, ropes and cache writes of compressed vectors, and products of single heads.
+
+The torch twins of the kernels. Ropes leave the rotating dimensions in halves: where the checkpoint has them in pairs
+(0 and 1, 2 and 3), the first of each pair comes before the second. Products of such heads are the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.latent import write_entries
+
+
+class RopeRows(NamedTuple):
+    """The rope of some token rows."""
+
+    positions: Tensor  # [tokens]
+    table: Tensor  # [positions, cos | sin]
+
+    def turn(self, x: Tensor, *, in_pairs: bool) -> Tensor:
+        """x [tokens, heads, rotating | rest] -> rotated, the rotating dimensions in halves."""
+        size = self.table.shape[1]
+        turning, rest = x[..., :size], x[..., size:]
+        low, high = turning.unflatten(-1, (-1, 2)).unbind(-1) if in_pairs else turning.chunk(2, dim=-1)
+        cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+class IndexInputs(NamedTuple):
+    """An indexer's parts of `write_latents`."""
+
+    num_heads: int
+    norm_weight: Tensor  # [dim]
+    norm_bias: Tensor
+    scale: float  # of the head weights
+    in_pairs: bool  # how the index keys rotate
+    cache: Tensor  # [pages, page tokens, dim]
+
+
+def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor, eps: float, rope: RopeRows,
+                  slots: Tensor, cache: Tensor, index: IndexInputs | None) -> tuple[Tensor, Tensor]:
+    """Norms and rotates compressed vectors, and writes latents and index keys to their slots.
+
+    compressed [tokens, q | latent | rope | index key | head weights]: q only with a norm for it, the last two only with
+    an indexer. Returns q normed [tokens, q], and the scaled head weights [tokens, index heads] in float32 or wider."""
+    sizes = [0 if q_norm is None else len(q_norm), len(latent_norm), cache.shape[2] - len(latent_norm)]
+    sizes += [0, 0] if index is None else [index.cache.shape[2], index.num_heads]
+    q, latent, key, index_key, weights = compressed.split(sizes, dim=1)
+    if q_norm is not None:
+        q = _rms_norm(q, q_norm, eps)
+    turned = rope.turn(key[:, None], in_pairs=True)[:, 0]
+    write_entries(torch.cat((_rms_norm(latent, latent_norm, eps), turned), dim=1), cache, slots)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if index is not None:
+        normed = F.layer_norm(index_key, index.norm_weight.shape, index.norm_weight, index.norm_bias, eps)
+        write_entries(rope.turn(normed[:, None], in_pairs=index.in_pairs)[:, 0], index.cache, slots)
+        weights = weights * index.scale
+    return q, weights
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (F.rms_norm(wide, weight.shape, None, eps) * weight).to(x.dtype)
+
+
+def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, index_q: Tensor | None,
+                   index_in_pairs: bool) -> None:
+    """Writes the rotated parts of queries [tokens, heads x (nope | rope) | index heads x dim] to the last dimensions of
+    q [tokens, heads, latent | rope], and to index_q [tokens, index heads, dim] where there is an indexer."""
+    rope_dim = rope.table.shape[1]
+    columns = q.shape[1] * (nope_dim + rope_dim)
+    heads = queries[:, :columns].unflatten(1, (q.shape[1], -1))
+    q[..., -rope_dim:] = rope.turn(heads[..., nope_dim:], in_pairs=True)
+    if index_q is not None:
+        index_q.copy_(rope.turn(queries[:, columns:].unflatten(1, index_q.shape[1:]), in_pairs=index_in_pairs))
+
+
+def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [tokens, heads, outputs] gets the product of each head of x [tokens, heads, inputs] with its own matrix of
+    weight [heads, outputs, inputs]."""
+    out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))

@@ -1,0 +1,122 @@
+"""Operations that replace others in exact mode: a token row has the same bits alone and among any others.
+
+Where no kernel serves a call, the reference computes it token row by token row. That is slow, and exact on every device
+whose library gives the same result for the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from outrider.kernels import moe, reference
+from outrider.kernels.native import checks
+from outrider.kernels.ops.operation import (
+    FLOAT32,
+    SIXTEEN_BITS,
+    UP_TO_FLOAT32,
+    Exactness,
+    Kernel,
+    Operation,
+    native_kernel,
+    triton_kernel,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ROW_BY_ROW = Exactness.ROW_BY_ROW
+
+
+def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
+    """The function of token rows [tokens, ..] as a loop over them. per_row: places of the arguments, beside the first,
+    that have token rows too and are not None."""
+
+    @wraps(computed)
+    def one_by_one(*args: P.args, **options: P.kwargs) -> R:
+        places = [at for at in (0, *per_row) if at < len(args) and args[at] is not None]
+        given: list[Any] = list(args)
+        split = [given[at].split(1) for at in places]
+        rows = []
+        for row in zip(*split, strict=True):
+            for at, value in zip(places, row, strict=True):
+                given[at] = value
+            rows.append(computed(*given, **options))
+        return _joined(rows) if rows else computed(*args, **options)
+
+    return one_by_one
+
+
+def _joined(rows: list[Any]) -> Any:
+    """The results of all token rows as one result: tensors, or named tuples of tensors."""
+    if isinstance(rows[0], torch.Tensor):
+        return torch.cat(rows)
+    return type(rows[0])(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+
+gated_norm = Operation(
+    row_by_row(reference.gated_norm, 1),
+    triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32),
+    name="exact_gated_norm", exact=ROW_BY_ROW,
+)
+
+# Products with a weight [outputs, inputs]
+
+linear = Operation(
+    row_by_row(reference.linear),
+    native_kernel("outrider.kernels.native:linear", FLOAT32, checks.takes_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_linear", SIXTEEN_BITS),
+    name="exact_linear", exact=ROW_BY_ROW,
+)
+linear_wide = Operation(
+    row_by_row(reference.linear_wide),
+    native_kernel("outrider.kernels.native:linear", FLOAT32, checks.takes_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_linear_wide", SIXTEEN_BITS),
+    name="exact_linear_wide", exact=ROW_BY_ROW,
+)
+
+
+def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    return moe.activate(reference.linear(x, weight), activation)
+
+
+gated_linear = Operation(
+    row_by_row(_gated_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_gated_linear", SIXTEEN_BITS),
+    name="exact_gated_linear", exact=ROW_BY_ROW,
+)
+
+
+def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return reference.relu2(linear(x, weight))
+
+
+relu2_linear = Operation(
+    _relu2_linear,
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_relu2_linear", SIXTEEN_BITS),
+    name="exact_relu2_linear", exact=ROW_BY_ROW,
+)
+
+
+def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                bias: torch.Tensor | None = None) -> None:
+    residual.add_(linear(x, weight, bias))
+
+
+linear_add = Operation(_linear_add, name="exact_linear_add", exact=ROW_BY_ROW)
+
+# Experts
+
+route = Operation(
+    row_by_row(moe.route),
+    triton_kernel("outrider.kernels.triton.router:route", UP_TO_FLOAT32, "outrider.kernels.triton.router:takes_rule"),
+    name="exact_route", exact=ROW_BY_ROW,
+)
+experts = Operation(
+    row_by_row(moe.experts, 1, 2, 6),
+    Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_experts"),
+    triton_kernel("outrider.kernels.triton.moe:exact_experts", SIXTEEN_BITS),
+    name="exact_experts", exact=ROW_BY_ROW,
+)

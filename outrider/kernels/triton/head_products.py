@@ -1,0 +1,75 @@
+"""Products of every head of token rows with a matrix of its own: queries into the latent space, and values out of it.
+
+A program computes some outputs of one head for a tile of token rows. Inputs, weights and outputs may be strided, so
+that both directions use the same stored weight, and results land where the next kernel reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.common import (
+    FLOATS,
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+
+
+@kernel(do_not_specialize=["num_tokens"])
+def _head_products_kernel(
+    x, weight, out, num_tokens, x_token_stride, x_head_stride, weight_head_stride, weight_out_stride, weight_in_stride,
+    out_token_stride, out_head_stride,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    head = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    wait_for_inputs(PDL)
+    own = weight + head * weight_head_stride
+    x_row = x + token.to(tl.int64)[:, None] * x_token_stride + head * x_head_stride
+    acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        value = tl.load(x_row + k[None, :], mask=(token < num_tokens)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(own + k[:, None] * weight_in_stride + column[None, :] * weight_out_stride,
+                    mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)  # fmt: skip
+        acc = tl.dot(value, w, acc, input_precision="ieee")
+    to = out + token.to(tl.int64)[:, None] * out_token_stride + head * out_head_stride + column[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < N)[None, :])
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, pdl: bool | None = None) -> None:
+    """See `kernels.latent.head_products`."""
+    name, device = "head_products", x.device
+    pdl = uses_pdl(device) if pdl is None else pdl
+    require_tensor(name, "x", x, (None, None, None), device, FLOATS)
+    num_tokens, num_heads, k = x.shape
+    require_tensor(name, "weight", weight, (num_heads, None, k), device, (x.dtype,), inner_contiguous=0)
+    n = weight.shape[1]
+    require(1 in weight.stride()[1:], name, "weight", f"has strides {weight.stride()}, expected rows or columns packed")
+    require_tensor(name, "out", out, (num_tokens, num_heads, n), device, (x.dtype,))
+    if num_tokens == 0:
+        return
+    if num_tokens <= 64:
+        block_t, block_n, warps = max(16, next_power_of_two(num_tokens)), 64, 4
+    else:
+        block_t, block_n, warps = 128, 128, 8
+    if x.element_size() > 2:
+        block_t, block_n = min(block_t, 32), 32
+    block_n = min(block_n, max(16, next_power_of_two(n)))
+    _head_products_kernel[(num_heads, triton.cdiv(n, block_n), triton.cdiv(num_tokens, block_t))](
+        x, weight, out, num_tokens, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1), K=k, N=n,
+        BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=min(128 if x.element_size() <= 2 else 64,
+                                                      max(16, next_power_of_two(k))),
+        PDL=pdl, num_warps=warps, num_stages=3, **pdl_options(pdl),
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Attention over the latent cache in flat token space: whole contexts, or positions that an indexer chose.
+
+All heads of a token row share one entry per position, so the heads are the rows of the products. One program serves
+some heads of a tile of token rows and a split of their positions; a second kernel merges the splits of each head.
+Token rows of a tile that belong to different requests are served one request after the other, so tiles need no plan.
+Contexts are read on the device: host bounds only size the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.common import (
+    FLOATS,
+    LOG2E,
+    next_power_of_two,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+
+MAX_ROWS = 64  # rows of a program's products: more sums than these do not fit into the registers
+MOST_SPLITS = 64  # of one token row
+FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
+_INTS = ["page_table", "request_of", "first", "stop", "positions"]
+_VARYING = ["num_tokens", "max_count", "num_splits", "min_split"]
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Positions per tile, token rows per tile, positions per split, and options of the compiler."""
+
+    block_n: int
+    q_tile: int
+    min_split: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *, is_dense: bool) -> LatentConfig:
+    """Chosen for 16 bits on an H200. Token rows share a tile only where all of them attend to everything."""
+    block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
+    is_prompt = is_dense and num_tokens > 4 * FEW_TOKENS
+    q_tile = max(1, MAX_ROWS // block_h) if is_prompt and num_heads == block_h else 1
+    if itemsize > 2:
+        return LatentConfig(16 if width > 256 else 32, q_tile, 32, 8, 1)
+    return LatentConfig(32, q_tile, 32 if num_tokens <= FEW_TOKENS else 128, 8, 2)
+
+
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
+def _latent_attention_kernel(
+    q, cache, page_table, request_of, first, stop, positions, out, part_lse, scale, num_tokens, max_count, num_splits,
+    min_split, q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride,
+    out_token_stride, out_head_stride, out_split_stride,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
+    R_PAD: tl.constexpr, PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
+):
+    """Row `t * BLOCK_H + h` of a program's products is head h of token row t of its tile."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    BLOCK_M: tl.constexpr = Q_TILE * BLOCK_H
+    split = tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    head = tl.program_id(0) * BLOCK_H + row % BLOCK_H
+    token = tl.program_id(1) * Q_TILE + row // BLOCK_H
+    exists = (token < num_tokens) & (head < HEADS)
+    request = tl.load(request_of + token, mask=token < num_tokens, other=0).to(tl.int32)
+    low = tl.load(first + token, mask=token < num_tokens, other=0).to(tl.int32)
+    high = tl.load(stop + token, mask=token < num_tokens, other=0).to(tl.int32)
+    is_seen = tl.arange(0, L_PAD) < L
+    latent = tl.arange(0, L_PAD)[None, :]
+    rope = tl.arange(0, R_PAD)[None, :]
+    at = q + token.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
+    q_latent = tl.load(at + latent, mask=exists[:, None] & is_seen[None, :], other=0.0)
+    q_rope = tl.load(at + L + rope, mask=exists[:, None] & (rope < R), other=0.0)
+    acc = tl.zeros([BLOCK_M, L_PAD], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    served = tl.full([BLOCK_M], 0, dtype=tl.int32)
+    for _ in range(0, Q_TILE):
+        # The request of the first token row that is not served yet, with all its token rows of the tile.
+        leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
+        owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
+        is_own = (served == 0) & (request == owner)
+        served = tl.where(is_own, 1, served)
+        lowest = tl.min(tl.where(is_own & (high > low), low, 2147483647), axis=0)
+        highest = tl.max(tl.where(is_own & (high > low), high, 0), axis=0)
+        count = tl.minimum(tl.maximum(highest - lowest, 0), max_count)
+        size = tl.maximum(min_split, tl.cdiv(tl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N)
+        end = tl.minimum(count, (split + 1) * size)
+        table = page_table + owner.to(tl.int64) * table_stride
+        for start in range(split * size, end, BLOCK_N):
+            index = start + tl.arange(0, BLOCK_N)
+            inside = index < end
+            if CHOSEN:
+                own = positions + (tl.program_id(1) * Q_TILE).to(tl.int64) * positions_stride
+                position = tl.load(own + index, mask=inside, other=-1).to(tl.int32)
+                inside = position >= 0
+            else:
+                position = lowest + index
+            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+            entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
+            k_latent = tl.load(entry + latent, mask=inside[:, None] & is_seen[None, :], other=0.0)
+            k_rope = tl.load(entry + L + rope, mask=inside[:, None] & (rope < R), other=0.0)
+            score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
+            score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
+            visible = inside[None, :] & is_own[:, None]
+            if not CHOSEN:
+                visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            score = tl.where(visible, score, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(score, axis=1))
+            # A row that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weight, axis=1)
+            acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
+            peak = new_peak
+    divisor = tl.where(total > 0, total, 1.0)
+    result = acc / divisor[:, None]
+    to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent
+    if SPLIT:
+        to += split * out_split_stride
+        lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
+        tl.store(part_lse + (token.to(tl.int64) * HEADS + head) * num_splits + split, lse, mask=exists)
+    tl.store(to, result.to(out.dtype.element_ty), mask=exists[:, None] & is_seen[None, :])
+
+
+@kernel(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merges the splits of one head of one token row, in their order. A split without positions has weight 0."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = (token * HEADS + head) * num_splits
+    split = tl.arange(0, SPLITS)
+    lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
+    peak = tl.max(lse, axis=0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(lse - base), axis=0)
+    dim = tl.arange(0, L_PAD)
+    acc = tl.zeros([L_PAD], dtype=tl.float32)
+    for start in range(0, num_splits, GROUP):
+        index = start + tl.arange(0, GROUP)
+        weight = tl.exp2(tl.load(part_lse + part + index, mask=index < num_splits, other=float("-inf")) - base)
+        value = tl.load(part_out + (part + index)[:, None] * L + dim[None, :],
+                        mask=(weight > 0)[:, None] & (dim < L)[None, :], other=0.0)  # fmt: skip
+        acc += tl.sum(weight[:, None] * value, axis=0)
+    result = acc / tl.where(total > 0, total, 1.0)
+    to = out + token * out_token_stride + head * out_head_stride + dim
+    tl.store(to, result.to(out.dtype.element_ty), mask=dim < L)
+
+
+def latent_attention(
+    q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
+    latent_dim: int, *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """See `kernels.latent.latent_attention`. The chosen positions of a token row come before NOT_CHOSEN, and there are
+    no more of them than its context has."""
+    require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
+                   (torch.int32, torch.int64))
+    return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, config,
+                      num_splits, pdl)
+
+
+def dense_latent_attention(
+    q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int, scale: float, latent_dim: int,
+    *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """See `kernels.latent.dense_latent_attention`."""
+    return _attention("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, config,
+                      num_splits, pdl)
+
+
+def _attention(
+    name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
+    max_count: int, scale: float, latent_dim: int, config: LatentConfig | None, num_splits: int | None,
+    pdl: bool | None,
+) -> torch.Tensor:
+    pdl = uses_pdl(q.device) if pdl is None else pdl
+    num_tokens, num_heads, width = _check(name, q, cache, contexts, latent_dim)
+    is_dense = positions is None
+    config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=is_dense)
+    require(is_dense or config.q_tile == 1, name, "config", "has tiles of several token rows, which choose for"
+            " themselves")
+    block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
+    grid = (triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile))
+    splits = num_splits or _num_splits(grid[0] * grid[1], max_count, config, num_sms(q.device))
+    out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    made, lse = out, out
+    strides = (out.stride(0), out.stride(1), 0)
+    if splits > 1:
+        made = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q.device)
+        strides = made.stride()[:3]
+    chosen = contexts.request_of if positions is None else positions
+    latent_pad = max(16, next_power_of_two(latent_dim))
+    _latent_attention_kernel[(*grid, splits)](
+        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made, lse, scale,
+        num_tokens, max_count, splits, config.min_split, q.stride(0), q.stride(1), cache.stride(0), cache.stride(1),
+        contexts.page_table.stride(0), chosen.stride(0), *strides, HEADS=num_heads, BLOCK_H=block_h, L=latent_dim,
+        L_PAD=latent_pad, R=width - latent_dim, R_PAD=max(16, next_power_of_two(width - latent_dim)),
+        PAGE=cache.shape[1], Q_TILE=config.q_tile, BLOCK_N=config.block_n, CHOSEN=not is_dense, SPLIT=splits > 1,
+        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )
+    if splits > 1:
+        _merge_kernel[(num_tokens, num_heads)](
+            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, L_PAD=latent_pad,
+            SPLITS=MOST_SPLITS, GROUP=8, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        )
+    return out
+
+
+def _num_splits(programs: int, max_count: int, config: LatentConfig, sms: int) -> int:
+    """Two programs for each multiprocessor, where there are positions enough."""
+    return max(1, min(triton.cdiv(max_count, config.min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))
+
+
+def _check(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
+           latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
+    """(token rows, heads, width of an entry)."""
+    device, integers = q.device, (torch.int32, torch.int64)
+    require_tensor(name, "q", q, (None, None, None), device, FLOATS)
+    num_tokens, num_heads, width = q.shape
+    require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype,))
+    require(0 < latent_dim < width, name, "latent_dim", f"is {latent_dim}, expected less than the entry's {width}")
+    page_tokens = cache.shape[1]
+    require(page_tokens & (page_tokens - 1) == 0, name, "cache", f"has {page_tokens} tokens per page, expected a power"
+            " of two")
+    require_tensor(name, "page_table", contexts.page_table, (None, None), device, integers)
+    for argument in ("request_of", "first", "stop"):
+        require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, integers)
+    return num_tokens, num_heads, width

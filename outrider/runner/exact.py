@@ -1,0 +1,43 @@
+"""Refuses at start-up, by name, whatever exact mode cannot serve. The table of operations says what is exact."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.cache.groups import CacheLayout
+from outrider.cache.kinds import LatentSpec
+from outrider.config import EngineConfig
+from outrider.kernels import native, ops
+from outrider.kernels.native.checks import takes_heads
+from outrider.models.base import Model
+
+
+def refuse_inexact(config: EngineConfig, model: Model, layout: CacheLayout) -> None:
+    """Raise ValueError if a token's logits could depend on more than its request."""
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
+    if any(isinstance(group.spec, LatentSpec) for group in layout.groups):
+        ops.latent_attention.variant(exact=True)  # refuses
+    if model.device.type == "cpu":
+        _refuse_on_cpu(model)
+    else:
+        _refuse_on_gpu(model)
+
+
+def _refuse_on_cpu(model: Model) -> None:
+    if model.dtype != torch.float32:
+        raise ValueError(f"exact=True: on a CPU the arithmetic of {str(model.dtype).removeprefix('torch.')} is a "
+                         "library's, which adds in an order that depends on the batch: use dtype='float32'")
+    if not native.available():
+        raise ValueError(f"exact=True: on a CPU it needs the native kernels, and there are none ({native.reason()})")
+    for layer in model.attention_layers:
+        if not takes_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim):
+            raise ValueError(f"exact=True: native attention does not serve layer {layer.index} with {layer.num_heads} "
+                             f"heads of {layer.head_dim} over {layer.num_kv_heads} key/value heads")
+
+
+def _refuse_on_gpu(model: Model) -> None:
+    if model.dtype not in ops.SIXTEEN_BITS or not ops.has_triton():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(f"exact=True: on {model.device.type} it needs Triton kernels, and 16 bits; the model is in "
+                         f"{dtype}")

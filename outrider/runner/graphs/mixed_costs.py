@@ -1,0 +1,98 @@
+"""Measures what steps with prompts cost among requests that decode, once at start-up: products by the number of tokens,
+attention by the pairs of tokens and keys.
+
+The measured steps are captured ones and are kept, so that no step of these sizes waits for a capture later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from outrider.core import Limits
+from outrider.core.costs import MixedStepCosts, ReadCost
+from outrider.mixers import AttentionLayer
+from outrider.runner.graphs.costs import best_seconds, read_costs
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.keys import GraphKey
+from outrider.runner.graphs.sizes import GraphSizes
+from outrider.runner.graphs.warm_up import run_dead
+from outrider.runner.step import DeviceStep
+
+CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
+LEAST_TOKENS = 256  # of the smallest step that is measured
+CALLS = 4  # of a kernel between two looks at the clock
+
+
+@torch.inference_mode()
+def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
+                         takes_checkpoints: bool) -> MixedStepCosts:
+    """Of steps up to the first one that takes more than `max_seconds`."""
+    sizes: list[int] = []
+    seconds: list[float] = []
+    for size in mixed_sizes(GraphSizes.from_limits(limits)):
+        found = best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
+        sizes.append(size)
+        seconds.append(max([found, *seconds[-1:]]))  # more tokens never cost less; a dip is noise
+        if found > max_seconds:
+            break
+    reading, row_seconds = read_costs(step)
+    return MixedStepCosts(tuple(sizes), tuple(seconds), reading, row_seconds, attend_costs(step))
+
+
+def mixed_sizes(sizes: GraphSizes) -> list[int]:
+    """Sizes of steps with prompts among requests that decode, ascending. Fewer tokens than the first are padded to it:
+    they take hardly less time, as the weights are read all the same."""
+    return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
+
+
+def _step_of(step: DeviceStep, limits: Limits, runner: CudaRunner, tokens: int,
+             takes_checkpoints: bool) -> Callable[[], None]:
+    """Runs a step of so many token rows, with all that a step with prompts may have."""
+    if runner.graphs is None:
+        lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
+        return lambda: run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
+    captured = runner.graphs.get(GraphKey(limits.max_requests, tokens, limits.max_drafts, limits.max_drafts > 0,
+                                          takes_checkpoints, has_prompts=True))
+    return lambda: captured.replay(lambda: None)
+
+
+def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
+    """Seconds for each pair of a prompt's token and a key, over all layers of the same window. Empty where no kernel of
+    ours attends."""
+    if step.backend.name != "triton":
+        return ()
+    layers = [*step.model.attention_layers, *(() if step.drafter is None else step.drafter.attention_layers)]
+    kinds = Counter((own.num_heads, own.num_kv_heads, own.head_dim, own.window) for own in layers)
+    by_window: dict[int | None, float] = {}
+    for layer in layers:
+        count = kinds.pop((layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window), 0)
+        if count:
+            by_window[layer.window] = by_window.get(layer.window, 0.0) + count * _pair_seconds(step, layer)
+    return tuple(ReadCost(window, seconds) for window, seconds in by_window.items())
+
+
+def _pair_seconds(step: DeviceStep, layer: AttentionLayer) -> float:
+    """Seconds of one pair in one layer. All keys are those of the null page: the time goes into the products."""
+    from outrider.kernels.triton import choose_prefill, device_query_tiles, prefill_attention  # only where there is one
+
+    cache = step.pool.layer(layer.index)
+    device, dtype, page_tokens = cache["k"].device, cache["k"].dtype, cache["k"].shape[1]
+    q = torch.zeros(CHUNK, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
+    table = torch.zeros(1, -(-(CONTEXT + CHUNK) // page_tokens), dtype=torch.int32, device=device)
+    starts, lengths, live = (torch.tensor(ints, dtype=torch.int32, device=device)
+                             for ints in ([0, CHUNK], [CONTEXT + CHUNK], [CHUNK]))
+
+    def attend() -> None:
+        for _ in range(CALLS):
+            tiles = device_query_tiles(starts, CHUNK, 1, layer.num_heads, layer.num_kv_heads, layer.head_dim,
+                                       config=choose_prefill(layer.num_heads, cache["k"]))
+            prefill_attention(q, cache["k"], cache["v"], table, starts, lengths, live, tiles, scale=layer.scale,
+                              window=layer.window, softcap=layer.softcap, fill_padding=False)
+
+    keys = CONTEXT + (CHUNK + 1) / 2
+    pairs = CHUNK * (keys if layer.window is None else min(keys, layer.window))
+    attend()
+    return best_seconds(attend, device) / (CALLS * pairs)

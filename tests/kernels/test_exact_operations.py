@@ -1,0 +1,231 @@
+"""Exact mode, operation by operation: a token row has the same bits alone and among any others, at any place.
+
+`SHOWN` has a call for every operation of the table that claims to compute token rows alone, and for those that replace
+others. On a machine with a card the same calls run there in bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
+from outrider.kernels import moe, native, ops
+from outrider.kernels.ops import Exactness, Operation, Refused
+from outrider.kernels.quantized import BLOCK_BYTES, QuantizedProduct, QuantizedRows
+from outrider.kernels.sampling_keys import SamplingKeys
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_CARD else "cpu")
+DTYPE = torch.bfloat16 if ON_CARD else torch.float32
+Call = Callable[[torch.Tensor], Any]  # of [tokens] int64, the numbers of the token rows to compute
+ROWS, WIDTH = 140, 75  # more token rows than any tile has; a width that no vector divides
+RULE = moe.RouteRule(7, 3)
+pytestmark = pytest.mark.skipif(not (ON_CARD or native.available()), reason="needs the native kernels, or a card")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE, scale: float = 1.0) -> torch.Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return drawn.to(DEVICE, dtype)
+
+
+def product(operation: Operation[..., Any], *options: Any, bias: bool = False) -> Call:
+    x, weight = random(ROWS, WIDTH), random(66, WIDTH, seed=1)
+    more = (random(66, seed=2),) if bias else ()
+    return lambda rows: operation(x[rows], weight, *options, *more)
+
+
+def linear_add(rows: torch.Tensor) -> torch.Tensor:
+    residual = random(ROWS, 66, seed=3)[rows]
+    ops.linear_add.variant(exact=True)(residual, random(ROWS, WIDTH)[rows], random(66, WIDTH, seed=1))
+    return residual
+
+
+def add_rms_norm(rows: torch.Tensor) -> torch.Tensor:
+    residual = random(ROWS, WIDTH, seed=1)[rows]
+    return torch.cat((ops.add_rms_norm(random(ROWS, WIDTH)[rows], residual, random(WIDTH, seed=2), 1e-6), residual))
+
+
+def norm_add_norm(rows: torch.Tensor) -> torch.Tensor:
+    residual, post, weight = random(ROWS, WIDTH, seed=1)[rows], random(WIDTH, seed=2), random(WIDTH, seed=3)
+    normed = ops.norm_add_norm(random(ROWS, WIDTH)[rows], post, residual, weight, 1e-6, 0.5)
+    return torch.cat((normed, residual))
+
+
+def route(rows: torch.Tensor, scoring: str = "softmax") -> torch.Tensor:
+    rule = moe.RouteRule(7, 3, scoring=scoring)
+    routed = ops.route.variant(exact=True)(random(ROWS, 7, dtype=torch.float32)[rows], rule)
+    return torch.cat((routed.ids.double(), routed.weights.double()), dim=1)
+
+
+def experts(rows: torch.Tensor) -> torch.Tensor:
+    routed = moe.route(random(ROWS, 7, dtype=torch.float32), RULE)
+    gate_up, down = random(7, 26, WIDTH, seed=1), random(7, WIDTH, 13, seed=2)
+    mix = ops.experts.variant(exact=True)
+    return mix(random(ROWS, WIDTH)[rows], routed.ids[rows], routed.weights[rows], gate_up, down, "silu",
+               random(ROWS, WIDTH, seed=3)[rows])  # fmt: skip
+
+
+def gated_norm(rows: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
+    y, z = random(ROWS, WIDTH), random(ROWS, WIDTH, seed=1)
+    return ops.gated_norm.variant(exact=True)(y[rows], z[rows], random(WIDTH, seed=2), 25, 1e-6, gate_first)
+
+
+def rope_write(rows: torch.Tensor) -> torch.Tensor:
+    qkv, positions = random(ROWS, 6 * 16)[rows], torch.arange(ROWS, device=DEVICE)[rows]
+    cos, sin = random(ROWS, 8, seed=1), random(ROWS, 8, seed=2)
+    caches = [torch.zeros(ROWS // 16 + 1, 16, 1, 16, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    ops.rope_write(qkv, positions, cos, sin, positions, *caches, random(16, seed=3), random(16, seed=4))
+    return torch.cat((qkv, *(cache.view(-1, 16)[positions] for cache in caches)), dim=1)
+
+
+def paged_attention(rows: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Every token row is a request of its own, with a context of another length."""
+    cache, table = random(20, 16, 2, 16, seed=1), torch.arange(20)[None].expand(len(rows), -1)
+    lengths, ones = 1 + 2 * rows, torch.ones(len(rows), dtype=torch.int64)
+    starts = torch.arange(len(rows) + 1)
+    return ops.paged_attention(random(ROWS, 4, 16)[rows], cache, cache.flip(0), table, starts, lengths, ones, 0.25,
+                               window, 20.0)
+
+
+def drawn(operation: Operation[..., Any]) -> Call:
+    """The sampler works on one logit row at a time where no kernel draws."""
+    logits, place = random(ROWS, 203, dtype=torch.float32), torch.arange(ROWS, device=DEVICE)
+    keys = SamplingKeys(torch.full((ROWS,), 0.8, device=DEVICE), place + 3, place * 0)
+
+    def call(rows: torch.Tensor) -> torch.Tensor:
+        parts = rows.split(len(rows) if ON_CARD else 1)
+        made = [operation(logits[part], part, 5 + part, keys, True) for part in parts]
+        return torch.cat([part if isinstance(part, torch.Tensor) else part[0] for part in made])
+
+    return call
+
+
+SHOWN: dict[str, list[Call]] = {
+    "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
+    "add_rms_norm": [add_rms_norm],
+    "norm_add_norm": [norm_add_norm],
+    "exact_gated_norm": [gated_norm, lambda rows: gated_norm(rows, False)],
+    "silu_mul": [lambda rows: ops.silu_mul(random(ROWS, 2 * WIDTH, scale=3)[rows])],
+    "gelu_tanh_mul": [lambda rows: ops.gelu_tanh_mul(random(ROWS, 2 * WIDTH, scale=3)[rows])],
+    "relu2": [lambda rows: ops.relu2(random(ROWS, WIDTH)[rows])],
+    "sigmoid_scale": [
+        lambda rows: ops.sigmoid_scale(random(ROWS, WIDTH)[rows], random(ROWS, WIDTH, seed=1)[rows]),
+        lambda rows: ops.sigmoid_scale(random(ROWS, WIDTH)[rows], random(ROWS, 1, seed=1)[rows]),
+    ],
+    "gelu_scale": [lambda rows: ops.gelu_scale(random(ROWS, WIDTH)[rows], random(ROWS, WIDTH, seed=1)[rows])],
+    "cap_logits": [lambda rows: ops.cap_logits(random(ROWS, WIDTH, dtype=torch.float32, scale=9)[rows], 5.0)],
+    "exact_linear": [product(ops.linear.variant(exact=True)), product(ops.linear.variant(exact=True), bias=True)],
+    "exact_linear_wide": [product(ops.linear_wide.variant(exact=True))],
+    "exact_gated_linear": [product(ops.gated_linear.variant(exact=True), "silu"),
+                           product(ops.gated_linear.variant(exact=True), "gelu_pytorch_tanh")],
+    "exact_relu2_linear": [product(ops.relu2_linear.variant(exact=True))],
+    "exact_linear_add": [linear_add],
+    "exact_route": [route, lambda rows: route(rows, "sigmoid")],
+    "exact_experts": [experts],
+    "rope_write": [rope_write],
+    "paged_attention": [paged_attention, lambda rows: paged_attention(rows, 40)],
+    "choose_scaled": [drawn(ops.operations()["choose_scaled"])],
+    "draw_tokens": [drawn(ops.operations()["draw_tokens"])],
+}
+# Shown by whole engines: the sampler's chunks need rows of requests (tests/engine/test_exact_mode.py).
+SHOWN_BY_ENGINES = {"sample_chunk"}
+ON_CPU_ONLY = {"rope_write", "paged_attention"}
+
+
+def own_operations() -> dict[str, Operation[..., Any]]:
+    return {name: operation for name, operation in ops.operations().items()
+            if operation.reference.__module__.startswith("outrider.")}  # fmt: skip
+
+
+def test_every_operation_says_how_it_is_exact() -> None:
+    """A new row of the table is exact by itself, with a proof here; replaced by another; or refused, in words."""
+    for name, operation in own_operations().items():
+        match operation.exact:
+            case Exactness.ROW_BY_ROW:
+                assert name in SHOWN or name in SHOWN_BY_ENGINES, f"show in this file that {name} is exact"
+            case Refused(reason):
+                assert operation.exact is not ops.operation.UNDECLARED, f"{name} declares nothing"
+                with pytest.raises(ValueError, match=re.escape(reason)):
+                    operation.variant(exact=True)
+            case Operation() as replacement:
+                assert replacement.exact is Exactness.ROW_BY_ROW and replacement.name in SHOWN
+                assert operation.variant(exact=True) is replacement and operation.variant(exact=False) is operation
+
+
+def test_an_operation_from_outside_is_refused_until_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.operation, "_operations", {})
+    with pytest.raises(ValueError, match="exact=True: toy cannot be exact: it declares no exact variant"):
+        Operation(lambda x: x, name="toy").variant(exact=True)
+
+
+CALLS = [pytest.param(call, id=f"{name}-{i}") for name, calls in SHOWN.items() for i, call in enumerate(calls)
+         if not (ON_CARD and name in ON_CPU_ONLY)]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_token_row_has_the_same_bits_among_any_others(call: Call, data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 128, ROWS]))
+    start = data.draw(st.integers(0, ROWS - 1))
+    rows = (torch.arange(count, device=DEVICE) * 11 + start) % ROWS
+    place = data.draw(st.integers(0, count - 1))
+    among, alone = call(rows), call(rows[place : place + 1])
+    parts = among.shape[0] // count  # results that one call returns, one below the other
+    picked = among.view(parts, count, *among.shape[1:])[:, place]
+    assert torch.equal(picked, alone.view(picked.shape)), f"row {place} of {count}"
+
+
+@pytest.mark.skipif(ON_CARD, reason="the card's attention has tests of its own")
+@pytest.mark.parametrize("window", [0, 37])
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(1, 299), max_size=4), mates=st.integers(0, 3))
+def test_attention_has_the_same_bits_for_prompts_and_decoding(window: int, cuts: list[int], mates: int) -> None:
+    """A prompt of 300 tokens in one call, and cut into calls that have batch mates."""
+    k_cache, v_cache, q = random(40, 16, 2, 16, seed=1), random(40, 16, 2, 16, seed=2), random(300, 4, 16, seed=3)
+
+    def attend(first: int, end: int, mates: int) -> torch.Tensor:
+        lens = [end - first, *[1] * mates]
+        starts = torch.tensor([0, *lens]).cumsum(0)
+        lengths, live = torch.tensor([end, *[9 + 70 * i for i in range(mates)]]), torch.tensor(lens)
+        queries = torch.cat((q[first:end], random(mates, 4, 16, seed=4)))
+        table = torch.arange(40)[None].expand(1 + mates, -1)
+        return ops.paged_attention(queries, k_cache, v_cache, table, starts, lengths, live, 0.3, window)[: end - first]
+
+    edges = sorted({0, *cuts, 300})
+    parts = [attend(first, end, mates) for first, end in zip(edges, edges[1:], strict=False)]
+    assert torch.equal(torch.cat(parts), attend(0, 300, 0))
+
+
+@pytest.mark.skipif(ON_CARD, reason="GGUF bits are kept on a CPU only")
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_products_with_gguf_bits_are_exact_for_any_number_of_rows(kind: str, bits: int) -> None:
+    num_bytes = BLOCK_BYTES[kind] * 3
+    stored = torch.randint(0, 60, (50, num_bytes), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    product = QuantizedProduct(QuantizedRows(kind, stored), None, activation_bits=bits)
+    product.use_native_for_all(True)
+    x = random(ROWS, 96)
+    whole = product(x)
+    for count in (1, 2, 3, 5, 8, 9, 17, 64, 65, 128):
+        assert torch.equal(product(x[3 : 3 + count]), whole[3 : 3 + count]), count
+
+
+@pytest.mark.skipif(ON_CARD, reason="one thread of a CPU computes another part")
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    before, rows = torch.get_num_threads(), torch.arange(ROWS)
+    for name, calls in SHOWN.items():
+        for call in calls:
+            torch.set_num_threads(1)
+            one = call(rows)
+            torch.set_num_threads(3)
+            several = call(rows)
+            torch.set_num_threads(before)
+            assert torch.equal(one, several), name

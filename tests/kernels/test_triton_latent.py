@@ -1,0 +1,211 @@
+"""The Triton kernels of latent attention and its indexer against their torch twins: odd sizes, several requests and any
+number of token rows each, dead token rows, strided inputs, and NaN wherever nothing may be read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import latent, latent_inputs  # noqa: E402
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
+from outrider.kernels.latent_inputs import IndexInputs, RopeRows  # noqa: E402
+from outrider.kernels.triton import head_products as products_kernel  # noqa: E402
+from outrider.kernels.triton import index_choice, latent_attention  # noqa: E402
+from outrider.kernels.triton import latent_inputs as inputs_kernel
+from outrider.kernels.triton.index_scores import ScoreConfig  # noqa: E402
+from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
+from tests.kernels.conftest import HAS_CARD  # noqa: E402
+
+PAGE = 4
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def spread(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def make_contexts(device: torch.device, lens: list[tuple[int, int, int]], columns: int) -> TokenContexts:
+    """lens: (token rows, first position, length) of each request. Its last token row is dead, those before it see up to
+    the end, one position less each."""
+    request_of, first, stop = [], [], []
+    for request, (rows, begin, length) in enumerate(lens):
+        for row in range(rows):
+            is_dead = row == rows - 1 and rows > 1
+            request_of.append(request)
+            first.append(begin)
+            stop.append(0 if is_dead else max(0, length - (rows - 2 - row if rows > 1 else 0)))
+    table = (1 + torch.randperm(len(lens) * columns, generator=torch.Generator().manual_seed(3))).view(len(lens), -1)
+    made = (torch.tensor(values, device=device) for values in (request_of, first, stop))
+    return TokenContexts(table.int().to(device), *made)
+
+
+def make_cache(contexts: TokenContexts, width: int, dtype: torch.dtype, integers: bool = False) -> torch.Tensor:
+    """[pages, PAGE, width] with NaN in every cell that no token row sees, and after every entry."""
+    device, columns = contexts.first.device, contexts.page_table.shape[1]
+    pages = torch.full((1 + contexts.page_table.numel(), PAGE, width + 3), torch.nan, device=device, dtype=dtype)
+    for request, table in enumerate(contexts.page_table.long()):
+        own = contexts.request_of == request
+        begin, end = int(contexts.first[own].min()), int(contexts.stop[own].max())
+        values = spread(columns * PAGE, width, device=device, dtype=dtype, seed=request)
+        values = values.round() if integers else values
+        for position in range(begin, end):
+            pages[table[position // PAGE], position % PAGE, :width] = values[position]
+    return pages[..., :width]
+
+
+LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2)]
+
+
+@pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), [(3, 12, 4), (16, 16, 8), (70, 20, 4)])
+@pytest.mark.parametrize(("q_tile", "splits"), [(1, 1), (1, 3), (2, 1), (4, 2)])
+def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, latent_dim: int, rope_dim: int,
+                        q_tile: int, splits: int) -> None:
+    contexts = make_contexts(device, LENS, columns=8)
+    cache = make_cache(contexts, latent_dim + rope_dim, dtype)
+    q = spread(len(contexts.first), heads, latent_dim + rope_dim, device=device, dtype=dtype)
+    config = LatentConfig(16, q_tile, 16, 4, 1)
+    wanted = latent.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim)
+    out = latent_attention.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim, config=config,
+                                                  num_splits=splits, pdl=False)
+    torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (out[contexts.stop <= contexts.first] == 0).all()
+    chosen = latent_attention.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim, pdl=False)
+    torch.testing.assert_close(chosen, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(3, 1), (16, 3)])
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, splits: int,
+                          integer: torch.dtype) -> None:
+    contexts = make_contexts(device, LENS, columns=8)
+    cache = make_cache(contexts, 16, dtype)
+    q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
+    positions = torch.full((len(q), 19), NOT_CHOSEN, dtype=integer, device=device)
+    for row, (begin, end) in enumerate(zip(contexts.first.tolist(), contexts.stop.tolist(), strict=True)):
+        taken = list(range(begin, end))[:: 1 + row % 3][:19]
+        positions[row, : len(taken)] = torch.tensor(taken, dtype=integer)
+    wanted = latent.latent_attention(q, cache, contexts, positions.long(), 0.3, 12)
+    config = LatentConfig(16, 1, 16, 4, 1)
+    out = latent_attention.latent_attention(q, cache, contexts, positions, 0.3, 12, config=config, num_splits=splits,
+                                            pdl=False)
+    torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def choose(contexts: TokenContexts, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: int,
+           **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels' choice, into rows between others, and the twin's."""
+    wanted = torch.full((len(q), top_k), -99, device=q.device)
+    latent.choose_positions(q.double(), weights.double(), keys.double(), contexts, wanted)
+    buffer = torch.full((len(q) + 4, top_k), -99, dtype=torch.int64, device=q.device)
+    index_choice.choose_positions(q, weights, keys, contexts, buffer[2:-2], pdl=False, **options)
+    assert (buffer[:2] == -99).all() and (buffer[-2:] == -99).all(), "rows of nobody"
+    return buffer[2:-2], wanted
+
+
+@pytest.mark.parametrize(("rows", "splits", "in_registers"), [(1, 1, 16), (2, 3, 16), (4, 2, 4)])
+@pytest.mark.parametrize("integers", [False, True], ids=["numbers", "ties"])
+def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, in_registers: int,
+                                 integers: bool) -> None:
+    """With ties, among candidates in registers and in memory; token rows of several requests in a tile."""
+    lens = [*LENS, (6, 0, 61), (9, 7, 64)]
+    contexts = make_contexts(device, lens, columns=16)
+    keys = make_cache(contexts, 6, torch.float32, integers)
+    q = spread(len(contexts.first), 5, 6, device=device, dtype=torch.float32)
+    weights = spread(len(q), 5, device=device, dtype=torch.float32, seed=9)
+    if integers:
+        q, weights = q.round(), weights.round()
+    chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16,
+                            num_splits=splits, in_registers=in_registers)
+    assert torch.equal(chosen, wanted)
+    assert (chosen[:, -1] >= 0).sum() > 15 and (chosen[:, 0] == NOT_CHOSEN).any()
+
+
+def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
+    contexts = make_contexts(device, [(3, 1, 50)], columns=16)
+    keys = make_cache(contexts, 6, torch.float32) * 0  # NaN stays where nothing may be read
+    q, weights = torch.ones(3, 4, 6, device=device), -torch.ones(3, 4, device=device)
+    chosen, wanted = choose(contexts, q, weights, keys, 9, segment=16, in_registers=4, config=ScoreConfig(1, 16, 4, 1))
+    assert torch.equal(chosen, wanted) and chosen[0].tolist() == list(range(1, 10))
+
+
+def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = make_contexts(device, [(9, 0, 64), (1, 0, 40)], columns=16)
+    keys = make_cache(contexts, 6, torch.float32)
+    q = spread(10, 4, 6, device=device, dtype=torch.float32)
+    weights = spread(10, 4, device=device, dtype=torch.float32, seed=9)
+    monkeypatch.setattr(index_choice, "MAX_SCORES", 3 * 64)
+    made: list[torch.Size] = []
+    empty = torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(torch.Size(size))
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    chosen, wanted = choose(contexts, q, weights, keys, 5, config=ScoreConfig(2, 16, 4, 1))
+    assert torch.equal(chosen, wanted)
+    assert max(size.numel() for size in made if len(size) == 2 and size[1] == 64) == 3 * 64
+
+
+@pytest.mark.parametrize(("q_size", "has_index", "in_pairs"), [(7, True, False), (5, True, True), (0, False, False),
+                                                               (6, False, False)])  # fmt: skip
+def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: int, has_index: bool,
+                             in_pairs: bool) -> None:
+    tokens, latent_dim, rot, dim, heads = 9, 12, 4, 10, 5
+    width = q_size + latent_dim + rot + (dim + heads) * has_index
+    compressed = spread(tokens, width + 2, device=device, dtype=dtype)[:, :width]
+    norms = [1 + 0.1 * spread(size, device=device, dtype=dtype, seed=size) for size in (q_size, latent_dim, dim, dim)]
+    table = spread(20, rot, device=device, dtype=torch.float32)
+    rope = RopeRows(torch.arange(3, 3 + tokens, device=device), table)
+    slots = torch.tensor([4, 9, -1, 22, 5, 30, -1, 12, 7], device=device)
+
+    def run(write: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        sizes = (latent_dim + rot, dim)
+        caches = [torch.full((8, PAGE, size), torch.nan, device=device, dtype=dtype) for size in sizes]
+        index = IndexInputs(heads, norms[2], norms[3], 0.25, in_pairs, caches[1]) if has_index else None
+        made = write(compressed, norms[0] if q_size else None, norms[1], 1e-6, rope, slots, caches[0], index, **options)
+        return (*made, *caches)
+
+    wanted = run(latent_inputs.write_latents)
+    for ours, theirs in zip(run(inputs_kernel.write_latents, pdl=False), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+    assert wanted[2][0].isnan().all(), "dead token rows write nothing"
+
+
+@pytest.mark.parametrize(("index_heads", "in_pairs"), [(0, False), (5, False), (17, True)])
+def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_heads: int, in_pairs: bool) -> None:
+    tokens, heads, nope, rot, dim, latent_dim = 5, 11, 6, 4, 10, 12
+    queries = spread(tokens, heads * (nope + rot) + index_heads * dim, device=device, dtype=dtype)
+    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32))
+
+    def run(rotate: Any, **options: Any) -> list[torch.Tensor]:
+        q = torch.full((tokens, heads, latent_dim + rot), torch.nan, device=device, dtype=dtype)
+        index_q = torch.full((tokens, index_heads, dim), torch.nan, device=device, dtype=dtype) if index_heads else None
+        rotate(queries, rope, q, nope, index_q, in_pairs, **options)
+        return [q] if index_q is None else [q, index_q]
+
+    for ours, theirs in zip(run(inputs_kernel.rotate_queries, pdl=False), run(latent_inputs.rotate_queries),
+                            strict=True):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 19, 130 if HAS_CARD else 40])
+def test_products_of_heads(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    """Both uses of one stored weight: by columns into a part of a wider tensor, and by rows."""
+    stored = spread(3, 6 + 5, 20, device=device, dtype=dtype)
+    q = spread(tokens, 3, 9, device=device, dtype=dtype, seed=1)[..., :6]
+    wide = torch.full((tokens, 3, 24), torch.nan, device=device, dtype=dtype)
+    products_kernel.head_products(q, stored[:, :6].transpose(1, 2), wide[..., :20], pdl=False)
+    torch.testing.assert_close(wide[..., :20], torch.einsum("thn,hnl->thl", q, stored[:, :6]),
+                               atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])  # fmt: skip
+    assert wide[..., 20:].isnan().all()
+    out = torch.empty(tokens, 3, 5, device=device, dtype=dtype)
+    products_kernel.head_products(wide[..., :20], stored[:, 6:], out, pdl=False)
+    torch.testing.assert_close(out, torch.einsum("thl,hvl->thv", wide[..., :20], stored[:, 6:]),
+                               atol=5 * TOLERANCE[dtype], rtol=5 * TOLERANCE[dtype])  # fmt: skip

@@ -1,0 +1,104 @@
+"""How many tokens of prompts a step has: full steps while nobody decodes, otherwise what a bound of time allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.cache.manager import CacheManager
+from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.costs import MixedStepCosts, ReadCost
+from outrider.core.params import SamplingParams
+from outrider.sched.prompt_time import PromptTime
+from outrider.sched.request import Request, RequestInput
+from outrider.sched.scheduler import Scheduler
+from tests.unit.hash_mixer import make_layout
+
+# A step takes a tenth of a millisecond for its weights and a hundredth of one for each token.
+COSTS = MixedStepCosts((16, 32, 64, 128), (0.26e-3, 0.42e-3, 0.74e-3, 1.38e-3))
+LIMITS = Limits(8, 128, 4096, 0, 99)
+
+
+def scheduler(max_ms: float, costs: MixedStepCosts = COSTS) -> Scheduler:
+    cache = CacheManager(make_layout((4, 0)), 4000, LIMITS, enable_prefix_caching=False)
+    return Scheduler(cache, LIMITS, prompt_time=PromptTime(max_ms * 1e-3, costs))
+
+
+def request(index: int, prompt: int) -> Request:
+    return Request(index, [3] * prompt, RequestInput(SamplingParams(max_tokens=None), end_len=prompt + 500, seed=0))
+
+
+def run_step(sched: Scheduler) -> dict[int, int]:
+    """Tokens of each request in the next step, whose result is then known."""
+    batch = sched.schedule()
+    assert batch is not None
+    sched.update(answer(batch))
+    sched.check_integrity()
+    return dict(zip(batch.request_ids, batch.num_known, strict=True))
+
+
+def answer(batch: ScheduledBatch) -> StepResult:
+    return StepResult(batch.step, [
+        RequestResult(i, e, [5] if s else [], k, 0, 0)
+        for i, e, s, k in zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)
+    ])  # fmt: skip
+
+
+def decoding(sched: Scheduler, count: int) -> None:
+    sched.add(*(request(index, 2) for index in range(count)))
+    run_step(sched)
+
+
+def test_prompts_that_nobody_waits_for_fill_the_step() -> None:
+    sched = scheduler(max_ms=1.0)
+    sched.add(request(0, 300))
+    assert run_step(sched) == {0: 128} and run_step(sched) == {0: 128} and run_step(sched) == {0: 44}
+
+
+@pytest.mark.parametrize(("max_ms", "tokens"), [(0.6, 32), (0.8, 64), (1.37, 64), (50.0, 128)])
+def test_a_step_with_decoding_requests_stays_below_the_bound(max_ms: float, tokens: int) -> None:
+    sched = scheduler(max_ms)
+    decoding(sched, 3)
+    sched.add(request(9, 300))
+    assert run_step(sched) == {0: 1, 1: 1, 2: 1, 9: tokens - 3}, "it fills a captured size"
+
+
+def test_a_long_context_makes_chunks_smaller() -> None:
+    """Attention of a chunk grows with the tokens before it."""
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 2e-8), ReadCost(8, 1e-9)))
+    sched = scheduler(1.9, costs)
+    decoding(sched, 1)
+    sched.add(request(9, 2000))
+    chunks = []
+    while (step := run_step(sched))[9] > 1:
+        chunks.append(step[9])
+    assert sum(chunks) == 2000 and chunks[:-1] == sorted(chunks[:-1], reverse=True) and chunks[0] > chunks[-2]
+    context = 0
+    for chunk in chunks[:-1]:
+        assert costs.step(chunk + 1) + costs.attend(chunk, context) <= 1.9e-3
+        context += chunk
+
+
+def test_prompts_get_as_much_time_as_decoding_where_that_exceeds_the_bound() -> None:
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, reading=(ReadCost(None, 1e-4),))
+    sched = scheduler(0.1, costs)
+    decoding(sched, 2)  # reads six tokens of context in the next step
+    sched.add(request(9, 300))
+    assert run_step(sched) == {0: 1, 1: 1, 9: 62}, "0.74 + 0.6 ms, where decoding takes 0.86"
+
+
+def test_a_prompt_goes_on_when_its_attention_alone_exceeds_the_bound() -> None:
+    costs = MixedStepCosts(COSTS.tokens, COSTS.seconds, attending=(ReadCost(None, 1.0),))
+    sched = scheduler(0.1, costs)
+    decoding(sched, 2)
+    sched.add(request(9, 300), request(10, 300))
+    assert run_step(sched) == {0: 1, 1: 1, 9: 16}
+
+
+def test_prompts_share_the_time_of_one_step() -> None:
+    """The second is admitted into what the first leaves; a third waits for the next step."""
+    sched = scheduler(max_ms=1.4)
+    decoding(sched, 1)
+    sched.add(request(5, 40), request(6, 300), request(7, 300))
+    assert run_step(sched) == {0: 1, 5: 40, 6: 87}
+    assert sched.num_waiting == 1
+    assert run_step(sched) == {0: 1, 5: 1, 6: 126}
