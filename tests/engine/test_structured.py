@@ -10,13 +10,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import (
+    CONFIGS,
+    Ask,
+    Rig,
+    byte_tokenizer,
+    greedy,
+    prompt_of,
+    random_model,
+    tiny_model,
+    tokens_of,
+)
+from tests.engine.recurrent_rig import HYBRIDS
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -116,6 +128,20 @@ def test_a_preempted_request_goes_on_from_its_tokens(drafts: str) -> None:
         outputs = rig.run(ASKS, after_step=rig.preempt)
         assert tokens_of(outputs) == expected()
         assert all(outputs[i].metrics.num_preemptions for i in (0, 1))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gated_delta"])
+def test_other_kinds_of_layers(family: str) -> None:
+    """Sliding windows and recurrent states, of which rejected drafts must leave nothing."""
+    model = random_model((CONFIGS | HYBRIDS)[family], torch.float64, 3)
+    found = []
+    for settings in ({"overlap": False}, {"speculative_config": NGRAM, "overlap": True}):
+        with Rig(model, tokenizer=byte_tokenizer(), **(SETTINGS | settings)) as rig:
+            outputs = rig.run(ASKS, after_step=rig.preempt if settings["overlap"] else None)
+            found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+    assert outputs[0].metrics.num_accepted_tokens > 0 and outputs[0].metrics.num_preemptions > 0
+    jsonschema.validate(json.loads(bytes(found[0][0][0][:-1])), SCHEMA)
 
 
 @pytest.mark.parametrize("drafts", ["none", "scripted", "ngram"])
