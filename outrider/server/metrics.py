@@ -54,8 +54,12 @@ class ServerMetrics:
                                    "Mean time per output token of a request.", BETWEEN_TOKENS)
         self.whole = Histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE_REQUEST)
         self.decode = Histogram("request_decode_time_seconds", "Time from the first token to the last.", WHOLE_REQUEST)
+        self.queue = Histogram("request_queue_time_seconds", "Time until a request is first scheduled.", WHOLE_REQUEST)
+        self.prefill = Histogram("request_prefill_time_seconds", "Time from there to the first token.", WHOLE_REQUEST)
+        self.inference = Histogram("request_inference_time_seconds", "Time from there to the last one.", WHOLE_REQUEST)
         self.prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.output_tokens = Histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        self.longest = Histogram("request_max_num_generation_tokens", "Output tokens of the longest sample.", TOKENS)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
         self.ends: Counter[str] = Counter()
         self.num_preemptions = 0
@@ -65,8 +69,9 @@ class ServerMetrics:
 
     def text(self, engine: Engine | None, num_refused: int, num_restarts: int) -> str:
         lines: list[str] = []
-        for histogram in (self.first_token, self.between, self.per_token, self.whole, self.decode, self.prompt_tokens,
-                          self.output_tokens, self.max_tokens):
+        for histogram in (self.first_token, self.between, self.per_token, self.whole, self.queue, self.prefill,
+                          self.decode, self.inference, self.prompt_tokens, self.output_tokens, self.longest,
+                          self.max_tokens):
             lines += histogram.lines(self._labels)
         lines += self._counter("request_success", "Requests that ended, by reason.",
                                {f'finished_reason="{reason}"': count for reason, count in self.ends.items()})
@@ -82,6 +87,9 @@ class ServerMetrics:
         yield from self._gauge("num_requests_running", "Samples that run.", scheduler.num_running)
         yield from self._gauge("num_requests_waiting", "Samples that wait.", scheduler.num_waiting)
         yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", scheduler.cache.usage())
+        yield from _head("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.", "gauge")
+        for index, share in enumerate(scheduler.cache.usage_by_group()):
+            yield f'vllm:kv_cache_group_usage_perc{{{self._labels},group="{index}"}} {share}'
         for name, help_text, value in (
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
             ("generation_tokens", "Output tokens.", stats.num_generation_tokens),
@@ -145,6 +153,13 @@ class RequestTimer:
         metrics, longest = self._metrics, max(self._num_tokens)
         metrics.whole.observe(self._last - self._began)
         metrics.decode.observe(decode_seconds)
+        metrics.longest.observe(longest)
+        scheduled, first = counted.first_scheduled_time, counted.first_token_time
+        if scheduled is not None:
+            metrics.queue.observe(scheduled - counted.arrival_time)
+            metrics.inference.observe(time.perf_counter() - scheduled)
+            if first is not None:
+                metrics.prefill.observe(first - scheduled)
         if longest > 1:
             metrics.per_token.observe(decode_seconds / (longest - 1))
         metrics.prompt_tokens.observe(self._prompt_len)
