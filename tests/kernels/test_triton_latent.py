@@ -178,6 +178,17 @@ def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: i
     assert wanted[2][0].isnan().all(), "dead token rows write nothing"
 
 
+@pytest.mark.parametrize("has_starts", [False, True])
+def test_ranges(device: torch.device, has_starts: bool) -> None:
+    made = torch.tensor([[3, 9, 0, 7, 2, 5], [4, -1, 7, 8, -1, 2], [0, 0, 1, 1, 2, 2]], device=device)
+    lengths = torch.tensor([8, 4, 9], device=device)
+    starts = torch.tensor([1, 0, 3], device=device) if has_starts else None
+    wanted = latent.visible_ranges(*made, lengths, starts)
+    for ours, theirs in zip(inputs_kernel.visible_ranges(*made, lengths, starts, pdl=False), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert wanted[1].tolist() == [4, 0, 1, 4, 0, 6]
+
+
 @pytest.mark.parametrize(("index_heads", "in_pairs"), [(0, False), (5, False), (17, True)])
 def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_heads: int, in_pairs: bool) -> None:
     tokens, heads, nope, rot, dim, latent_dim = 5, 11, 6, 4, 10, 12

@@ -172,9 +172,8 @@ class LatentMixer:
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:
     check_rows(view, group)
-    slots, first = view.slots(group), torch.zeros_like(view.positions)
-    if isinstance(view.visible, KeysFrom):
-        first = view.visible.starts[view.request_of]
-    stop = torch.where(slots >= 0, torch.minimum(view.positions + 1, view.lengths[view.request_of]), 0)
+    slots = view.slots(group)
+    starts = view.visible.starts if isinstance(view.visible, KeysFrom) else None
+    first, stop = ops.visible_ranges(view.positions, slots, view.request_of, view.lengths, starts)
     contexts = TokenContexts(view.page_table(group), view.request_of, first, stop)
     return GroupPlan(slots, contexts, view.max_length.tokens)
