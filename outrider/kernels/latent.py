@@ -32,8 +32,8 @@ class TokenContexts(NamedTuple):
 
 def visible_ranges(positions: Tensor, slots: Tensor, request_of: Tensor, lengths: Tensor,
                    starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(first, stop) of `TokenContexts` for token rows at these positions. They see their requests' keys up to their own,
-    from `starts` [requests] on where that is given; token rows without a slot see nothing."""
+    """(first, stop) of `TokenContexts` for token rows at these positions. They see their requests' keys up to their
+    own, from `starts` [requests] on where that is given; token rows without a slot see nothing."""
     first = torch.zeros_like(positions) if starts is None else starts[request_of]
     return first, torch.where(slots >= 0, torch.minimum(positions + 1, lengths[request_of]), 0)
 

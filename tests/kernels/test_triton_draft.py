@@ -336,7 +336,8 @@ def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: t
         made, part = ops.join_embedding(tokens, table, hidden, **options)
     torch.testing.assert_close(made, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert gained or torch.equal(made, wanted)
-    assert (made[:, 48:].abs().sum(1) > 0).tolist() == ([False, True, False, True, True] if hidden_first else [True] * 5)
+    is_shown = [False, True, False, True, True] if hidden_first else [True] * 5
+    assert (made[:, 48:].abs().sum(1) > 0).tolist() == is_shown
     torch.testing.assert_close(part, wanted_part, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     empty, _ = triton.join_embedding(tokens[:0], table, hidden[:0])
     assert empty.shape == (0, 96)

@@ -30,7 +30,8 @@ def _store_part(value, gain, out, column, valid, width, eps, NORMS: tl.constexpr
 @kernel(do_not_specialize_on_alignment=["tokens", "slots"])
 def _join_kernel(
     tokens, slots, table, hidden, embedding_gain, hidden_gain, out, table_stride, hidden_stride, width, scale, eps,
-    embedding_at, hidden_at, HAS_SCALE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
+    embedding_at, hidden_at,
+    HAS_SCALE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Programs come in pairs, one for each half of a token row."""
     at = tl.program_id(0).to(tl.int64)
