@@ -65,7 +65,8 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenCo
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
                      latent_dim: int) -> Tensor:
-    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing.
+    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing. They are those that
+    `choose_positions` writes: all positions of contexts that have no more than can be chosen.
 
     q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
     heads, its latent part their value. Returns [tokens, heads, latent]."""

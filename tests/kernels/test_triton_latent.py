@@ -79,19 +79,22 @@ def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, la
     torch.testing.assert_close(chosen, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("heads", "splits"), [(3, 1), (16, 3)])
+@pytest.mark.parametrize(("heads", "q_tile", "splits"), [(3, 1, 1), (16, 1, 3), (5, 4, 2)])
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
-def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, splits: int,
+def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, q_tile: int, splits: int,
                           integer: torch.dtype) -> None:
+    """Token rows that choose beside such that attend to everything, in one tile too."""
     contexts = make_contexts(device, LENS, columns=8)
     cache = make_cache(contexts, 16, dtype)
     q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
-    positions = torch.full((len(q), 19), NOT_CHOSEN, dtype=integer, device=device)
+    positions, num_choosing = torch.full((len(q), 20), NOT_CHOSEN, dtype=integer, device=device), 0
     for row, (begin, end) in enumerate(zip(contexts.first.tolist(), contexts.stop.tolist(), strict=True)):
-        taken = list(range(begin, end))[:: 1 + row % 3][:19]
-        positions[row, : len(taken)] = torch.tensor(taken, dtype=integer)
+        taken = sorted(range(begin, end), key=lambda position: position * 7 % 11)[:20]
+        positions[row, : len(taken)] = torch.tensor(sorted(taken), dtype=integer)
+        num_choosing += end - begin > 20
+    assert 0 < num_choosing < len(q)
     wanted = latent.latent_attention(q, cache, contexts, positions.long(), 0.3, 12)
-    config = LatentConfig(16, 1, 16, 4, 1)
+    config = LatentConfig(16, q_tile, 16, 4, 1)
     out = latent_attention.latent_attention(q, cache, contexts, positions, 0.3, 12, config=config, num_splits=splits,
                                             pdl=False)
     torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -92,6 +92,11 @@ def _latent_attention_kernel(
         leader = tl.min(tl.where(served > 0, BLOCK_M, column), axis=0)
         owner = tl.sum(tl.where(column == leader, request, 0), axis=0)
         is_own = (served == 0) & (request == owner)
+        if CHOSEN:  # a token row with a choice of its own is served alone
+            chooses = high - low > max_count
+            is_long = tl.sum(tl.where((column == leader) & chooses, 1, 0), axis=0) > 0
+            is_own = is_own & tl.where(is_long, column // BLOCK_H == leader // BLOCK_H, ~chooses)
+            own = positions + (tl.program_id(1) * Q_TILE + leader // BLOCK_H).to(tl.int64) * positions_stride
         served = tl.where(is_own, 1, served)
         lowest = tl.min(tl.where(is_own & (high > low), low, 2147483647), axis=0)
         highest = tl.max(tl.where(is_own & (high > low), high, 0), axis=0)
@@ -102,12 +107,10 @@ def _latent_attention_kernel(
         for start in range(split * size, end, BLOCK_N):
             index = start + tl.arange(0, BLOCK_N)
             inside = index < end
+            position = lowest + index
             if CHOSEN:
-                own = positions + (tl.program_id(1) * Q_TILE).to(tl.int64) * positions_stride
-                position = tl.load(own + index, mask=inside, other=-1).to(tl.int32)
-                inside = position >= 0
-            else:
-                position = lowest + index
+                listed = tl.load(own + index, mask=inside & is_long, other=0).to(tl.int32)
+                position = tl.where(is_long, listed, position)
             page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
             entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
             k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
@@ -115,8 +118,7 @@ def _latent_attention_kernel(
             score = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
             score = tl.dot(k_rope, tl.trans(q_rope), score, input_precision="ieee") * (scale * LOG2E)
             visible = inside[:, None] & is_own[None, :]
-            if not CHOSEN:
-                visible = visible & (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+            visible = visible & (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
             score = tl.where(visible, score, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, axis=0))
             # A column that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
@@ -169,8 +171,8 @@ def latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
     latent_dim: int, *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`. The chosen positions of a token row come before NOT_CHOSEN, and there are
-    no more of them than its context has."""
+    """See `kernels.latent.latent_attention`. Reads the positions of token rows that have to choose alone: a context
+    with no more positions than can be chosen is attended whole."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, config,
@@ -195,8 +197,6 @@ def _attention(
     num_tokens, num_heads, width = _check(name, q, cache, contexts, latent_dim)
     is_dense = positions is None
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=is_dense)
-    require(is_dense or config.q_tile == 1, name, "config", "has tiles of several token rows, which choose for"
-            " themselves")
     block_h = min(MAX_COLUMNS, max(16, next_power_of_two(num_heads)))
     grid = (triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile))
     splits = num_splits or _num_splits(grid[0] * grid[1], max_count, config, num_sms(q.device))
