@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from outrider.config import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
     from outrider.core.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
+    from outrider.core.structured import StructuredOutputsParams
     from outrider.engine.async_llm import AsyncLLM
     from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from outrider.inputs import TextPrompt, TokensPrompt
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
            "EmbeddingRequestOutput", "EngineArgs", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
-           "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__"]
+           "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
 HOMES = {
@@ -42,6 +43,7 @@ HOMES = {
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.inputs", "TextPrompt"),
     "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
+    "StructuredOutputsParams": ("outrider.core.structured", "StructuredOutputsParams"),
 }
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeAlias
 
-from outrider.core.fields import INT32, Count, Range, check_fields
+from outrider.core.fields import INT32, Count, Range, check_fields, shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
@@ -52,6 +52,8 @@ class BeamSearchOutput:
 def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Generate, tokenizer: Tokenizer | None,
                 eos_ids: tuple[int, ...]) -> list[BeamSearchOutput]:
     """The `beam_width` best sequences of every prompt, by log-probability over length."""
+    if not isinstance(params, BeamSearchParams):
+        raise ValueError(f"params must be a BeamSearchParams, got {shown(params)}")
     check_fields("BeamSearchParams: ", params)
     ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
                          detokenize=False)
@@ -73,6 +75,8 @@ def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Ge
 def _follow(beam: BeamSearchSequence, output: RequestOutput, eos_ids: tuple[int, ...],
             ignore_eos: bool) -> list[BeamSearchSequence]:
     """A beam with each of the likeliest next tokens."""
+    if output.outputs[0].error is not None:
+        raise RuntimeError(f"beam search ended, because one of its requests failed: {output.outputs[0].error}")
     (entry,) = output.outputs[0].logprobs or [{}]
     return [replace(beam, tokens=[*beam.tokens, token], cum_logprob=beam.cum_logprob + value.logprob,
                     finish_reason="stop" if token in eos_ids and not ignore_eos else None)

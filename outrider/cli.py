@@ -22,6 +22,7 @@ from outrider.commands.parser import (
     add_model,
     add_sampling_flags,
     add_server_flags,
+    check_flags,
     count_flag,
     counts_flag,
 )
@@ -71,6 +72,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench throughput path/to/folder --load-format dummy --shapes nano
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
+  outrider bench exact smollm2 --batch-sizes 1,8
 
 The last line of the output is JSON.
 """
@@ -164,8 +166,8 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
-    bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
-                 usage="throughput|latency|spec [MODEL] [flags], or serve [flags]")
+    bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
+                 usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True)
     for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
                             ("latency", "time to the first token and between tokens")):
@@ -199,6 +201,17 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
+    exact = _add(kinds, "exact", "what exact mode costs, by batch size", BENCH_EXAMPLES, module="bench_exact")
+    add_model(exact)
+    exact.add_argument("--batch-sizes", type=counts_flag, default="1,8", metavar="N,N",
+                       help="requests at once (default: %(default)s)")
+    exact.add_argument("--prompt-len", type=count_flag, default=512, metavar="N",
+                       help="tokens of the prompt that is timed (default: %(default)s)")
+    exact.add_argument("--max-tokens", type=count_flag, default=64, metavar="N",
+                       help="answer tokens (default: %(default)s)")
+    exact.add_argument("--rounds", type=count_flag, default=3, metavar="N",
+                       help="runs of each; the best counts (default: %(default)s)")
+    add_engine_flags(exact, skip=("exact",))
     _add_bench_serve(kinds)
 
 
@@ -242,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             build_parser().print_help()
             return BAD_INPUT
         with _logging(args.verbose):
+            check_flags(args)  # before torch is imported, which takes seconds
             return int(import_module(f"outrider.commands.{args.module}").run(args))
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -14,3 +14,4 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    bidirectional_spans: NotRequired[list[list[int]]]  # [start, end) pairs whose tokens see each other both ways

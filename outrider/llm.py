@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class LLM(Front):
-    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig."""
+    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig. Several
+    threads may use one: they take turns with its steps."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         config = config_for("LLM", model, settings)
@@ -64,7 +65,7 @@ class LLM(Front):
             raise ValueError("give prompts or prompt_token_ids, not both")
         given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
-        return cast(list[RequestOutput], self._run(given, params, priority or 0, use_tqdm))
+        return cast(list[RequestOutput], self._run(given, params, 0 if priority is None else priority, use_tqdm))
 
     def encode(self, prompts: Prompt | Sequence[Prompt],
                pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
@@ -122,8 +123,10 @@ class LLM(Front):
                before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
         does whatever `before_step` raises."""
-        caller = Caller()
-        self._add(caller, prompts, SamplingParams() if sampling_params is None else sampling_params, priority)
+        if before_step is not None and not callable(before_step):
+            raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
+        caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
+        self._loop.add(caller, self._asks(prompts, params, priority))
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
@@ -166,30 +169,35 @@ class LLM(Front):
 
     def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
              priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
-        caller = Caller()
-        ids = self._add(caller, prompts, params, priority)
+        asks, caller = self._asks(prompts, params, priority), Caller()
         done: dict[str, Output] = {}
-        with closing(self._loop.follow(caller)) as outputs, RequestBar(use_tqdm, len(ids)) as progress:
-            for output in outputs:
-                if output.finished:
-                    done[output.request_id] = output
-                    progress.finish(output)
+        with RequestBar(use_tqdm, len(asks)) as progress:  # before a request is started: a caller's own bar may fail
+            ids = self._loop.add(caller, asks)
+            with closing(self._loop.follow(caller)) as outputs:
+                for output in outputs:
+                    if output.finished:
+                        done[output.request_id] = output
+                        progress.finish(output)
         return [done[request_id] for request_id in ids]
 
-    def _add(self, caller: Caller, prompts: Prompt | Sequence[Prompt],
-             params: RequestParams | Sequence[RequestParams], priority: int | Sequence[int]) -> list[str]:
+    def _asks(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
+              priority: int | Sequence[int]) -> list[Ask]:
         encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
         own_params: list[RequestParams] = _per_prompt("sampling_params", params, len(encoded))
         own_priority = _per_prompt("priority", priority, len(encoded))
-        return self._loop.add(caller, [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)])
+        return [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    try:
+        given: Any = iter(prompts)
+    except TypeError:  # also of a tensor without axes
+        given = None
+    if given is None or isinstance(prompts, (bytes, bytearray, Set)):  # bytes are no token ids, sets have no order
         raise ValueError(f"prompts must be one or several of a text, token ids and a dict, got {shown(prompts)}")
-    items: list[Any] = list(prompts)
+    items: list[Any] = list(given)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # one prompt as token ids
     return items

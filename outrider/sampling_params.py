@@ -2,5 +2,6 @@
 
 from outrider.beam_search import BeamSearchParams
 from outrider.core.params import SamplingParams
+from outrider.core.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "SamplingParams"]
+__all__ = ["BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]

@@ -16,6 +16,7 @@ from outrider.cache.known_states import DigestAt, KnownStates
 from outrider.cache.pages import PagePool
 from outrider.cache.prefix import PageHashes, longest_hit
 from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
+from outrider.core.spans import NO_SPANS, PromptSpans
 
 
 @dataclass(slots=True)
@@ -80,11 +81,13 @@ class CacheManager:
     # Admission
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
-                   use_prefix: bool = True) -> Start:
+                   use_prefix: bool = True, spans: PromptSpans = NO_SPANS) -> Start:
         """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages
-        to be shared. The hashes of the request's tokens are kept until `forget`."""
+        to be shared. A hit never ends inside one of `spans`. The hashes of the request's tokens are kept until
+        `forget`."""
         if request_id not in self._hashes:
-            self._hashes[request_id] = {size: PageHashes(size, keys) for size in {g.page_tokens for g in self.groups}}
+            self._hashes[request_id] = {size: PageHashes(size, keys, spans)
+                                         for size in {g.page_tokens for g in self.groups}}
         hashes = self._hashes[request_id]
         fresh = self.pages_to_start(len(token_ids) + 1)
         if not (self.enable_prefix_caching and use_prefix):
@@ -93,7 +96,7 @@ class CacheManager:
         must_wait = self.takes_checkpoints and self.checkpoints.is_promised(digest_at, len(token_ids))
         # At least one token is always computed, so that there are logits to sample from.
         hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
-                          lambda candidate: self.states.serves(digest_at, candidate))
+                          lambda candidate: self.states.serves(digest_at, spans.floor(candidate)))
         restoring, needed = self.states.pages_to_restore(digest_at, hit), fresh
         if restoring or fresh > self._num_available:  # otherwise there is room without counting shared pages
             needed = self._pages_beside(request_id, token_ids, hit) + restoring
@@ -239,6 +242,14 @@ class CacheManager:
 
     def usage(self) -> float:
         return 1 - self.pool.num_free / self.pool.num_usable
+
+    def usage_by_group(self) -> list[float]:
+        """The share of the pool's pages that requests hold in each group. May be asked from another thread."""
+        held: list[set[int]] = [set() for _ in self.groups]
+        for pages in list(self._requests.values()):
+            for own, columns in zip(held, pages.columns, strict=True):
+                own.update(columns)
+        return [len(own - {NULL_PAGE}) / self.pool.num_usable for own in held]
 
     def check_integrity(self) -> None:
         """Every page is free, cached or owned, exactly once; no request holds more than its capacity."""

@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 
 from outrider.cache.groups import Group
 from outrider.cache.pages import PagePool
+from outrider.core.spans import NO_SPANS, PromptSpans
 
 
 class PageHashes:
     """A request's chain of hashes for one page size, extended as its tokens settle."""
 
-    __slots__ = ("_page_tokens", "_digests", "_root")
+    __slots__ = ("_page_tokens", "_digests", "_root", "_spans")
 
-    def __init__(self, page_tokens: int, keys: tuple[str, ...]) -> None:
+    def __init__(self, page_tokens: int, keys: tuple[str, ...], spans: PromptSpans = NO_SPANS) -> None:
         self._page_tokens = page_tokens
         self._digests: list[bytes] = []
+        self._spans = spans
         self._root = hashlib.blake2b("\x00".join(keys).encode(), digest_size=16).digest()
 
     def upto(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
@@ -32,6 +34,9 @@ class PageHashes:
             parent = digests[-1] if digests else self._root
             page = array("q", token_ids[start : start + size])
             assert len(page) == size, "a page is hashed before it is full"
+            for first, last in self._spans.touching(start, start + size) if self._spans else ():
+                # Keys of a span's tokens depend on all of it, also on what lies in later pages.
+                page.extend((first, last, *token_ids[first:last]))
             digests.append(hashlib.blake2b(parent + page.tobytes(), digest_size=16).digest())
         return digests
 

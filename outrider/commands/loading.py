@@ -11,8 +11,10 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.engine.collector import freeze_heap
+from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import bar
-from outrider.engine.start import engine_around, find_model, load_tokenizer
+from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 from outrider.models.base import Model
@@ -34,13 +36,17 @@ class Loaded:
         return self.model.device
 
     def worker(self, config: EngineConfig, *, prepare: Prepare | None = None) -> Worker:
-        return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare)
+        return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare, grammars=self._grammars)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
         """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
-        engine = engine_around(config, worker or self.worker(config), self.tokenizer)
+        engine = engine_around(config, worker or self.worker(config), self.tokenizer, self._grammars)
         freeze_heap(engine)
         return LLM.around(engine, self.name)
+
+    @property
+    def _grammars(self) -> GrammarCompiler | None:
+        return None if self.tokenizer is None else GrammarCompiler(self.need_tokenizer, self.eos_ids)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
+from outrider.core.structured import StructuredOutputsParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_LEVELS, ServerConfig
@@ -72,6 +73,7 @@ SAMPLING_HELP = {
     "logprobs": "log-probabilities of this many tokens (with --json)",
     "prompt_logprobs": "the same for the prompt",
     "speculative": "false: no drafts; a number: at most so many",
+    "structured_outputs": "the form of the text, a JSON object with json, regex, choice, grammar or json_object",
 }
 SERVER_HELP = {
     "host": "address to listen at; 0.0.0.0 for all",
@@ -210,6 +212,14 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises for flags that no engine could be started with, or that contradict each other."""
+    if getattr(args, "model", None) is not None and any(hasattr(args, name) for name in ENGINE_FIELDS):
+        engine_config(args)
+    if hasattr(args, "sampling_defaults"):
+        sampling_params(args)
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = {name: getattr(args, name) for name in SAMPLING_FIELDS if hasattr(args, name)}
     return SamplingParams(**(args.sampling_defaults | given))
@@ -282,6 +292,13 @@ def _bias(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}') from None
 
 
+def _form(text: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.from_fields(json_object(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _drafts(text: str) -> bool | int:
     words = {"true": True, "false": False, "yes": True, "no": False}
     if text.lower() in words:
@@ -314,5 +331,6 @@ CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     list[int] | None: ("N,N", lambda text: list(number_list(text))),
     dict[str, Any] | None: ("JSON", json_object),
     dict[int, float] | None: ("JSON", _bias),
+    StructuredOutputsParams | None: ("JSON", _form),
     bool | int | None: ("K", _drafts),
 }

@@ -127,6 +127,9 @@ def _check_of(declared: Any) -> Check:
         (keys, key_words), (items, item_words) = map(_all_of, args)
         return ((lambda value: isinstance(value, dict) and keys(value) and items(value.values())),
                 f"a dict, each key {key_words}, each value {item_words}")
+    if dataclasses.is_dataclass(declared):  # whose instances have checked themselves
+        kind = declared if isinstance(declared, type) else type(declared)
+        return (lambda value: isinstance(value, kind)), f"a {kind.__name__}"
     return PLAIN[declared]
 
 

@@ -23,6 +23,7 @@ from outrider.core.fields import (
     did_you_mean,
     shown,
 )
+from outrider.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # most samples of one prompt
@@ -38,8 +39,7 @@ REFUSED_FIELDS = {
     "length_penalty": "use LLM.beam_search",
     "early_stopping": "use LLM.beam_search",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
-    "structured_outputs": "grammars are not supported yet",
-    "guided_decoding": "grammars are not supported yet",
+    "guided_decoding": "use structured_outputs",
     "truncate_prompt_tokens": "truncate the prompt yourself",
     "extra_args": "there are no extra arguments",
     "output_kind": "use LLM.stream for partial outputs",
@@ -81,6 +81,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool | None = None
     speculative: bool | Annotated[int, Range(0, INT32)] | None = None  # False: no drafts; a number: at most so many
+    structured_outputs: StructuredOutputsParams | None = None  # the form that the text must have
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
@@ -121,11 +122,18 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    @property
+    def edits_early_stops(self) -> bool:
+        """Whether the sampler forbids stop ids for min_tokens. A grammar's masks do that themselves: a text that has
+        all of its form ends, however short it is."""
+        return self.min_tokens > 0 and self.structured_outputs is None
+
     @cached_property
     def is_plain(self) -> bool:
         """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        edits = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
+        listed = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
+        edits = listed or self.structured_outputs
         reports = self.logprobs is not None or self.prompt_logprobs is not None
         return not (edits or self.has_penalties or self.min_tokens or reports or (filters and not self.is_greedy))
 
@@ -161,4 +169,6 @@ def check_params(given: object) -> SamplingParams:
     own = replace(given)
     for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         setattr(own, name, copy.copy(getattr(own, name)))
+    if own.structured_outputs is not None:
+        own.structured_outputs = own.structured_outputs.to_plain()
     return own

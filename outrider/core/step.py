@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core.params import SamplingParams
+from outrider.core.spans import MarkedSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,6 +104,7 @@ class Uncaptured(enum.Enum):
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
     DRAFTER_FILLS_SLOTS = "the drafter fills slots of admitted rows"
     PROMPTS = "prompts whose lengths the host must know"
+    SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"
     NO_MEMORY = "no memory for a capture"
@@ -141,6 +143,7 @@ class ScheduledBatch:
     propose: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
+    spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
 
     @property
     def num_requests(self) -> int:

@@ -9,8 +9,9 @@ from outrider.core.params import SamplingParams
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    """The token ids that end a request, each once."""
-    ids = [*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]
+    """The token ids that end a request, each once. A text that has all of its form always ends."""
+    is_endless = params.ignore_eos and params.structured_outputs is None
+    ids = [*(() if is_endless else eos_ids), *(params.stop_token_ids or ())]
     return list(dict.fromkeys(ids))
 
 

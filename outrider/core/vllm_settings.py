@@ -47,7 +47,7 @@ NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
 NO_HEADS = "heads that classify or reward are not served: LLM.embed, LLM.score and LLM.encode give hidden states"
 POOLING = "give PoolingParams to LLM.embed, LLM.score or LLM.encode"
-NO_GRAMMARS = "grammars are not served: check the text afterwards, or use allowed_token_ids"
+ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
 OWN_CONFIG = "change config.json in a copy of the model's folder"
 OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
@@ -82,7 +82,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_prompt_embeds": Refused("give text or token ids", (None, False), is_switch=True),
     "enable_sleep_mode": Refused("close the engine and start another", (None, False), is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
-    "guided_decoding_backend": Refused(NO_GRAMMARS),
+    "guided_decoding_backend": Refused(ONE_GRAMMAR_LIBRARY, (None, "auto", "guidance")),
     "hf_overrides": Refused(OWN_CONFIG, (None, {})),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_cache_dtype": Refused("the cache keeps the model's dtype", (None, "auto")),
@@ -108,7 +108,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
     "skip_tokenizer_init": Refused("prompts of token ids never use the tokenizer", (None, False), is_switch=True),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
-    "structured_outputs_config": Refused(NO_GRAMMARS),
+    "structured_outputs_config": Refused(ONE_GRAMMAR_LIBRARY),
     "task": Refused(NO_HEADS, (None, "auto", "generate", "embed", "embedding")),
     "tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),

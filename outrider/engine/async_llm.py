@@ -97,10 +97,12 @@ class AsyncLLM(Front):
     async def _opened(self, stream: _Stream, encoded: EncodedPrompt, params: RequestParams,
                       priority: int) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.check_form, params)  # a new grammar takes a while to compile
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt)
+                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
 
         self._owner.open(stream, add)
         try:
@@ -275,10 +277,14 @@ class _Owner:
         self._send(command)
 
     def shutdown(self) -> None:
+        if self._engine.is_forked:
+            return
         self._commands.put(self._stop)
         self._thread.join()
 
     def _send(self, command: Callable[[], None]) -> None:
+        if self._engine.is_forked:
+            self._engine.check_running()
         with self._lock:
             if self.error is not None:
                 raise EngineError(str(self.error)) from self.error.__cause__
@@ -314,11 +320,21 @@ class _Owner:
 
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
         try:
+            self._free_id(stream.request_id)
+        except BaseException as error:  # the end of the engine, of which this stream would not hear otherwise
+            _tell(stream.loop, stream.fail, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        try:
             add()
         except Exception as error:  # refused, with nothing changed
             _tell(stream.loop, stream.fail, error)
             return
         self._streams[stream.request_id] = stream
+
+    def _free_id(self, request_id: str) -> None:
+        """A request whose reader has left ends within the next steps, and keeps its id until then."""
+        while self.error is None and request_id not in self._streams and self._engine.is_live(request_id):
+            self._deliver(self._engine.step())
 
     def _drop(self, stream: _Stream) -> None:
         # Another stream may have the id by now, or this one was refused because of it.
@@ -334,12 +350,12 @@ class _Owner:
             if stream is not None:  # else its reader has left
                 by_loop.setdefault(stream.loop, []).append((stream, increment))
         for loop, parts in by_loop.items():
-            is_told = _tell(loop, _put_all, parts)
             for stream, _ in parts:
-                if not is_told:
-                    self._drop(stream)
-                elif not self._engine.is_live(stream.request_id):
+                if not self._engine.is_live(stream.request_id):  # forgotten before its reader hears of the end
                     self._streams.pop(stream.request_id, None)
+            if not _tell(loop, _put_all, parts):
+                for stream, _ in parts:
+                    self._drop(stream)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:

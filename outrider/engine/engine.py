@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.core import Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
 from outrider.core.pooling import PoolingParams, RequestParams
+from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
 from outrider.engine.stats import EngineStats, StatsLog
@@ -45,6 +48,7 @@ class CheckedRequest(NamedTuple):
     params: RequestParams  # with their words as tokens
     priority: int
     cache_salt: str | None
+    spans: PromptSpans = NO_SPANS
 
     @property
     def num_samples(self) -> int:
@@ -67,9 +71,10 @@ class Engine:
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
-                 max_logprobs: int = 20, submits_early: bool = False) -> None:
+                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
+                 grammars: GrammarCompiler | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
-        queued before the last one's tokens go out."""
+        queued before the last one's tokens go out. takes_spans: prompts may mark spans."""
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler(0)
         self.runner = runner
@@ -80,6 +85,8 @@ class Engine:
         self.eos_ids = eos_ids
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._grammars = grammars
+        self._takes_spans = takes_spans
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
@@ -88,10 +95,16 @@ class Engine:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
+        self._process_id = os.getpid()
 
     @property
     def has_ended(self) -> bool:
-        return self._error is not None
+        return self._error is not None or self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process: the worker and all threads stayed in the other one."""
+        return os.getpid() != self._process_id
 
     @property
     def has_work(self) -> bool:
@@ -114,15 +127,16 @@ class Engine:
     # Requests
 
     def add(self, request_id: str, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-            cache_salt: str | None = None) -> None:
+            cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
         check_value("request_id", Text, request_id)
-        self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)})
+        self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
+                                           bidirectional_spans=bidirectional_spans)})
 
     def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
         """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
         Returns the requests with the seeds that were drawn for them."""
-        self._check_running()
+        self.check_running()
         for request_id in checked:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
@@ -163,12 +177,12 @@ class Engine:
         self._is_step_missing, self.scheduler = False, scheduler
 
     def check(self, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-              cache_salt: str | None = None) -> CheckedRequest:
+              cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
         """Raises a ValueError that says what to change, if the request cannot be served."""
-        return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt)
+        return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt, bidirectional_spans)
 
     def check_prompt(self, prompt_token_ids: list[int], params: RequestParams, priority: int,
-                     cache_salt: str | None) -> CheckedRequest:
+                     cache_salt: str | None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
         """Like `check`, with parameters from `check_params`."""
         limits = self.limits
         check_value("priority", Priority, priority)
@@ -186,7 +200,15 @@ class Engine:
         for token in (min(prompt_token_ids), max(prompt_token_ids)):
             if not 0 <= token < limits.vocab_size:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
-        return CheckedRequest(prompt_token_ids, params, priority, cache_salt)
+        spans = NO_SPANS
+        if bidirectional_spans:
+            if not self._takes_spans:
+                raise ValueError("bidirectional_spans are not served by this engine: start it with "
+                                 "attention_backend='flex' (or 'torch'), for a model whose layers are all attention")
+            # In the worst case every other request computes one token and its drafts beside the span.
+            most = limits.max_batched_tokens - limits.max_requests * (1 + limits.max_drafts)
+            spans = check_spans(bidirectional_spans, len(prompt_token_ids), most)
+        return CheckedRequest(prompt_token_ids, params, priority, cache_salt, spans)
 
     def check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
@@ -202,13 +224,23 @@ class Engine:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
+        self.check_form(params)
         return params
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Raises ValueError for structured output that cannot be served. Compiles a grammar that is new, which may take
+        seconds: whoever must not wait calls it in a thread before. For any thread."""
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        self._grammars.check(params.structured_outputs.to_plain())
 
     # One step
 
     def step(self) -> list[OutputIncrement]:
         """Advance by one step; returns what it added to requests, and the ends of requests."""
-        self._check_running()
+        self.check_running()
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
         increments: list[OutputIncrement] = []
@@ -226,6 +258,8 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the steps in flight. Requests that still run are never answered."""
+        if self.is_forked:
+            return
         if self._error is None:
             self._error = EngineError("the engine was closed")
         if self._stats_log is not None:
@@ -281,9 +315,12 @@ class Engine:
         self._is_step_missing = False
         self.scheduler.recover(f"a step failed: {error!r}")
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         if self._error is not None:
             raise type(self._error)(*self._error.args)
+        if self.is_forked:
+            raise EngineError(f"the engine belongs to process {self._process_id}, from which this one was forked: "
+                              "start an engine in this process, or ask the other one")
 
     def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
         """`num_before`: requests that were accepted before it."""
@@ -295,11 +332,11 @@ class Engine:
 
     def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
         """A request and its way out, which nobody knows yet."""
-        token_ids, params, priority, cache_salt = queued
+        token_ids, params, priority, cache_salt, spans = queued
         keys = () if cache_salt is None else (f"salt={cache_salt}",)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys))
+            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys, spans))
             pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, len(token_ids))
             return _Live(request_id, metrics, [(request, pooled)], None, 1)
         assert params.seed is not None
@@ -307,7 +344,7 @@ class Engine:
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
             own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
-                               keys)
+                               keys, spans=spans)
             request = Request(next(self._ids), token_ids, own)
             key = SampleKey(request_id, index, params.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))

@@ -11,6 +11,7 @@ from outrider.core import Finish, RequestResult
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
 from outrider.core.pooling import PoolingParams, PoolingRequestOutput
+from outrider.core.spans import PromptSpans
 from outrider.sched.request import RequestInput
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False, speculative=False)
 
 
-def pooling_input(params: PoolingParams, prompt_len: int, priority: int, cache_keys: tuple[str, ...]) -> RequestInput:
-    return RequestInput(NOTHING_SAMPLED, prompt_len, 0, priority=priority, cache_keys=cache_keys, hidden=params.report)
+def pooling_input(params: PoolingParams, prompt_len: int, priority: int, cache_keys: tuple[str, ...],
+                  spans: PromptSpans) -> RequestInput:
+    return RequestInput(NOTHING_SAMPLED, prompt_len, 0, priority=priority, cache_keys=cache_keys, hidden=params.report,
+                        spans=spans)
 
 
 class PooledOutput:

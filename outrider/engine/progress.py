@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from outrider.core.fields import shown
 from outrider.core.pooling import Output
 
 
@@ -21,6 +22,8 @@ class RequestBar:
     """A bar of finished requests with the speed of their tokens. `wanted`: whether to show it, or what makes one."""
 
     def __init__(self, wanted: bool | Callable[..., Any], num_requests: int) -> None:
+        if wanted and not isinstance(wanted, bool) and not callable(wanted):
+            raise ValueError(f"use_tqdm must be True, False or a function that makes a bar, got {shown(wanted)}")
         make = bar if isinstance(wanted, bool) else wanted
         self._bar = make(total=num_requests, desc="requests", unit="req") if wanted else None
         self._start, self._num_tokens = time.perf_counter(), 0

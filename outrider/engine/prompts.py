@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.engine.text import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "bidirectional_spans")
 ONLY_TEXT = "only text and token ids are served"
 
 
@@ -17,6 +17,7 @@ class EncodedPrompt(NamedTuple):
     text: str | None  # as the caller gave it, if at all
     token_ids: list[int]
     cache_salt: str | None
+    bidirectional_spans: Sequence[Any] = ()  # as the caller gave them; the engine checks them
 
 
 def encode_prompt(prompt: Prompt, get_tokenizer: Callable[[], Tokenizer]) -> EncodedPrompt:
@@ -34,7 +35,9 @@ def encode_prompt(prompt: Prompt, get_tokenizer: Callable[[], Tokenizer]) -> Enc
         check_value("prompt_token_ids", list | tuple | None, token_ids)
         check_value("prompt", str | None, text)
         token_ids = get_tokenizer().encode(text) if token_ids is None else list(token_ids)
-        return EncodedPrompt(text, token_ids, prompt.get("cache_salt"))
+        spans: Any = prompt.get("bidirectional_spans")
+        check_value("bidirectional_spans", list | tuple | None, spans)
+        return EncodedPrompt(text, token_ids, prompt.get("cache_salt"), spans or ())
     if isinstance(prompt, str):
         return EncodedPrompt(prompt, get_tokenizer().encode(prompt), None)
     if not isinstance(prompt, (list, tuple)):

@@ -1,7 +1,7 @@
-"""RequestLoop: the one loop that drives an engine for callers in its own thread.
+"""RequestLoop: the one loop that drives an engine for callers in their own threads.
 
-Several callers may follow their requests in turn. Whoever asks next steps the engine for all of them; what a step
-added to another caller's request is kept until that caller looks.
+Several callers may follow their requests in turn, or in several threads, which wait for each other. Whoever asks next
+steps the engine for all of them; what a step added to another caller's request is kept until that caller looks.
 
 An interrupt may land on any line, also while another one is cleaned up after. So the engine is only ever touched while
 `_is_mid_change` is set; whoever finds it set forgets the engine's state and goes on from the outputs that callers have.
@@ -10,6 +10,7 @@ A caller is known by a weak reference: the requests of one that is gone are drop
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -58,9 +59,20 @@ class RequestLoop:
         self._followed: dict[str, _Followed] = {}
         self._changed: dict[str, None] = {}  # those whose caller has not looked yet
         self._is_mid_change = False  # the engine, or an output, is between two states
+        # One thread works at a time. A trace function may raise where `with` ends, before the release: the thread that
+        # this happens to can still go on.
+        self._lock = threading.RLock()
+        self._is_at_work = False  # in `_add` or `_next_of`, or one of them was interrupted
 
     def add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
         """Ids of the requests. One that cannot be served raises ValueError before any is started."""
+        with self._lock:
+            self._is_at_work = True
+            ids = self._add(caller, asks)
+            self._is_at_work = False
+        return ids
+
+    def _add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
         self._tidy()
         texts, checked = {}, {}
         given = {id(ask.params): ask.params for ask in asks}  # requests often share parameters: checked once
@@ -69,7 +81,7 @@ class RequestLoop:
             request_id = str(next(self._ids))
             texts[request_id] = ask.prompt.text
             checked[request_id] = self._engine.check_prompt(ask.prompt.token_ids, params[id(ask.params)], ask.priority,
-                                                            ask.prompt.cache_salt)
+                                                            ask.prompt.cache_salt, ask.prompt.bidirectional_spans)
         caller.left.update(checked)
         self._is_mid_change = True
         try:
@@ -88,22 +100,39 @@ class RequestLoop:
         """The outputs of a caller's requests, whenever a step has changed one, until all are finished. They grow in
         place. Requests that still run when the iterator is closed, or fails, are aborted. `before_step` may raise, to
         end them."""
+        is_interrupted = False
         try:
             while caller.left:
-                if caller.left.isdisjoint(self._changed):
-                    if before_step is not None:
-                        before_step()
-                    self._step()
-                for request_id in [i for i in self._changed if i in caller.left]:
-                    output = self._followed[request_id].output
-                    del self._changed[request_id]
-                    if output.finished:
-                        caller.left.remove(request_id)
-                        del self._followed[request_id]
+                if before_step is not None and caller.left.isdisjoint(self._changed):
+                    before_step()
+                with self._lock:
+                    self._is_at_work = is_interrupted = True  # if this never becomes False again
+                    output = self._next_of(caller)
+                    self._is_at_work = is_interrupted = False
+                if output is not None:
                     yield output
         finally:
             caller.left.clear()
-            self._tidy()
+            # A garbage collection may close the iterator while this very thread is at work in a step: then whoever
+            # works here next tidies up.
+            if is_interrupted or not self._is_at_work:
+                with self._lock:
+                    self._tidy()
+                    self._is_at_work = False
+
+    def _next_of(self, caller: Caller) -> Output | None:
+        """An output of the caller that has changed; if there is none, after a step. None if that changed none."""
+        if caller.left.isdisjoint(self._changed):
+            self._step()
+        request_id = next((i for i in self._changed if i in caller.left), None)
+        if request_id is None:
+            return None
+        output = self._followed[request_id].output
+        del self._changed[request_id]
+        if output.finished:
+            caller.left.remove(request_id)
+            del self._followed[request_id]
+        return output
 
     def _step(self) -> None:
         self._tidy()

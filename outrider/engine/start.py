@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.engine import Engine
-from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.load import find_model, load_tokenizer
+from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
-from outrider.models.sources import ModelSource, resolve, tokenizer_files
+from outrider.models.sources import ModelSource
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.suffix import SuffixDrafter
-
-log = logging.getLogger("outrider")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
@@ -26,18 +27,27 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     tokenizer = load_tokenizer(config, source)
     worker: RunningWorker
     if in_process:
-        worker = WorkerProcess(config, source)
+        child = WorkerProcess(config, source)
+        worker, grammars = child, _grammars(tokenizer, source, child.announce)
     else:
         from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
-        worker = Worker.load(config, source)
-    engine = engine_around(config, worker, tokenizer)
+        grammars = _grammars(tokenizer, source)
+        worker = Worker.load(config, source, grammars)
+    engine = engine_around(config, worker, tokenizer, grammars)
     freeze_heap(engine)
     return engine
 
 
-def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None) -> Engine:
-    """An engine for a worker that has started. It belongs to the engine from now on."""
+def _grammars(tokenizer: Tokenizer | None, source: ModelSource,
+              announce: Callable[[StructuredOutputsParams], None] | None = None) -> GrammarCompiler | None:
+    return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, announce)
+
+
+def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
+                  grammars: GrammarCompiler | None = None) -> Engine:
+    """An engine for a worker that has started. It belongs to the engine from now on. Without `grammars`, which the
+    worker must have too, structured output is refused."""
     info, speculative = worker.info, config.speculative
     has_suffixes = speculative is not None and "suffix" in speculative.methods
 
@@ -48,7 +58,8 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                          host_drafter=SuffixDrafter() if has_suffixes else None, prompt_time=_prompt_time(info))
 
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
-                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False)
+                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False,
+                  takes_spans=info.takes_spans, grammars=grammars)
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
@@ -65,19 +76,3 @@ def _prompt_time(info: WorkerInfo) -> PromptTime | None:
         case BoundedSteps(max_seconds, costs):
             return PromptTime(max_seconds, costs)
     return None
-
-
-def find_model(config: EngineConfig) -> ModelSource:
-    """The files of the model, fetched if need be."""
-    return resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
-
-
-def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
-    """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
-    if config.tokenizer is not None:
-        return Tokenizer.load(tokenizer_files(config.tokenizer, config.revision, config.download_dir))
-    try:
-        return Tokenizer.load(source.tokenizer())
-    except TokenizerError as error:
-        log.warning("no tokenizer: %s", str(error))  # a kept record must not keep the engine
-        return None

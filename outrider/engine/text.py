@@ -148,6 +148,9 @@ class Tokenizer:
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
         messages = list(messages) if isinstance(messages, Iterable) else messages
         check_value("messages", list[dict[str, Any]], messages)
+        check_value("add_generation_prompt", bool, add_generation_prompt)
+        check_value("continue_final_message", bool, continue_final_message)
+        check_value("chat_template_kwargs", dict[str, Any] | None, chat_template_kwargs)
         messages = [with_plain_content(message) for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}

@@ -22,7 +22,9 @@ from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
+from outrider.engine.load import grammars_of
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import WorkerDied, WorkerInfo
 
@@ -67,11 +69,19 @@ class WorkerProcess:
         theirs.close()  # or the pipe would not end with the child
         self._waiting: deque[Future[StepResult]] = deque()
         self._lock = threading.Lock()  # a step is counted as waiting before the end, or refused after it
+        self._sending = threading.Lock()  # steps come from one thread, and announcements from any
         self._died: WorkerDied | None = None
         self._is_closing = False
         self.info = self._receive_info()
         self._reader = threading.Thread(target=self._read, name="outrider-worker-reader", daemon=True)
         self._reader.start()
+
+    def announce(self, form: StructuredOutputsParams) -> None:
+        """A request with this form may come: the child compiles its grammar meanwhile, so that no step waits for it."""
+        try:
+            self._send(form)
+        except OSError:
+            pass  # the child is gone; the reader says so
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -81,7 +91,7 @@ class WorkerProcess:
                 return future
             self._waiting.append(future)
         try:
-            self._pipe.send(batch)
+            self._send(batch)
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
         except Exception:  # a batch that cannot be pickled: the child has not seen it
@@ -93,7 +103,7 @@ class WorkerProcess:
     def close(self) -> None:
         self._is_closing = True
         try:
-            self._pipe.send(None)
+            self._send(None)
         except OSError:
             pass  # it has ended already
         self._process.join(CLOSE_SECONDS)
@@ -104,6 +114,10 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends a child that no longer answers: its steps fail with WorkerDied."""
         self._process.kill()
+
+    def _send(self, message: ScheduledBatch | StructuredOutputsParams | None) -> None:
+        with self._sending:
+            self._pipe.send(message)
 
     def _receive_info(self) -> WorkerInfo:
         while True:
@@ -181,7 +195,8 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     try:
         from outrider.runner.worker import Worker
 
-        worker = Worker.load(config, source)
+        grammars = grammars_of(config, source)
+        worker = Worker.load(config, source, grammars)
     except BaseException as error:
         send(Failure.from_error(error))
         return
@@ -191,8 +206,11 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     answers = threading.Thread(target=_answer, args=(steps, send), daemon=True)
     answers.start()
     try:
-        while (batch := pipe.recv()) is not None:
-            steps.put(worker.submit(batch))
+        while (message := pipe.recv()) is not None:
+            if isinstance(message, StructuredOutputsParams):
+                grammars.start(message)
+            else:
+                steps.put(worker.submit(message))
         steps.put(None)
         answers.join()
         worker.close()

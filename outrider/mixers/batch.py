@@ -67,6 +67,24 @@ ALL_KEYS = AllKeys()
 
 
 @dataclass(frozen=True)
+class NoSpans:
+    """No token of the batch lies in a marked span."""
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The marked span that each token lies in, by positions; both are 0 for tokens outside of any span. A span's tokens
+    are all in one batch and see each other in both directions."""
+
+    starts: torch.Tensor  # [tokens]
+    ends: torch.Tensor  # [tokens] one past the last position
+
+
+Spans = NoSpans | TokenSpans
+NO_SPANS = NoSpans()
+
+
+@dataclass(frozen=True)
 class BatchView:
     """Token rows of a step, all tensors cut to the same counts of requests and tokens.
 
@@ -91,6 +109,7 @@ class BatchView:
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
     visible: VisibleKeys = ALL_KEYS
+    spans: Spans = NO_SPANS
 
     def page_table(self, group: Group) -> torch.Tensor:
         """[requests, columns up to the batch's own bound]"""

@@ -58,10 +58,11 @@ def register_mixer(spec: type[PagedSpec], make: MakeMixer) -> None:
     _MIXERS[spec] = make
 
 
-def can_capture(layout: CacheLayout) -> bool:
-    """Whether steps over these groups can be captured. A mixer with a method `is_capturable` decides by the spec."""
+def can_capture(layout: CacheLayout, backend: Backend) -> bool:
+    """Whether steps over these groups can be captured: by the backend, and by the mixers. A mixer with a method
+    `is_capturable` decides by the spec."""
     asked = [(getattr(_MIXERS.get(type(group.spec)), "is_capturable", None), group.spec) for group in layout.groups]
-    return all(is_capturable is None or is_capturable(spec) for is_capturable, spec in asked)
+    return backend.is_capturable and all(is_capturable is None or is_capturable(spec) for is_capturable, spec in asked)
 
 
 class CachedLayers:

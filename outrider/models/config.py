@@ -38,6 +38,9 @@ class Sizes:
         num_kv_heads = config.get("num_key_value_heads", int, num_heads, least=1)
         if num_heads % num_kv_heads:
             raise config.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
+        head_dim = config.get("head_dim", int, head_dim or hidden_size // num_heads, least=1)
+        if not head_dim:
+            raise config.refusal("hidden_size", f"without head_dim it must be at least {num_heads} (one per head)")
         return cls(
             vocab_size=config.required("vocab_size", int),
             hidden_size=hidden_size,
@@ -45,7 +48,7 @@ class Sizes:
             num_layers=config.required("num_hidden_layers", int),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim", int, head_dim or hidden_size // num_heads, least=1),
+            head_dim=head_dim,
             max_positions=config.required("max_position_embeddings", int),
             eps=config.get("rms_norm_eps", float, 1e-6),
             is_tied=config.get("tie_word_embeddings", bool, is_tied),

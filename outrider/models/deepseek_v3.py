@@ -128,7 +128,7 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
     num_layers = config.required("num_hidden_layers", int)
     num_dense = config.get("first_k_dense_replace", int, 0)
     kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
-    if len(kinds) != num_layers or set(kinds) - {DENSE, SPARSE}:
+    if len(kinds) != num_layers or not all(kind in (DENSE, SPARSE) for kind in kinds):
         raise config.refusal("mlp_layer_types", f"it must name {num_layers} layers, each {DENSE} or {SPARSE}")
     return [kind == SPARSE for kind in kinds]
 
@@ -140,7 +140,8 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
     frequency, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
     scheduled = [SHARED_INDEX if max(i - offset + 1, 0) % frequency else FULL_INDEX for i in range(num_layers)]
     named = {"F": FULL_INDEX, "S": SHARED_INDEX}
-    kinds = [named.get(kind, kind) for kind in config.values.get(key) or scheduled]
+    given = config.values.get(key) or scheduled
+    kinds = [named.get(str(kind), str(kind)) for kind in given] if isinstance(given, (list, str)) else []
     if len(kinds) != num_layers or set(kinds) - set(named.values()) or kinds[0] != FULL_INDEX:
         raise config.refusal(key, f"it must name {num_layers} layers, each full or shared, the first one full")
     return kinds

@@ -16,9 +16,18 @@ import torch
 from outrider.cache.groups import Group
 from outrider.core import ScheduledBatch
 from outrider.kernels import ops
+from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
 from outrider.kernels.step import PreparedStep
-from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, ForwardBatch, LengthBound, MixedQueries
+from outrider.mixers.batch import (
+    BatchView,
+    DecodeQueries,
+    ExactQueries,
+    ForwardBatch,
+    LengthBound,
+    MixedQueries,
+    TokenSpans,
+)
 from outrider.runner.rows import RowState
 from outrider.sample.batch import LogitRows
 
@@ -115,6 +124,18 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
         max(scheduled.num_pending, default=0),
     )  # fmt: skip
     return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
+
+
+def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.device) -> TokenSpans:
+    """The marked span of every padded token of a batch."""
+    first_row = [0, *accumulate(shape.queries.lens)]
+    starts, ends = [0] * shape.tokens, [0] * shape.tokens
+    for request, start, end in scheduled.spans:
+        before = scheduled.bounds[request] - scheduled.num_known[request]  # a step with a span has no drafts of it
+        row = first_row[request] + start - before
+        starts[row : row + end - start] = [start] * (end - start)
+        ends[row : row + end - start] = [end] * (end - start)
+    return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
 
 
 def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:

@@ -5,13 +5,17 @@ So a worker can live in this process, in a process of its own, or be one of seve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, StepCosts
+from outrider.core.structured import StructuredOutputsParams
 
 
 class Runner(Protocol):
@@ -76,6 +80,7 @@ class WorkerInfo:
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
+    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
 
 
 class RunningWorker(Runner, Protocol):
@@ -83,3 +88,29 @@ class RunningWorker(Runner, Protocol):
 
     @property
     def info(self) -> WorkerInfo: ...
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """By tokens that are part of the output for good."""
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
+        """The first drafts, as far as the grammar allows them and the text goes on after them."""
+
+    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
+        """At most so many drafts: those given, as far as they are allowed, then the tokens that the grammar forces."""
+
+
+class Grammars(Protocol):
+    """Makes matchers for a worker, and fills the masks of several at once."""
+
+    def start(self, asked: StructuredOutputsParams) -> Future[Any]:
+        """A matcher at the start of its text, in a while."""
+
+    def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
+        """Each matcher fills the mask at its index, and one after each of its drafts."""

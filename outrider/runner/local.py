@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from outrider.core import ScheduledBatch, StepResult, Uncaptured
+from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
 from outrider.runner.batch import PaddedSize
 from outrider.runner.generations import Generations
 from outrider.runner.results import read_result
@@ -61,4 +61,5 @@ class LocalRunner:
             size = self._padding.size_for(batch)
             self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
             result = self.device_step.run(batch, size)
-            return read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
+            done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
+            return self.device_step.grammars.settle(batch, done) if batch.form is StepForm.SPLIT else done

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import RecurrentSpec
+from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.masks import CAUSAL
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.exact import refuse_inexact
+from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
@@ -39,25 +41,36 @@ class StepParts:
     packed_bytes: int
     enable_prefix_caching: bool
     exact: bool
+    grammars: Grammars | None
 
     @property
     def takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether every layer can let tokens of a span see each other in both directions."""
+        kinds = (FullSpec, SlidingSpec)
+        return (self.backend.takes_masks and not self.layout.recurrent.layers
+                and all(isinstance(group.spec, kinds) for group in self.layout.groups))
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device
         pool = DevicePool(self.layout, num_pages, model.dtype, device)
         if drafter is not None:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
-        return DeviceStep(model, pool, RowState(limits, self.layout.groups, device), self.backend, limits.max_len,
+        state = RowState(limits, self.layout.groups, device)
+        return DeviceStep(model, pool, state, self.backend, limits.max_len,
                           recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool,
                                                   exact=self.exact),
-                          drafter=drafter, synthetic=self.synthetic, logprobs_mode=self.logprobs_mode,
-                          exact=self.exact)
+                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
+                          synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
 
-def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> StepParts:
-    """`drafter`: one that is already made, instead of the config's."""
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = None,
+                 grammars: Grammars | None = None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
+    structured output."""
     speculative, device = config.speculative, model.device
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -81,10 +94,12 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact)
+    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
+    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
+                           has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching, config.exact)
+                     config.enable_prefix_caching, config.exact, grammars)
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:

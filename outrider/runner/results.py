@@ -11,7 +11,8 @@ from outrider.runner.step import DeviceResult, RowCheckpoints
 from outrider.sample.logprobs import HostLogprobs, to_host
 
 NAN_LOGITS = (
-    "the model's logits are not finite, or no token is allowed: check the weights, logit_bias and allowed_token_ids"
+    "the model's logits are not finite, or no token is allowed: check the weights, logit_bias, allowed_token_ids and "
+    "structured_outputs"
 )
 
 

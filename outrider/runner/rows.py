@@ -152,8 +152,9 @@ class RowState:
                 row, column, page = to_device(flat, torch.int64, self.device).unbind(1)
                 table.index_put_((row, column), page.to(torch.int32))
 
-    def take_host_drafts(self, drafts: list[HostDraft]) -> None:
-        """Host drafts become the rows' drafts, less what has been accepted since they were made."""
+    def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
+        """Host drafts become the rows' drafts, less what has been accepted since they were made. keeps_longer: not
+        where a device drafter's guess begins with them."""
         if not drafts:
             return
         width = self.drafts.shape[1]
@@ -170,6 +171,9 @@ class RowState:
         is_alive = agrees.all(dim=1) & (since >= 0)
         shifted = guessed.gather(1, (since[:, None] + torch.arange(width, device=self.device)).clamp(0, most - 1))
         left = torch.where(is_alive, count - since, 0).clamp(0, width)
+        if keeps_longer:
+            differs = (shifted != self.drafts[rows]) & (torch.arange(width, device=self.device) < left[:, None])
+            left = torch.where(differs.any(dim=1) | (self.num_drafts[rows] < left), left, 0)
         # Where nothing is left of it, a device drafter's guess stays.
         self.drafts.index_copy_(0, rows, torch.where((left > 0)[:, None], shifted, self.drafts[rows]))
         self.num_drafts.index_copy_(0, rows, torch.where(left > 0, left, self.num_drafts[rows]))

@@ -15,21 +15,29 @@ from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
-from outrider.mixers.batch import BatchView
+from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager
+from outrider.runner.batch import (
+    CapturedShape,
+    EagerShape,
+    Inputs,
+    PaddedSize,
+    StepShape,
+    build_inputs,
+    pack_eager,
+    token_spans,
+)
+from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
-from outrider.sample.batch import History
-from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.logprobs import LogprobRows
+from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
-from outrider.spec.base import Drafter, Step
+from outrider.spec.base import Drafter, HiddenReads, Step
 from outrider.spec.scripted import SyntheticAcceptance
 
 
@@ -62,6 +70,7 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     propose: int
     checkpoints: CheckpointPlan = NoCheckpoints()
+    spans: Spans = NO_SPANS  # of the padded tokens
 
 
 @dataclass(frozen=True)
@@ -92,24 +101,25 @@ class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 recurrent: RecurrentRows, drafter: Drafter | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
+                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
+                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw",
+                 exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
+        self.grammars = grammars
         self.backend = backend
         self.drafter = drafter
         self.synthetic = synthetic
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
-        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
+        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
-        self.host_turn: Callable[[ScheduledBatch], None] = lambda scheduled: None  # between the halves of a split step
+        self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
     def has_sampler_kernels(self) -> bool:
@@ -121,6 +131,7 @@ class DeviceStep:
         """Forget all rows: after a failed step nobody knows what they hold. The one function over all row state."""
         self.state.reset()
         self.recurrent.reset()
+        self.grammars.reset()
         if self.drafter is not None:
             self.drafter.reset()
 
@@ -132,10 +143,13 @@ class DeviceStep:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)
+        self.grammars.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
         if self.drafter is not None:
             self.drafter.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.host_drafts)
+        if scheduled.form is StepForm.SPLIT:
+            self.grammars.begin(scheduled)
         self.state.write_pages(scheduled.page_writes)  # last: see RowState.admit
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
@@ -148,7 +162,8 @@ class DeviceStep:
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
         return StepPlan(needs, extras, any_sampled, scheduled.propose,
-                        NoCheckpoints() if targets is None else ListedCheckpoints(targets))
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
+                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
@@ -160,7 +175,8 @@ class DeviceStep:
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
         result = self.finish_half(half, plan)
-        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
+        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
+                                  row_by_row=self._samples_row_by_row)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
         hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
@@ -179,7 +195,16 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
-        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
+        if plan.spans is not NO_SPANS:
+            view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
+        rows = inputs.logit_token_rows if self._needs_only_logit_rows(shape) else None
+        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows))
+
+    def _needs_only_logit_rows(self, shape: StepShape) -> bool:
+        """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
+        may report log-probabilities of its prompts."""
+        reads_all = self.drafter is not None and self.drafter.reads_hidden is HiddenReads.ALL
+        return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
         """Finish and draft."""
@@ -195,20 +220,22 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
+    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
+                rows: torch.Tensor | None = None) -> Hidden:
+        """rows: the token rows that are wanted of the last layer; all of them by default."""
         taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
-        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
         if inputs.shape.logit_rows_are_tokens:
             logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
         else:
-            logits = self.model.logits(hidden.final[inputs.logit_token_rows])
+            logits = self.model.logits(hidden.final_of(inputs.logit_token_rows))
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
+                         logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
@@ -226,8 +253,11 @@ class DeviceStep:
 
     def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
+        last_rows = None
+        if hidden.rows is not None:  # a request that guesses has sampled: its last computed token made a logit row
+            last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose)
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose, last_rows)
         if plan.propose == 0:
             drafter.skip(step)
             return

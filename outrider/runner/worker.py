@@ -30,6 +30,7 @@ from outrider.runner.graphs.warm_up import measure_step_memory
 from outrider.runner.interface import (
     BoundedSteps,
     FixedDrafting,
+    Grammars,
     MeasuredDrafting,
     NoDrafting,
     UnboundedSteps,
@@ -62,13 +63,14 @@ class Worker:
     """A model that is loaded, ready to run steps."""
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
-                 drafter: Drafter | None = None, prepare: Prepare | None = None) -> None:
+                 drafter: Drafter | None = None, prepare: Prepare | None = None,
+                 grammars: Grammars | None = None) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
         anything runs: benchmarks change what routers choose."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
-        parts = gather_parts(config, model, drafter)
+        parts = gather_parts(config, model, drafter, grammars)
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
@@ -84,11 +86,12 @@ class Worker:
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps)
+        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
+                               takes_spans=parts.takes_spans)
 
     @classmethod
-    def load(cls, config: EngineConfig, source: ModelSource) -> Worker:
-        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids)
+    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None) -> Worker:
+        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids, grammars=grammars)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
@@ -118,8 +121,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
-        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                          use_graphs=not config.enforce_eager and can_capture(parts.layout),
+        use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
+        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device, use_graphs=use_graphs,
                                           page_extra_bytes=extra,
                                           takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,

@@ -1,4 +1,4 @@
-"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties. In place.
+"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties, grammars. In place.
 
 Each takes a chunk's logits [L, V], which it owns, and touches a logit row only by that row's own request. Forbidding
 adds -inf, so that entries that meet in one cell may come in any order.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.sampling_flags import OUTPUTS
+from outrider.kernels.sampling_flags import GRAMMAR, OUTPUTS
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import AllowedTokens, BadWords, LogitBias, StepNeeds
 from outrider.sample.rows import SamplingRows
@@ -65,6 +65,17 @@ def penalise(
     if needs.any_output_counts:
         logits.sub_(counts * per_row(rows.frequency))
         logits.sub_((counts > 0) * per_row(rows.presence))
+
+
+def allow_by_grammar(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
+    """The mask of a logit row is that of its row and of the drafts before it."""
+    words = rows.masks.words
+    assert words is not None, "a row with a grammar was not admitted"
+    own = words[logit_rows.row, logit_rows.draft_index.clamp_max(words.shape[1] - 1)]  # [L, mask words]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = ((own[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    has_grammar = (rows.flags[logit_rows.row] & GRAMMAR) != 0
+    logits.masked_fill_(has_grammar[:, None] & ~is_allowed, -torch.inf)
 
 
 def _forbid(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

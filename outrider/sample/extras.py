@@ -27,6 +27,7 @@ class StepNeeds:
     any_logit_bias: bool = False
     any_repetition: bool = False
     any_output_counts: bool = False  # presence or frequency penalties
+    any_grammar: bool = False
     any_min_p: bool = False
     any_top_p: bool = False
     max_top_k: int = 0  # 0: nobody has a top-k
@@ -43,10 +44,11 @@ class StepNeeds:
             any_sampled=bool(sampled),
             any_allowed=any(p.allowed_token_ids is not None for p in asked),
             any_bad_words=any(p.bad_words_token_ids for p in asked),
-            any_min_tokens=any(p.min_tokens > 0 for p in asked),
+            any_min_tokens=any(p.edits_early_stops for p in asked),
             any_logit_bias=any(p.logit_bias for p in asked),
             any_repetition=any(p.repetition_penalty != 1 for p in asked),
             any_output_counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in asked),
+            any_grammar=any(p.structured_outputs is not None for p in asked),
             any_min_p=any(p.min_p > 0 for p in sampled),
             any_top_p=any(p.top_p < 1 for p in sampled),
             max_top_k=max((p.top_k for p in sampled if p.top_k > 0), default=0),
@@ -60,7 +62,7 @@ class StepNeeds:
         """Needs of a captured step that serves any batch: rows say what is done for them. Penalties need the counts,
         which are there once a request has asked for one. For kernels alone: the torch code goes by exact needs."""
         return cls(True, True, True, True, True, any_repetition=has_counts, any_output_counts=has_counts,
-                   any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
+                   any_grammar=True, any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
     @property
     def any_penalties(self) -> bool:
@@ -70,7 +72,7 @@ class StepNeeds:
     def any_edits(self) -> bool:
         """Something changes single logits."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
-        return listed or self.any_min_tokens or self.any_penalties
+        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar
 
     @property
     def any_top_k(self) -> bool:

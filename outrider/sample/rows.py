@@ -1,7 +1,8 @@
 """SamplingRows: what the device keeps of every running request's sampling parameters.
 
 Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. Lists of any
-length are `lists`, what penalties count is `counts`. It does not know batches: a stage picks its rows itself.
+length are `lists`, what penalties count is `counts`, what grammars allow is `masks`. It does not know batches: a stage
+picks its rows itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.counts import TokenCounts
 from outrider.sample.lists import ListPlaces, RowLists
+from outrider.sample.masks import GrammarMasks
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p_floor", "presence", "frequency", "repetition")
 INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids", "flags",
@@ -56,6 +58,7 @@ class SamplingRows:
         self.stop_ids = buffer(limits, Axis.ROWS, Axis.STOP_IDS, dtype=torch.int64, device=device)
         self.lists = RowLists(limits, device)
         self.counts = TokenCounts(limits, device)
+        self.masks = GrammarMasks(limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
         """Writes the rows of `admissions`: two copies to the device, then one indexed copy for each kind of field."""
@@ -76,6 +79,7 @@ class SamplingRows:
         self._ints.index_copy_(1, row, fields[:, : len(INT_FIELDS)].t())
         self.stop_ids.index_copy_(0, row, fields[:, len(INT_FIELDS) :])
         self.counts.admit(admissions)
+        self.masks.admit(admissions)
 
     @property
     def keys(self) -> SamplingKeys:
@@ -112,10 +116,11 @@ def flags_of(params: SamplingParams, vocab: int) -> int:
         flags.ALLOWED: params.allowed_token_ids is not None,
         flags.BIAS: bool(params.logit_bias),
         flags.BAD_WORDS: bool(params.bad_words_token_ids),
-        flags.MIN_TOKENS: params.min_tokens > 0,
+        flags.MIN_TOKENS: params.edits_early_stops,
         flags.PENALTIES: params.has_penalties,
         flags.TOP_K: is_sampled and 0 < params.top_k < vocab,
         flags.TOP_P: is_sampled and params.top_p < 1,
         flags.MIN_P: is_sampled and params.min_p > 0,
+        flags.GRAMMAR: params.structured_outputs is not None,
     }
     return sum(flag for flag, is_asked in asked.items() if is_asked)

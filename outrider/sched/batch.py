@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from outrider.cache.checkpoints import StateProgress
 from outrider.cache.manager import Granted
-from outrider.core import Admission, CheckpointWrite, HostDraft, ScheduledBatch
+from outrider.core import Admission, CheckpointWrite, HostDraft, ScheduledBatch, StepForm
+from outrider.core.spans import MarkedSpan
 from outrider.sched.request import Request
 
 
@@ -31,6 +32,7 @@ class BatchBuilder:
     def __init__(self, step: int, generation: int = 0) -> None:
         self._step, self._generation = step, generation
         self._entries: list[Entry] = []
+        self._spans: list[MarkedSpan] = []
 
     @property
     def is_empty(self) -> bool:
@@ -53,6 +55,16 @@ class BatchBuilder:
         request.unsettled += num_known + num_drafts
         request.in_flight_samples += samples
 
+    def mark(self, start: int, end: int) -> None:
+        """A span of the request that was added last."""
+        self._spans.append(MarkedSpan(len(self._entries) - 1, start, end))
+
+    @property
+    def form(self) -> StepForm:
+        """Split if a request samples by a grammar, whose masks the host writes before the sampler runs."""
+        has_grammar = any(entry.samples and entry.request.input.has_form for entry in self._entries)
+        return StepForm.SPLIT if has_grammar else StepForm.WHOLE
+
     @property
     def progress(self) -> dict[int, StateProgress]:
         """How far each request's recurrent states get. Tokens known at admission are never in doubt, and drafts are
@@ -65,7 +77,8 @@ class BatchBuilder:
         return progress
 
     def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
-              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int) -> ScheduledBatch:
+              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int,
+              form: StepForm = StepForm.WHOLE) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
         requests, num_known, num_drafts, samples, num_pending, _ = map(list, columns)
@@ -87,4 +100,6 @@ class BatchBuilder:
             num_pending=num_pending,
             propose=propose,
             generation=self._generation,
+            form=form,
+            spans=self._spans,
         )

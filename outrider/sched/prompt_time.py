@@ -14,13 +14,13 @@ class FullStep:
     """Room for prompts in a step that nobody waits for: all the tokens that are left."""
 
     def __init__(self, budget: int) -> None:
-        self._budget = budget
+        self.tokens_left = budget
 
     def most_tokens(self, context: int) -> int:
-        return self._budget
+        return self.tokens_left
 
     def add(self, num_tokens: int, context: int) -> None:
-        self._budget -= num_tokens
+        self.tokens_left -= num_tokens
 
 
 class TimedStep:
@@ -29,23 +29,24 @@ class TimedStep:
     def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float) -> None:
         """num_tokens: scheduled so far. budget: tokens that are left. seconds: of the scheduled tokens' attention."""
         self._costs, self._max_seconds = costs, max_seconds
-        self._num_tokens, self._budget, self._seconds = num_tokens, budget, seconds
+        self._num_tokens, self._seconds = num_tokens, seconds
+        self.tokens_left = budget  # a span of a prompt may take them all, since it cannot be cut
         self._has_prompt = False
 
     def most_tokens(self, context: int) -> int:
         """Tokens that the next chunk may have, behind `context` computed ones. They fill a captured size, so that none
         is padding. The first chunk of a step always has some: prompts must end too."""
         for size in reversed(self._costs.tokens):
-            num_tokens = min(size - self._num_tokens, self._budget)
+            num_tokens = min(size - self._num_tokens, self.tokens_left)
             if num_tokens <= 0:
                 break
             if self._costs.step(size) + self._seconds + self._costs.attend(num_tokens, context) <= self._max_seconds:
                 return num_tokens
-        return 0 if self._has_prompt else min(self._costs.tokens[0], self._budget)
+        return 0 if self._has_prompt else min(self._costs.tokens[0], self.tokens_left)
 
     def add(self, num_tokens: int, context: int) -> None:
         self._num_tokens += num_tokens
-        self._budget -= num_tokens
+        self.tokens_left -= num_tokens
         self._seconds += self._costs.attend(num_tokens, context)
         self._has_prompt = True
 

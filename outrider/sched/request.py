@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from outrider.core import NULL_ROW, Bound, Finish, HiddenReport, Settled
 from outrider.core.costs import SamplerLoad
 from outrider.core.params import SamplingParams
+from outrider.core.spans import NO_SPANS, PromptSpans
 
 
 class State(enum.Enum):
@@ -32,6 +33,12 @@ class RequestInput:
     priority: int = 0
     cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
     hidden: HiddenReport = HiddenReport.NONE
+    spans: PromptSpans = NO_SPANS
+
+    @property
+    def has_form(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.params.structured_outputs is not None
 
     @property
     def reads_prefix_cache(self) -> bool:

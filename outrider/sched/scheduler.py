@@ -25,6 +25,7 @@ from outrider.core import (
     RequestResult,
     ScheduledBatch,
     Settled,
+    StepForm,
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
@@ -78,6 +79,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
         self._arrival_of: dict[int, int] = {}
         self._running: list[Request] = []
+        self._num_with_form = 0  # of those, the ones that ask for structured output
         self._requests: dict[int, Request] = {}
         self._held_back: list[tuple[int, int, Request]] = []  # wait until the requests on trial are done
         self._suspects = Suspects()
@@ -253,11 +255,16 @@ class Scheduler:
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most
         left = request.admitted_len - context
-        chunk = min(left, step.most_tokens(context))
+        chunk, spans = min(left, step.most_tokens(context)), request.input.spans
+        if spans:
+            chunk = spans.chunk(context, chunk, step.tokens_left)
         bound = context + chunk
-        if bound + self.cache.lookahead > request.covered and not self._make_room(request, bound, batch):
+        if not chunk or (bound + self.cache.lookahead > request.covered
+                         and not self._make_room(request, bound, batch)):
             return 0
         batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        for start, end in spans.within(context, bound) if spans else ():
+            batch.mark(start, end)
         step.add(chunk, context)
         return chunk
 
@@ -265,7 +272,7 @@ class Scheduler:
         while self._waiting and self._free_rows and step.most_tokens(0) > 0:
             request = self._waiting[0][2]
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
-                                          use_prefix=request.input.reads_prefix_cache)
+                                          use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
             if not self.cache.can_start(start):
                 return
             heapq.heappop(self._waiting)
@@ -285,6 +292,7 @@ class Scheduler:
         request.in_flight_samples = request.unsettled = request.num_proposed = 0
         request.folded, request.num_pending = hit, 0
         self._running.append(request)
+        self._num_with_form += asked.has_form
         self._admissions.append(
             Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
                       asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
@@ -341,7 +349,8 @@ class Scheduler:
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
-        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose)
+        form = batch.form if self._num_with_form else StepForm.WHOLE
+        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose, form)
         self._admissions, self._host_drafts = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -400,6 +409,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.cache.free(request.id)
         self._running.remove(request)
+        self._num_with_form -= request.input.has_form
         self._free_rows.append(request.row)
         # The row may be taken again in this very batch: its former owner's admission must not reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]

@@ -11,6 +11,7 @@ from outrider.core.outputs import CompletionOutput, Logprob
 from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
+from outrider.server.forms import ForcedCalls, chat_form, forced_calls
 from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
@@ -32,6 +33,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     """The model's name, what to ask of the engine, and parsers by sample if the model's text needs any."""
     model = service.check_model(body.model)
     _check(body, service.config.tool_call_parser)
+    forced = forced_calls(body, service.config.tool_call_parser)
     service.check_load()
     tools = None if body.tool_choice == "none" else body.tools
     variables = dict(body.chat_template_kwargs or {})
@@ -41,33 +43,31 @@ async def prepare_chat(service: Service, body: ChatRequest,
                                        body.continue_final_message)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    choices = _parsed_choices(service, body, prompt)
+    prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    more["structured_outputs"] = chat_form(body, forced, service.config.reasoning_parser, prompt_end, service.tokenizer)
+    choices = _parsed_choices(service, body, forced, prompt_end)
     if choices:
         more["skip_special_tokens"] = False  # markers often are special tokens
-    return model, service.asks(body, [prompt], tenant, **more), choices
+    return model, await service.asks(body, [prompt], tenant, **more), choices
 
 
-def _parsed_choices(service: Service, body: ChatRequest, prompt: list[int]) -> list[ParsedChoice]:
+def _parsed_choices(service: Service, body: ChatRequest, forced: ForcedCalls | None,
+                    prompt_end: str) -> list[ParsedChoice]:
     """One for each sample; none if all text is content."""
     tools = (body.tools or []) if body.tool_choice != "none" else []
     tool_format = service.config.tool_call_parser if tools else None
-    reasoning = service.config.reasoning_parser
-    if tool_format is None and reasoning is None:
-        return []
-    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    parsers = [output_parser(tool_format, reasoning, schemas=schemas, prompt_end=end) for _ in range(body.n or 1)]
-    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format)
-            for parser in parsers if parser is not None]
+    parsers = [output_parser(tool_format, service.config.reasoning_parser, schemas=schemas, prompt_end=prompt_end,
+                             calls=() if forced is None else forced.regions) for _ in range(body.n or 1)]
+    is_named = forced is not None and forced.is_named
+    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format,
+                         is_named=is_named) for parser in parsers if parser is not None]
 
 
 def _check(body: ChatRequest, tool_format: str | None) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice must be none or auto: a required or named call needs structured output, which "
-                            "is not supported yet", param="tool_choice")
-    if body.tools and body.tool_choice != "none" and tool_format is None:
+    if body.tools and body.tool_choice in (None, "auto") and tool_format is None:
         raise ApiError(400, "this server was started without --tool-call-parser and cannot read tool calls: leave out "
                             "tools, or set tool_choice to none", param="tools")
     if body.tool_choice == "auto" and not body.tools:
@@ -103,7 +103,7 @@ class _Chat:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._asks[0].num_samples
-        reader = ChangeReader()
+        reader = ChangeReader(keeps_runs=bool(self._body.return_run_lengths))
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
         async with aclosing(self._service.run(self._asks, self._id)) as parts:
@@ -140,6 +140,8 @@ class _Chat:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
+        if self._body.return_run_lengths:
+            more += f',"run_lengths":{compact(change.run_lengths)}'
         if delta != "{}" or finish or more:
             chunks.append(self._frame(head, change.choice, delta, finish, more))
         return chunks

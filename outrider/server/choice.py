@@ -13,10 +13,13 @@ Delta = dict[str, Any]
 class ParsedChoice:
     """Reasoning goes out under both names in use: clients read one or the other."""
 
-    def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None) -> None:
+    def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None,
+                 is_named: bool = False) -> None:
+        """is_named: the request names the tool to call; then its call is the end of the text and no more."""
         self._parser = parser
         self._includes_reasoning = includes_reasoning
         self._tool_format = tool_format
+        self._is_named = is_named
         self._num_calls = 0
 
     def deltas(self, text: str, is_last: bool) -> list[Delta]:
@@ -36,7 +39,7 @@ class ParsedChoice:
         return message
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._num_calls else reason
+        return "tool_calls" if reason == "stop" and self._num_calls and not self._is_named else reason
 
     def events(self, text: str, is_last: bool) -> list[Event]:
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])

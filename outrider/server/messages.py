@@ -81,7 +81,8 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
         raise ApiError(400, "messages is an empty list", param="messages")
     chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=tools or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
-                       stop=body.stop_sequences or None, tool_choice=_tool_choice(body))
+                       stop=body.stop_sequences or None, tool_choice=_tool_choice(body),
+                       parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use", False))
     conversation = Conversation(service, chat)
     await conversation.prepare(tenant)
     run = _Message(conversation, body)
@@ -89,9 +90,12 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
     return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
 
 
-def _tool_choice(body: MessagesRequest) -> str | None:
-    kind = None if body.tool_choice is None else body.tool_choice.get("type")
-    return {None: None, "auto": "auto", "none": "none"}.get(kind, str(kind))
+def _tool_choice(body: MessagesRequest) -> str | Json | None:
+    choice = body.tool_choice or {}
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    kind = choice.get("type")
+    return {None: None, "auto": "auto", "none": "none", "any": "required"}.get(kind, str(kind))
 
 
 def chat_messages(body: MessagesRequest) -> list[ChatMessage]:

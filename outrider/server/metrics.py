@@ -82,6 +82,9 @@ class ServerMetrics:
         yield from self._gauge("num_requests_running", "Samples that run.", scheduler.num_running)
         yield from self._gauge("num_requests_waiting", "Samples that wait.", scheduler.num_waiting)
         yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", scheduler.cache.usage())
+        yield from _head("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.", "gauge")
+        for index, share in enumerate(scheduler.cache.usage_by_group()):
+            yield f'vllm:kv_cache_group_usage_perc{{{self._labels},group="{index}"}} {share}'
         for name, help_text, value in (
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
             ("generation_tokens", "Output tokens.", stats.num_generation_tokens),

@@ -12,17 +12,17 @@ from pydantic_core import PydanticCustomError
 
 from outrider.core.fields import shown
 from outrider.core.params import SamplingParams
+from outrider.core.structured import StructuredOutputsParams
 from outrider.server.errors import ApiError, bad_value
 
-GRAMMARS = "structured output is not supported yet"
 # Known fields of OpenAI's and vLLM's bodies that are not served: values that change nothing, and what to say of others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (({"type": "text"},), GRAMMARS),
-    "structured_outputs": ((), GRAMMARS),
-    "guided_json": ((), GRAMMARS),
-    "guided_regex": ((), GRAMMARS),
-    "guided_choice": ((), GRAMMARS),
-    "guided_grammar": ((), GRAMMARS),
+    "guided_json": ((), 'use structured_outputs: {"json": ...}'),
+    "guided_regex": ((), 'use structured_outputs: {"regex": ...}'),
+    "guided_choice": ((), 'use structured_outputs: {"choice": ...}'),
+    "guided_grammar": ((), 'use structured_outputs: {"grammar": ...}'),
+    "guided_decoding_backend": ((), "there is one grammar library"),
+    "guided_whitespace_pattern": ((), 'use structured_outputs: {"json": ..., "whitespace_pattern": ...}'),
     "best_of": ((1,), "use n"),
     "use_beam_search": ((False,), "beam search is not supported"),
     "length_penalty": ((1, 1.0), "beam search is not supported"),
@@ -35,7 +35,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "text is the only modality"),
     "prediction": ((), "use speculative decoding by suffix or n-gram"),
     "web_search_options": ((), "there is no web search"),
-    "text": (({"format": {"type": "text"}},), GRAMMARS),
     "reasoning": (({},), "give it in chat_template_kwargs, if the model's template reads it"),
     "include": (([],), "answers hold all there is"),
     "thinking": (({"type": "disabled"},), "give it in chat_template_kwargs, if the model's template reads it"),
@@ -48,7 +47,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
 }  # fmt: skip
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
-OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids")
+OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs")
 
 
 class Body(BaseModel):
@@ -81,6 +80,33 @@ class Scheduled(Body):
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="the schema always holds")
+
+
+class ResponseFormat(Body):
+    """`json_schema` without a schema is any JSON object, as `json_object` is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema goes with the type json_schema", {})
+        return self
+
+    def form(self) -> StructuredOutputsParams | None:
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.definition is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.json_schema.definition)
+
+
 class Sampled(Scheduled):
     """Fields that completions and chats share."""
 
@@ -109,12 +135,32 @@ class Sampled(Scheduled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
+                                                                      "but the last are accepted drafts")
     user: str | None = Field(default=None, description="read by nobody")
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="the form of the text: json, regex, choice, grammar or json_object")
+
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the text must have, if the body asks for one."""
+        own = None if self.response_format is None else self.response_format.form()
+        if self.structured_outputs is None:
+            return own
+        if own is not None:
+            raise ApiError(400, "response_format and structured_outputs say the same thing: give one of them",
+                           param="response_format")
+        try:
+            return StructuredOutputsParams.from_fields(self.structured_outputs)
+        except ValueError as error:
+            raise bad_value(error, type(self).model_fields) from None
 
     def sampling(self, **more: Any) -> SamplingParams:
         """`more`: fields that the two kinds of request spell differently."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
-        given = {name: value for name in names if (value := getattr(self, name)) is not None} | more
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given["structured_outputs"] = self.form()
+        given |= more
         if self.logit_bias is not None:
             try:
                 given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
@@ -174,7 +220,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = Field(default=None, description="arguments of forced calls always have the schema's form")
 
 
 class Tool(Body):
@@ -190,7 +236,7 @@ class ChatRequest(Sampled):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -16,7 +16,17 @@ from pydantic import Field
 from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
-from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, TextPart, Tool, ToolCall
+from outrider.server.protocol import (
+    Body,
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
@@ -74,7 +84,27 @@ class ResponseTool(Body):
     name: str
     description: str | None = None
     parameters: Json | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """As a chat's response_format, with the schema's fields beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    definition: Json | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def to_chat(self) -> Json:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.definition}}
+
+
+class ResponseText(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(Body):
@@ -87,7 +117,8 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | Json | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = Field(default=None, description="nothing is stored: send the whole conversation")
@@ -100,15 +131,21 @@ class ResponsesRequest(Body):
     cache_salt: str | None = None
     chat_template_kwargs: Json | None = None
 
+    @property
+    def text_format(self) -> TextFormat:
+        asked = None if self.text is None else self.text.format
+        return TextFormat(type="text") if asked is None else asked
 
-SHARED = ("model", "temperature", "top_p", "tool_choice", "seed", "top_k", "min_p", "speculative", "priority",
-          "cache_salt", "chat_template_kwargs")
+
+SHARED = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
+          "speculative", "priority", "cache_salt", "chat_template_kwargs")
 
 
 async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
     tools = [Tool(type="function", function=Function(name=t.name, description=t.description, parameters=t.parameters))
              for t in body.tools or []]
     chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
+                       response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
                        **{name: getattr(body, name) for name in SHARED})
     conversation = Conversation(service, chat)
     await conversation.prepare(tenant)
@@ -196,9 +233,11 @@ class _Response:
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": {},
-            "model": self._conversation.model, "output": self._items.items, "parallel_tool_calls": True,
+            "model": self._conversation.model, "output": self._items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
-            "text": {"format": {"type": "text"}}, "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
+            "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
             "tools": [tool.model_dump() for tool in body.tools or []], "usage": usage and {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from outrider.core.params import SamplingParams
 from outrider.core.pooling import RequestParams
 from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
@@ -103,9 +104,23 @@ class Service:
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
-    def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
+    async def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
         """One ask per prompt, each of which the engine has agreed to."""
-        return self.checked_asks(body, prompts, body.sampling(**more), tenant)
+        params = body.sampling(**more)
+        if params.structured_outputs is not None:
+            await self._check_form(body, params)
+        return self.checked_asks(body, prompts, params, tenant)
+
+    async def _check_form(self, body: Sampled, params: SamplingParams) -> None:
+        """In a thread: a grammar that is new may take seconds to compile."""
+        try:
+            await asyncio.to_thread(self.host.llm.engine.check_form, params)
+        except ValueError as error:
+            message = str(error)
+            if body.structured_outputs is None:
+                message = message.replace("structured_outputs.json", "response_format.json_schema.schema")
+                message = message.replace("structured_outputs.grammar", "tools")
+            raise bad_value(ValueError(message), type(body).model_fields) from None
 
     def checked_asks(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams,
                      tenant: str | None) -> list[Ask]:

@@ -20,6 +20,7 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
@@ -118,6 +119,7 @@ class Ask:
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class GrowingOutputs:
@@ -127,8 +129,9 @@ class GrowingOutputs:
         self._engine = engine
         self._outputs: dict[str, RequestOutput] = {}
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        self._engine.add(request_id, prompt, params, priority=priority)
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0,
+            spans: Sequence[tuple[int, int]] = ()) -> None:
+        self._engine.add(request_id, prompt, params, priority=priority, bidirectional_spans=spans)
         self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
 
     def step(self) -> list[RequestOutput]:
@@ -147,11 +150,13 @@ class Rig:
 
     def __init__(self, model: Model, *, depth: int | None = None, eos_ids: tuple[int, ...] = (),
                  tokenizer: Tokenizer | None = None, drafter: Drafter | None = None, poison: bool = True,
-                 **settings: Any) -> None:
+                 grammars: Any = None, **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter)
-        self.engine = engine_around(config, worker, tokenizer)
+        if grammars is None and tokenizer is not None:
+            grammars = GrammarCompiler(lambda: tokenizer, eos_ids)
+        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter, grammars=grammars)
+        self.engine = engine_around(config, worker, tokenizer, grammars)
         self.scheduler = self.engine.scheduler
         assert isinstance(worker.runner, LocalRunner)
         self.runner: LocalRunner = worker.runner
@@ -192,7 +197,7 @@ class Rig:
         """All asks at once, to their ends; then the engine must be clean. Outputs in the order of the asks."""
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority)
+            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority, spans=ask.spans)
         for _ in range(limit):
             if not self.engine.has_work:
                 break

@@ -25,6 +25,8 @@ from tests.engine.fault_injector import Fault, FaultInjector
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model
 from tests.engine.recurrent_rig import hybrid
 from tests.spec.hybrid_rig import FAMILIES, hybrid_of, mtp_of
+from tests.spec.latent_rig import FAMILIES as LATENT
+from tests.spec.latent_rig import latent_of
 
 K = 3
 MOE = {
@@ -40,6 +42,8 @@ def model_of(family: str) -> Model:
         return random_model(MOE, torch.float64, 7)
     if family in FAMILIES:
         return hybrid_of(family)
+    if family in LATENT:
+        return latent_of(family)
     return hybrid(family) if family in ("mamba2", "gated_delta") else tiny_model(family)
 
 
@@ -135,9 +139,10 @@ def next_request_id(rig: Rig) -> int:
 
 
 CELLS = {  # family, steps in flight, drafter -> cases
-    ("llama", 1, ""): 40, ("llama", 2, ""): 110, ("llama", 3, "ngram"): 70, ("sliding", 3, ""): 50,
+    ("llama", 1, ""): 40, ("llama", 2, ""): 70, ("llama", 3, "ngram"): 50, ("sliding", 3, ""): 50,
     ("gemma3", 2, "ngram"): 50, ("moe", 2, ""): 40, ("mamba2", 2, ""): 40, ("gated_delta", 3, "ngram"): 30,
-    ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30,
+    ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30, ("deepseek_v3", 2, "mtp"): 30,
+    ("deepseek_v32", 3, "ngram"): 30,
 }  # fmt: skip
 
 

@@ -12,11 +12,13 @@ import torch
 
 from outrider.models.base import Model
 from outrider.spec.scripted import ScriptedDrafter
-from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tokens_of
+from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, random_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
+from tests.spec.latent_rig import FAMILIES as LATENT
 
 CURSED = 7
 FAMILIES = {name: (CONFIGS | HYBRIDS)[name] for name in ("llama", "sliding", "mamba2", "gated_delta")}
+FAMILIES["deepseek_v32"] = LATENT["deepseek_v32"] | {"vocab_size": VOCAB}
 STEM = [token for token in prompt_of(1, 60) if token != CURSED][:40]
 NEVER = {"logit_bias": {CURSED: -100.0}}
 

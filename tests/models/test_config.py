@@ -17,7 +17,9 @@ from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.llama import Llama
 from outrider.models.registry import _ARCHITECTURES, build_model, register
 from outrider.models.sources.folder import eos_token_ids, read_config
+from tests.engine.harness import CONFIGS
 from tests.models.oracle import _ALL, hf_config
+from tests.spec.latent_rig import FAMILIES as LATENT
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -158,11 +160,13 @@ def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 
 @pytest.mark.parametrize("family", ["llama_yarn", "llama_llama3", "qwen2_sliding", "gemma3", "gemma4", "qwen3_moe",
-                                    "qwen3_next", "nemotron_h", "bamba"])
+                                    "qwen3_next", "nemotron_h", "bamba", "deepseek_v32", "glm_moe_dsa"])
 def test_no_value_of_a_config_is_a_raw_error(family: str) -> None:
     """Every key in turn with values it cannot have; what has no effect on the model may be anything."""
     if family == "gemma4":
         config = read_config(Path(__file__).parents[1] / "assets/gemma4")
+    elif family in LATENT:
+        config = LATENT[family] | {"mlp_layer_types": None}
     else:
         config = hf_config(family).to_dict() | {"architectures": [f"{_ALL[family][0]}ForCausalLM"]}
     build(config)
@@ -172,6 +176,11 @@ def test_no_value_of_a_config_is_a_raw_error(family: str) -> None:
                 build(changed(config, path, value))
             except ConfigError as error:
                 assert "config.json: " in str(error)
+
+
+def test_heads_without_room_are_refused_by_key() -> None:
+    with pytest.raises(ConfigError, match="hidden_size=3 is not supported; without head_dim it must be at least 4"):
+        build(CONFIGS["sliding"] | {"hidden_size": 3})
 
 
 def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:

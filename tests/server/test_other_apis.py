@@ -109,8 +109,8 @@ def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         plain.client().responses.create(model=MODEL, input="x", previous_response_id="resp_1")
     assert plain.error("/v1/responses", input=[])["param"] == "input"
-    asked = {"format": {"type": "json_schema"}}
-    assert "structured output" in plain.error("/v1/responses", input="x", text=asked)["message"]
+    asked = {"format": {"type": "yaml"}}
+    assert "text.format.type" in plain.error("/v1/responses", input="x", text=asked)["message"]
     assert plain.error("/v1/messages", messages=[])["param"] == "max_tokens"
     message = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
     assert plain.error("/v1/messages", **message, thinking={"type": "enabled"})["param"] == "thinking"

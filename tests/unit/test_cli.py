@@ -65,6 +65,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 2) 
 # Start-up and help
 
 
+@pytest.mark.parametrize("flags", [["--num-pages", "5", "--kv-cache-memory-bytes", "1000"], ["--top-p", "3"]])
+def test_flags_are_refused_before_torch_is_imported(flags: list[str]) -> None:
+    given = ["generate", "x", "--prompt", "a", *flags]
+    program = f"import sys\nfrom outrider.cli import main\ncode = main({given})\nprint(code, 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["2", "False"] and "outrider: error:" in ran.stderr
+
+
 def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
     program = ("import sys, time; start = time.perf_counter(); from outrider import cli\n"
                "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
@@ -76,7 +84,7 @@ def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "verify", "env", "demo", "bench", "bench throughput",
-                                     "bench latency", "bench spec"])
+                                     "bench latency", "bench spec", "bench exact"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command.split(), "--help"])

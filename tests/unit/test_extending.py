@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cache.groups import Group
+from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
 from outrider.cache.kinds import base as kinds_base
 from outrider.core import Limits
@@ -24,7 +24,8 @@ from outrider.layers.linear import Linear
 from outrider.mixers import cached
 from outrider.mixers.batch import BatchView
 from outrider.mixers.paged import registry as backends
-from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
+from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, PagedMixer
+from outrider.mixers.paged.masks import QueryMarks
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.models import registry as models_registry
@@ -249,6 +250,29 @@ def test_a_backend_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
             backends.make_backend("counting", torch.device("cpu"), torch.float32)
     finally:
         backends.SETTINGS.remove("counting")
+
+
+# A mask
+
+
+@dataclass(frozen=True)
+class EveryOther:
+    step: int = 2
+
+    def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+        return causal & ((query.positions - key_positions) % self.step == 0)
+
+
+def test_a_mask_is_a_value_on_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(keep=False)
+    plain = outcome(model)
+    layers = [replace(layer, mask=EveryOther()) for layer in model.attention_layers]
+    monkeypatch.setattr(model, "attention_layers", layers)
+    masked = outcome(model)
+    assert masked != plain and outcome(model, attention_backend="flex", num_pages=64) == masked
+    with pytest.raises(ValueError, match="layer 0 has the mask EveryOther, which attention_backend='triton'"):
+        PagedMixer(layers, DevicePool(plan_groups(model.cache_layers()), 4, torch.float64, torch.device("cpu")),
+                   type("Other", (TorchBackend,), {"name": "triton", "takes_masks": False})())
 
 
 # A model family

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
+from outrider.core.structured import StructuredOutputsParams
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample
 
 VOCAB = 13
@@ -38,10 +39,12 @@ class Case:
     sample_index: int = 0
     eos_ids: tuple[int, ...] = ()
     max_len: int = LIMITS.max_len
+    allowed: np.ndarray | None = None  # [k + 1, V] bool: what a grammar allows; None without one
 
     def after(self, j: int) -> Case:
         """The same request with its first j drafts known, and one logit row."""
-        return replace(self, known=self.known + self.drafts[:j], drafts=(), logits=self.logits[j : j + 1])
+        return replace(self, known=self.known + self.drafts[:j], drafts=(), logits=self.logits[j : j + 1],
+                       allowed=None if self.allowed is None else self.allowed[j : j + 1])
 
 
 def naive_philox(counter: list[int], key: list[int]) -> list[int]:
@@ -72,7 +75,7 @@ def naive_edits(case: Case, j: int) -> np.ndarray:
         for word in p.bad_words_token_ids:
             if t == word[-1] and (len(word) == 1 or tuple(history[-(len(word) - 1) :]) == word[:-1]):
                 logits[t] = -np.inf
-        if t in stops and len(history) - case.prompt_len < p.min_tokens:
+        if case.allowed is None and t in stops and len(history) - case.prompt_len < p.min_tokens:
             logits[t] = -np.inf
         logits[t] += number((p.logit_bias or {}).get(t, 0))
         if t in history:
@@ -80,6 +83,8 @@ def naive_edits(case: Case, j: int) -> np.ndarray:
             logits[t] = logits[t] / repetition if logits[t] > 0 else logits[t] * repetition
         logits[t] -= number(outputs[t]) * number(np.float32(p.frequency_penalty))
         logits[t] -= number(t in outputs) * number(np.float32(p.presence_penalty))
+        if case.allowed is not None and not case.allowed[j, t]:
+            logits[t] = -np.inf
     return logits
 
 
@@ -136,6 +141,11 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
     row = [int(r) + 1 for r in random.permutation(limits.max_requests)[: len(cases)]]
     rows = SamplingRows(limits, torch.device(device))
     rows.admit([_admission(case, r) for case, r in zip(cases, row, strict=True)])
+    for case, r in zip(cases, row, strict=True):
+        if case.allowed is not None:
+            padded = np.pad(case.allowed, ((0, 0), (0, -case.allowed.shape[1] % 32)))
+            words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+            rows.masks.write([r * (limits.max_drafts + 1) + j for j in range(len(words))], words)
     tokens = torch.from_numpy(random.integers(0, limits.vocab_size, (limits.max_requests + 1, limits.max_len)))
     drafts = torch.from_numpy(random.integers(0, limits.vocab_size, (limits.max_requests + 1, limits.max_drafts)))
     known = torch.zeros(limits.max_requests + 1, dtype=torch.int64)
@@ -210,6 +220,10 @@ def case(draw: st.DrawFn, dtype: type = np.float64) -> Case:
     alphabet = random.integers(0, VOCAB, draw(st.sampled_from([1, 3, VOCAB])))
     if params.bad_words_token_ids and draw(st.booleans()):
         alphabet = np.array([t for word in params.bad_words_token_ids for t in word])
+    allowed = None
+    if draw(st.integers(0, 3)) == 0:
+        params = replace(params, structured_outputs=StructuredOutputsParams(json_object=True))
+        allowed = random.random((num_drafts + 1, VOCAB)) < draw(st.sampled_from([0.02, 0.5]))
     logits = random.normal(0, 3, (num_drafts + 1, VOCAB))
     if draw(st.booleans()):
         logits = np.round(logits)  # ties
@@ -224,6 +238,7 @@ def case(draw: st.DrawFn, dtype: type = np.float64) -> Case:
         seed=draw(st.integers(-(2**63) + 1, 2**63 - 1)),
         sample_index=draw(st.integers(0, 3)),
         eos_ids=draw(st.sampled_from([(), (3,), (1, 7)])),
+        allowed=allowed,
     )
 
 

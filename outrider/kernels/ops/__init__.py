@@ -233,6 +233,7 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 linear_add = Operation(
     _linear_add,
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
+    Kernel("library", "cuda", conditions.library_add, SIXTEEN_BITS, conditions.has_many_rows),
     name="linear_add", exact=exact.linear_add,
 )
 

@@ -1,5 +1,9 @@
 """Writes finished keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or
 got them elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
+
+What is not finite is contained, head by head: such values become 0, because attention multiplies the values of tokens
+that a query must not see by a weight of 0, and 0 x NaN is NaN; the head's key becomes NaN, so that whoever may see the
+token fails. `contain_non_finite` in `kernels/reference.py` does the same for all heads of a token at once.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from outrider.kernels.triton.launch import kernel
 
 
 @triton.jit
-def _copy_heads(source, target, stored, source_head_stride, target_head_stride, HEADS_PAD: tl.constexpr,
-                HEADS: tl.constexpr, D_PAD: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    head, dim = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
-    mask = (head < HEADS) & (dim < D) & stored
-    tl.store(target + head * target_head_stride + dim, tl.load(source + head * source_head_stride + dim, mask=mask),
-             mask=mask)
+def zero_or_nan(x):
+    """0 where x is finite, otherwise NaN: sums of these are NaN if anything in them was not finite."""
+    return x.to(tl.float32) * 0.0
+
+
+@triton.jit
+def contained_values(v):
+    return tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
 
 
 @kernel(do_not_specialize_on_alignment=["slots"])
@@ -41,12 +47,16 @@ def _cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     page, offset = slot // PAGE, slot % PAGE
+    head, dim = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
+    mask = (head < HEADS) & (dim < D) & (slot >= 0)
+    value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=mask, other=0.0)
     if tl.program_id(1) == 0:
-        _copy_heads(k + token * k_stride, k_cache + page * k_page_stride + offset * k_token_stride, slot >= 0,
-                    k_head_stride, k_slot_head_stride, HEADS_PAD, HEADS, D_PAD, D)  # fmt: skip
+        key = tl.load(k + token * k_stride + head * k_head_stride + dim, mask=mask, other=0.0)
+        key += tl.sum(zero_or_nan(key) + zero_or_nan(value), axis=1)[:, None].to(key.dtype)
+        tl.store(k_cache + page * k_page_stride + offset * k_token_stride + head * k_slot_head_stride + dim, key, mask)
     else:
-        _copy_heads(v + token * v_stride, v_cache + page * v_page_stride + offset * v_token_stride, slot >= 0,
-                    v_head_stride, v_slot_head_stride, HEADS_PAD, HEADS, D_PAD, D)  # fmt: skip
+        tl.store(v_cache + page * v_page_stride + offset * v_token_stride + head * v_slot_head_stride + dim,
+                 contained_values(value), mask)
 
 
 def cache_write(

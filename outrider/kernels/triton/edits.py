@@ -1,4 +1,5 @@
-"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens and penalties, with each row's greatest logit.
+"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and grammars, with each row's greatest
+logit.
 
 A row that asks for no edit is not copied: later kernels read its logits where they are. Every product, sum and
 quotient is rounded by itself (fusion is off), so that edited logits equal those of `sample/edits.py` bit for bit.
@@ -22,10 +23,10 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import SLICES, TILE, Spans, load_logits
+from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans, load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
-_TOP_K = tl.constexpr(flags.TOP_K)
+_TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)
 _MIN_TOKENS, _PENALTIES = tl.constexpr(flags.MIN_TOKENS), tl.constexpr(flags.PENALTIES)
 _LISTED, _EDITED, _OUTPUTS = tl.constexpr(flags.LISTED), tl.constexpr(flags.EDITED), tl.constexpr(flags.OUTPUTS)
 _LIST = 128  # entries of a list that are read at a time
@@ -50,6 +51,7 @@ class EditRows(NamedTuple):
     arena: torch.Tensor  # [ints] int32; the layouts are those of sample/lists.py
     allowed: torch.Tensor  # [rows, vocabulary / 32] int32: bit t % 32 of word t // 32
     counts: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
+    masks: torch.Tensor | None  # [rows, drafts + 1, vocabulary / 32] int32: what grammars allow after each draft
 
 
 class Text(NamedTuple):
@@ -71,8 +73,9 @@ def _token_at(place, of, text, token_stride, draft_stride, num_columns):
 
 
 @triton.jit
-def _is_allowed(token, valid, of, rows, num_words):
-    word = tl.load(rows.allowed + of * num_words + token // 32, mask=valid, other=0)
+def _is_in(mask, token, valid):
+    """Whether the bit of a token is set."""
+    word = tl.load(mask + token // 32, mask=valid, other=0)
     return ((word >> (token % 32)) & 1) != 0
 
 
@@ -92,18 +95,21 @@ def _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, cou
 
 @triton.jit
 def _edit(
-    logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride
+    logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride
 ):
     if (flag & _ALLOWED) != 0:
-        logit = tl.where(_is_allowed(token, valid, of, rows, mask_words), logit, float("-inf"))
+        logit = tl.where(_is_in(rows.allowed + of * mask_words, token, valid), logit, float("-inf"))
     if (flag & _PENALTIES) != 0:
         logit = _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride)
+    if (flag & _GRAMMAR) != 0:
+        mask = rows.masks + (of * (num_columns + 1) + num_before) * mask_words
+        logit = tl.where(_is_in(mask, token, valid), logit, float("-inf"))
     return logit
 
 
 @triton.jit
 def _add_bias(
-    own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride,
+    own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride,
     LIST: tl.constexpr,
 ):
     """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
@@ -114,7 +120,8 @@ def _add_bias(
         inside = (token >= lowest) & (token < end)
         bias = tl.load(ids + size + entry, mask=inside, other=0).to(tl.float32, bitcast=True)
         logit = tl.load(own + token, mask=inside, other=0.0) + bias
-        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
+        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
+                      count_stride)
         tl.store(edited + token, logit, mask=inside)
 
 
@@ -148,23 +155,31 @@ def _forbid_stops(edited, lowest, end, of, place, rows, stop_stride, LIST: tl.co
 
 
 @triton.jit
-def _greatest_of(logits, first, last, vocab, tile_greatest, flag, SIZE: tl.constexpr):
-    """The greatest of some tiles; each tile's own is kept where top-k looks for a bound."""
+def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Stores the greatest logit of every group of a tile, among which top-k looks for a bound."""
+    GROUPS: tl.constexpr = SIZE // GROUP
+    greatest = tl.max(tl.reshape(logit, [GROUPS, GROUP]), axis=1)
+    tl.store(group_greatest + tile * GROUPS + tl.arange(0, GROUPS), greatest)
+
+
+@triton.jit
+def _greatest_of(logits, first, last, vocab, group_greatest, flag, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """The greatest of some tiles; each group's own is kept where top-k asks for it."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
         logit = load_logits(logits, token, token < vocab)
         greatest = tl.maximum(greatest, logit)
         if (flag & _TOP_K) != 0:
-            tl.store(tile_greatest + tile, tl.max(logit, axis=0))
+            _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
     return tl.max(greatest, axis=0)
 
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
-    logits, edited, row, draft_index, position, rows, text, span_greatest, tile_greatest, logit_stride, edited_stride,
-    mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
-    SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, draft_index, position, rows, text, span_greatest, group_greatest, num_candidates, logit_stride,
+    edited_stride, mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles,
+    span, SIZE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program edits one span of one logit row, lists included: no other program writes there."""
     release_dependents(PDL)
@@ -175,7 +190,9 @@ def _edit_kernel(
     of = tl.load(row + at)
     flag = tl.load(rows.flags + of)
     own = logits + at * logit_stride
-    tile_greatest += at * num_tiles
+    group_greatest += at * num_tiles * (SIZE // GROUP)
+    if (tl.program_id(0) == 0) & ((flag & _TOP_K) != 0):
+        tl.store(num_candidates + at, 0)
     greatest_at = span_greatest + at * tl.num_programs(0) + tl.program_id(0)
     if (flag & _EDITED) != 0:
         new = edited + at * edited_stride
@@ -187,20 +204,21 @@ def _edit_kernel(
             valid = token < vocab
             logit = tl.load(own + token, mask=valid, other=float("-inf"))
             raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
-            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, draft_stride, count_stride)
+            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
+                          count_stride)
             tl.store(new + token, logit, mask=valid)
             logit = tl.where(logit == logit, logit, float("inf"))
             greatest = tl.maximum(greatest, logit)
             if (flag & _TOP_K) != 0:
-                tl.store(tile_greatest + tile, tl.max(logit, axis=0))
+                _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
         top = tl.max(greatest, axis=0)
         if (flag & _LISTED) != 0:
             lowest, end = first * SIZE, tl.minimum(last * SIZE, vocab)
             place = tl.load(position + at)
             tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
             if (flag & _BIAS) != 0:
-                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, draft_stride,
-                          count_stride, LIST)
+                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns,
+                          draft_stride, count_stride, LIST)
                 tl.debug_barrier()
             if (flag & _BAD_WORDS) != 0:
                 _forbid_bad_words(new, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns,
@@ -208,12 +226,12 @@ def _edit_kernel(
             if (flag & _MIN_TOKENS) != 0:
                 _forbid_stops(new, lowest, end, of, place, rows, stop_stride, LIST)
             tl.debug_barrier()
-            top = _greatest_of(new, first, last, vocab, tile_greatest, flag, SIZE)
+            top = _greatest_of(new, first, last, vocab, group_greatest, flag, SIZE, GROUP)
         # Where the model's own logits are bad the row is bad, whatever the edits made of them.
         is_bad = tl.max(raw, axis=0) == float("inf")
         tl.store(greatest_at, tl.where(is_bad, float("inf"), top))
     elif tl.load(rows.temperature + of) > 0:
-        tl.store(greatest_at, _greatest_of(own, first, last, vocab, tile_greatest, flag, SIZE))
+        tl.store(greatest_at, _greatest_of(own, first, last, vocab, group_greatest, flag, SIZE, GROUP))
 
 
 def edit_logits(
@@ -222,7 +240,7 @@ def edit_logits(
 ) -> torch.Tensor:
     """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; every other one is
     to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
-    logit of a span (and of each tile, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
+    logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
 
     Without `any_edits` nobody asks, and what is returned is `logits` itself.
     """
@@ -235,14 +253,15 @@ def edit_logits(
     if logits.shape[0] == 0:
         return edited
     pdl = uses_pdl(device) if pdl is None else pdl
-    # Without counts no row has penalties; the kernel is the same.
+    # Without counts no row has penalties, and without masks none has a grammar; the kernel is the same.
     counts, count_stride = (rows.arena, vocab) if rows.counts is None else (rows.counts, rows.counts.stride(0))
+    rows = rows._replace(counts=counts, masks=rows.arena if rows.masks is None else rows.masks)
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
-        logits, edited, row, draft_index, position, rows._replace(counts=counts), text,
-        spans.greatest, spans.tile_greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride,
-        token_stride, draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
-        SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
+        logits, edited, row, draft_index, position, rows, text,
+        *spans[3:], logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
+        draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
+        SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip
     return edited
@@ -251,11 +270,12 @@ def edit_logits(
 def _check_rows(name: str, rows: EditRows, text: Text, vocab: int, device: torch.device) -> None:
     num_rows = rows.flags.shape[0]
     floats = ("temperature", "presence", "frequency", "repetition")
-    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (num_rows, None)}
+    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (num_rows, None),
+            "masks": (num_rows, text.drafts.shape[1] + 1, rows.allowed.shape[1])}
     for field, tensor in zip(rows._fields, rows, strict=True):
         if tensor is not None:
             dtype = torch.float32 if field in floats else torch.int64
-            dtype = torch.int32 if field in ("arena", "allowed", "counts") else dtype
+            dtype = torch.int32 if field in ("arena", "allowed", "counts", "masks") else dtype
             require_tensor(name, f"rows.{field}", tensor, wide.get(field, (num_rows,)), device, (dtype,))
     for field, tensor in zip(text._fields, text, strict=True):
         require_tensor(name, f"text.{field}", tensor, (num_rows,) if field == "known" else (num_rows, None), device,

@@ -3,6 +3,7 @@
 Each token row is [q heads | k heads | v heads], [q | k] where values are the keys before their norm, or [q] where the
 layer reads another's cache. Queries are rotated into a new tensor; keys are rotated and, with the
 values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or pages' owners.
+What is not finite is contained as in `cache_write`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
@@ -29,10 +31,11 @@ _HEADS = 8  # heads per program
 @triton.jit
 def _rotate(
     source, target, row, head, valid_head, store, cos_sin, norm_weight, source_head_stride, target_head_stride, eps,
-    D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    values, D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_KEY: tl.constexpr,
 ):
-    """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest."""
+    """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest. A key
+    becomes NaN if anything in it or in its head's values, which begin at `values`, is not finite."""
     half = tl.arange(0, HALF_PAD)
     in_half = half < ROT // 2
     mask = valid_head[:, None] & in_half[None, :]
@@ -61,8 +64,20 @@ def _rotate(
     sin = tl.load(cos_sin + row * ROT + ROT // 2 + half, mask=in_half, other=0.0)[None, :]
     to = target + (head * target_head_stride)[:, None]
     dtype = target.dtype.element_ty
-    tl.store(to + half[None, :], (low * cos - high * sin).to(dtype), mask=mask & store)
-    tl.store(to + ROT // 2 + half[None, :], (high * cos + low * sin).to(dtype), mask=mask & store)
+    first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+    if IS_KEY:
+        at = values + (head * source_head_stride)[:, None] + half[None, :]
+        zeros = zero_or_nan(first) + zero_or_nan(second) + zero_or_nan(tl.load(at, mask=mask, other=0.0))
+        mark = tl.sum(zeros + zero_or_nan(tl.load(at + ROT // 2, mask=mask, other=0.0)), axis=1)
+        if D > ROT:
+            at = values + (head * source_head_stride)[:, None] + rest_column[None, :]
+            zeros = zero_or_nan(rest.to(dtype)) + zero_or_nan(tl.load(at, mask=rest_mask, other=0.0))
+            mark += tl.sum(zeros, axis=1)
+            rest += mark[:, None]
+        first += mark[:, None].to(dtype)
+        second += mark[:, None].to(dtype)
+    tl.store(to + half[None, :], first, mask=mask & store)
+    tl.store(to + ROT // 2 + half[None, :], second, mask=mask & store)
     if D > ROT:
         tl.store(to + rest_column[None, :], rest.to(dtype), mask=rest_mask & store)
 
@@ -89,27 +104,28 @@ def _rope_cache_kernel(
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
         _rotate(source, q_out + token * q_token_stride, row, head, head < Q_HEADS, True, cos_sin, q_weight,
-                D, q_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, Q_NORM, HEADS)
+                D, q_head_stride, eps, source, D, ROT, HALF_PAD, REST_PAD, Q_NORM, False)
     else:
         slot = tl.load(slots + token)
         page = slot // PAGE
         offset = slot % PAGE
+        keys = source + Q_HEADS * D
+        values = keys if V_FROM_K else keys + KV_HEADS * D
         if part < Q_PARTS + KV_PARTS:
             head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
             target = k_cache + page * k_page_stride + offset * k_token_stride
-            _rotate(source + Q_HEADS * D, target, row, head, head < KV_HEADS, slot >= 0, cos_sin, k_weight,
-                    D, k_head_stride, eps, D, ROT, HALF_PAD, REST_PAD, K_NORM, HEADS)
+            _rotate(keys, target, row, head, head < KV_HEADS, slot >= 0, cos_sin, k_weight,
+                    D, k_head_stride, eps, values, D, ROT, HALF_PAD, REST_PAD, K_NORM, True)
         else:
             head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
             dim = tl.arange(0, D_PAD)
             mask = (head < KV_HEADS)[:, None] & (dim < D)[None, :] & (slot >= 0)
-            first: tl.constexpr = Q_HEADS if V_FROM_K else Q_HEADS + KV_HEADS
-            value = tl.load(source + first * D + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
+            value = tl.load(values + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
             if V_NORM:
                 wide = value.to(tl.float32)
                 value = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]).to(v_cache.dtype.element_ty)
             target = v_cache + page * v_page_stride + offset * v_token_stride
-            tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], value, mask=mask)
+            tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], contained_values(value), mask=mask)
 
 
 def rope_cache_write(

@@ -16,6 +16,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.batch import BatchView
+from outrider.mixers.paged.masks import CAUSAL, Mask, check_mask
 from outrider.mixers.pool import DevicePool
 
 
@@ -31,6 +32,7 @@ class AttentionLayer:
     window: int | None = None  # a query at p sees keys p - window + 1 to p
     softcap: float | None = None
     writes: bool = True  # False: reads the cache of another layer and must not write
+    mask: Mask = CAUSAL  # beside the window
 
     def cache_spec(self, itemsize: int) -> FullSpec:
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
@@ -71,6 +73,8 @@ class Backend(ABC):
     own step."""
 
     name: str
+    is_capturable: bool = True  # False: its plan reads the device, so steps run uncaptured
+    takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
 
     @abstractmethod
     def plan(self, view: BatchView, group: Group) -> Any: ...
@@ -83,6 +87,9 @@ class Backend(ABC):
                   norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
         """See `PagedLayer.fused`."""
         return None
+
+    def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
+        """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
         """Allocate the buffers that captured steps share. Called before any capture: memory that a step allocates
@@ -113,7 +120,13 @@ class PagedMixer:
     """A model's attention layers with their keys and values in the pool."""
 
     def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
+        for layer in layers:
+            check_mask(layer.mask, layer.index)
+            if layer.mask != CAUSAL and not backend.takes_masks:
+                raise ValueError(f"layer {layer.index} has the mask {type(layer.mask).__name__}, which "
+                                 f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")
         self.backend = backend
+        backend.attach(len(pool.data), pool.data.device)
         self._layers = [(layer, KeyValueCache(**pool.layer(layer.index)), pool.layout.groups_of(layer.index)[0])
                         for layer in layers]
         self._groups = tuple({group.index: group for _, _, group in self._layers}.values())

@@ -17,6 +17,7 @@ from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.mixers.paged.torch_backend import TorchBackend
 
 ALIASES = {"cpu": "native"}
+MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the order in which `auto` prefers them
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0, *,
-                 exact: bool = False) -> Backend:
+                 exact: bool = False, has_masks: bool = False) -> Backend:
     """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
-    do not depend on the other queries."""
+    do not depend on the other queries. has_masks: some layers have masks."""
     refusals: dict[str, str | None] = {}
-    for entry in _BACKENDS.values() if name == "auto" else [_BACKENDS[ALIASES.get(name, name)]]:
+    by_itself = MASKED if has_masks else [other for other in _BACKENDS if other != "flex"]
+    for entry in [_BACKENDS[asked] for asked in (by_itself if name == "auto" else [ALIASES.get(name, name)])]:
         make = entry.make_exact if exact else entry.make
         refusals[entry.name] = "it is not exact" if make is None else entry.refusal(device, dtype)
         if make is not None and refusals[entry.name] is None:
@@ -69,12 +71,31 @@ def _refuses_native(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if native.available() else native.reason()
 
 
+def _refuses_flex(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cuda" and dtype == torch.float64:
+        return "compiled FlexAttention has no float64"
+    return None
+
+
+def _make_flex(max_drafts: int) -> Backend:
+    from outrider.mixers.paged.flex_backend import FlexBackend
+
+    return FlexBackend()
+
+
 def _make_triton(max_drafts: int) -> Backend:
     from outrider.mixers.paged.triton_backend import TritonBackend
 
     return TritonBackend(decode_kernel_max_query=1 + max_drafts)
 
 
-register_backend(BackendEntry("triton", _refuses_triton, _make_triton))
+def _make_exact_triton(max_drafts: int) -> Backend:
+    from outrider.mixers.paged.triton_backend import ExactTritonBackend
+
+    return ExactTritonBackend(decode_kernel_max_query=1 + max_drafts)
+
+
+register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton))
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
+register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
 register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend()))

@@ -12,8 +12,9 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.kernels.reference import contain_non_finite
-from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, VisibleKeys, check_rows
+from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, TokenSpans, VisibleKeys, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
+from outrider.mixers.paged.masks import QueryMarks, visible_keys
 
 SHORT_QUERY = 16  # requests of at most this many tokens are attended together
 
@@ -24,10 +25,10 @@ class Part:
 
     pages: torch.Tensor  # [requests, columns]
     token_rows: torch.Tensor  # [requests, query] token row of each query; padding repeats the last
-    positions: torch.Tensor  # [requests, query]
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
     visible: VisibleKeys  # keys that these requests see
+    marks: QueryMarks  # positions and spans of the queries, [requests, query, 1] each
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Plan:
 
 class TorchBackend(Backend):
     name = "torch"
+    is_capturable = False
+    takes_masks = True
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
@@ -84,13 +87,18 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
     count = torch.tensor(lens, device=device)
     steps = torch.arange(query, device=device)
     token_rows = first[:, None] + torch.minimum(steps, count[:, None] - 1)
+    positions = view.positions[token_rows]
+    none = torch.zeros_like(positions)
+    spans = (none, none)
+    if isinstance(view.spans, TokenSpans):
+        spans = view.spans.starts[token_rows], view.spans.ends[token_rows]
     return Part(
         pages=view.page_table(group)[index, :columns].long(),
         token_rows=token_rows,
-        positions=view.positions[token_rows],
         is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
         lengths=view.lengths[index],
         visible=_of_requests(view.visible, index),
+        marks=QueryMarks(positions[..., None], spans[0][..., None], spans[1][..., None]),
     )
 
 
@@ -110,9 +118,7 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     is_finite = ~_flat(cache.k[..., 0, 0], part).isnan()
     keys = _gather(cache.k, part, exists & is_finite)  # [requests, kv heads, keys, dim]
     values = _gather(cache.v, part, exists)
-    seen = (key_positions <= part.positions[..., None]) & exists[:, None, :]  # [requests, query, keys]
-    if layer.window is not None:
-        seen = seen & (key_positions > part.positions[..., None] - layer.window)
+    seen = visible_keys(layer.mask, layer.window, part.marks, key_positions) & exists[:, None, :]
     queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
     mask = torch.where(seen, torch.where(is_finite, 0.0, torch.nan)[:, None], -torch.inf)[:, None].to(q.dtype)
     out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap)

@@ -86,7 +86,7 @@ class CudaRunner:
         self._limits = limits
         self._padding = padding or Padding()
         self._generations = Generations(step)
-        is_capturable = can_capture(step.pool.layout)
+        is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
         self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
         self.num_replays = 0

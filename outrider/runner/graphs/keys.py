@@ -73,6 +73,8 @@ class GraphKeys:
         rows = {write.row for write in batch.checkpoints}
         if batch.folds:
             return Uncaptured.FOLDS
+        if batch.spans:
+            return Uncaptured.SPANS
         if len(rows) < len(batch.checkpoints):
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:

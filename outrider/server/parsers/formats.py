@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from outrider.server.parsers.gemma4 import GEMMA4_CALLS, GEMMA4_THOUGHTS
 from outrider.server.parsers.harmony import HARMONY_CALLS, HARMONY_THOUGHTS
-from outrider.server.parsers.json_calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, PYTHONIC
+from outrider.server.parsers.json_calls import DEEPSEEK, FORCED_LIST, HERMES, LLAMA3, MISTRAL, PYTHONIC
 from outrider.server.parsers.machine import OutputParser, ReasoningRegion, Region, Schemas
 from outrider.server.parsers.tag_calls import DSML, GLM, QWEN3_CODER
+
+__all__ = ["FORCED_LIST", "REASONING_FORMATS", "TOOL_FORMATS", "output_parser"]
 
 _THINK = (ReasoningRegion("<think>", "</think>"),)
 TOOL_FORMATS: dict[str, Sequence[Region]] = {
@@ -23,8 +25,9 @@ REASONING_FORMATS: dict[str, Sequence[Region]] = {
 
 
 def output_parser(tool_format: str | None, reasoning_format: str | None, *, schemas: Schemas | None = None,
-                  prompt_end: str = "") -> OutputParser | None:
-    """None if neither is asked for: then all text is content."""
-    regions = [*(TOOL_FORMATS[tool_format] if tool_format else ()),
+                  prompt_end: str = "", calls: Sequence[Region] = ()) -> OutputParser | None:
+    """None if neither is asked for: then all text is content. `calls`: regions of forced calls, instead of the tool
+    format's own."""
+    regions = [*(calls or (TOOL_FORMATS[tool_format] if tool_format else ())),
                *(REASONING_FORMATS[reasoning_format] if reasoning_format else ())]
     return OutputParser(regions, schemas, prompt_end) if regions else None

@@ -76,6 +76,11 @@ def parse_mistral(body: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
+def parse_list_after_bracket(body: str, schemas: Schemas) -> list[Call]:
+    """[{"name": .., "arguments": {..}}, ..] without its first bracket: forced calls of models without JSON calls."""
+    return _some([call_from(value) for value in json.loads("[" + body)])
+
+
 def parse_deepseek(body: str, schemas: Schemas) -> list[Call]:
     """V3: `function<sep>F` and a fenced object; V3.1: `F<sep>{..}`."""
     calls = []
@@ -100,3 +105,4 @@ PYTHONIC = (CallRegion("<|python_start|>[", "<|python_end|>", parse_pythonic, on
             CallRegion("[", None, parse_pythonic, only_first=True))
 MISTRAL = (CallRegion("[TOOL_CALLS]", None, parse_mistral),)
 DEEPSEEK = (CallRegion("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", parse_deepseek),)
+FORCED_LIST = (CallRegion("[", None, parse_list_after_bracket, only_first=True),)

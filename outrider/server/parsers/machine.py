@@ -44,7 +44,7 @@ class CallRegion:
     begin: str
     end: str | None  # None: the end of the text
     parse: ParseCalls
-    only_first: bool = False  # begins only where the text does
+    only_first: bool = False  # begins only where the text does, or where it does after the reasoning
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OutputParser:
         self._open = next((r for r in regions if isinstance(r, ReasoningRegion)
                            and prompt_end.rstrip().endswith(r.begin.rstrip())), None)
         self._call: CallRegion | None = None
-        self._is_start = bool(self._first)
+        self._is_start = bool(self._first) and self._open is None
         self._text = ""  # not yet understood
         self._space = ""  # white space that belongs to the text if text follows it
         self._skips_space = self._open is not None
@@ -132,7 +132,7 @@ class OutputParser:
             case ReasoningRegion():
                 self._open = region
             case None:
-                self._open = None
+                self._open, self._is_start = None, bool(self._first)
         self._space, self._skips_space = "", True
 
     def _end_call(self, region: CallRegion, is_last: bool) -> bool:

@@ -1,0 +1,97 @@
+"""Writes docs/api.md, the reference of the public names, from their signatures and docstrings.
+
+    python docs/make_api.py            writes the file; tests/unit/test_api_reference.py compares it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import outrider
+
+HEAD = """# API reference
+
+Made by `python docs/make_api.py` from the docstrings. Everything here is imported from `outrider`; the names of vLLM
+that lie elsewhere (`outrider.sampling_params`, `outrider.inputs`) are the same objects.
+"""
+
+
+def reference() -> str:
+    parts = [HEAD]
+    for name in sorted(outrider.__all__, key=str.lower):
+        value = getattr(outrider, name)
+        if inspect.isclass(value) and value.__name__ != name:
+            parts.append(f"## `{name}`\n\nAnother name of `{value.__name__}`.\n")
+        elif inspect.isclass(value):
+            parts.append(_class(name, value))
+        elif inspect.isfunction(value):
+            parts.append("\n".join([f"## `{name}{_signature(value)}`", *_doc(value)]) + "\n")
+    return "\n".join(parts)
+
+
+def _class(name: str, value: type) -> str:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    lines = [f"## `{name}`", "", *_doc(value)]
+    if fields:
+        notes = _notes(value)
+        lines += ["| field | default | |", "|---|---|---|"]
+        lines += [f"| `{field.name}` | {_default(field)} | {notes.get(field.name, '')} |"
+                  for field in fields if not field.name.startswith("_")]
+        lines.append("")
+    elif value.__init__ is not object.__init__ and not issubclass(value, (dict, BaseException)):
+        lines += [f"`{name}{_signature(value.__init__)}`", ""]
+    for method, own in sorted(vars(value).items()):
+        function = own.__func__ if isinstance(own, (classmethod, staticmethod)) else own
+        if method.startswith("_") or not (inspect.isfunction(function) or isinstance(own, property)):
+            continue
+        signature = "" if isinstance(own, property) else _signature(function)
+        lines.append(": ".join([f"- `{method}{signature}`", *_doc(function)[:1]]))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    return "a new one" if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def _signature(function: Any) -> str:
+    """Names and defaults. Annotations are left to the source."""
+    shown = []
+    is_keyword = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            is_keyword = True
+            shown.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        is_keyword |= parameter.kind is parameter.VAR_POSITIONAL
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        shown.append(f"{stars}{parameter.name}{default}")
+    return f"({', '.join(shown)})"
+
+
+def _doc(value: Any) -> list[str]:
+    """The docstring and an empty line, if there is one."""
+    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    if own is None or own.startswith(getattr(value, "__name__", "\0") + "("):  # what dataclass writes
+        return []
+    return [" ".join(inspect.cleandoc(own).split()), ""]
+
+
+def _notes(value: type) -> dict[str, str]:
+    """The comments behind the fields of a class and of those it inherits from."""
+    found: dict[str, str] = {}
+    for owner in reversed(value.__mro__[:-1]):
+        source = inspect.getsource(owner) if owner.__module__.startswith("outrider") else ""
+        found |= dict(re.findall(r"^    (\w+): .*?\s{2}# (.*)$", source, re.M))
+    return found
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("api.md").write_text(reference())

@@ -1,0 +1,133 @@
+"""StructuredOutputsParams: the form that a request's text must have. Names follow vLLM.
+
+Only what can be said without a grammar library is checked here; the engine compiles the rest before it takes a request.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from outrider.core.fields import NotEmpty, Text, check_fields, did_you_mean, shown
+
+MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
+MAX_DEPTH = 100  # of a schema: objects and lists inside each other
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+# Fields of vLLM's StructuredOutputsParams that Outrider does not have, with what to do instead.
+REFUSED_FIELDS = {"structural_tag": "write the tags into a grammar"}
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Exactly one form: a JSON schema, a regular expression, one of several texts, a grammar, or any JSON object.
+
+    JSON is written as `json.dumps` writes it, with one space behind each comma and colon."""
+
+    json: str | dict[str, Any] | None = None  # a schema
+    regex: Text | None = None
+    choice: Annotated[list[Text], NotEmpty] | None = None
+    grammar: Text | None = None  # in Lark's form, or GBNF
+    json_object: bool | None = None
+    disable_fallback: bool = False  # there is one grammar library, and nothing to fall back to
+    disable_any_whitespace: bool = False  # no spaces behind commas and colons
+    disable_additional_properties: bool = False  # objects have no properties but those that the schema names
+    whitespace_pattern: Text | None = None  # a regular expression of the white space between the parts of JSON
+
+    def __new__(cls, *args: Any, **fields: Any) -> StructuredOutputsParams:
+        # Before the generated __init__, which could only say "unexpected keyword".
+        cls._check_names(fields)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
+        """From a JSON object, whose names may be anything."""
+        cls._check_names(fields)
+        return cls(**fields)
+
+    @classmethod
+    def _check_names(cls, fields: Mapping[str, Any]) -> None:
+        for name in fields:
+            if name in REFUSED_FIELDS:
+                raise ValueError(f"structured_outputs: {name} is not supported: {REFUSED_FIELDS[name]}")
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"structured_outputs: unknown field {shown(name)}; known are "
+                                 f"{', '.join(cls.__dataclass_fields__)}"
+                                 f"{did_you_mean(name, cls.__dataclass_fields__)}")
+
+    def __post_init__(self) -> None:
+        check_fields("structured_outputs.", self)
+        if len(self._given) != 1:
+            raise ValueError(f"structured_outputs must be exactly one of {', '.join(FORMS)}, got "
+                             f"{' and '.join(self._given) or 'none'}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("structured_outputs: disable_any_whitespace leaves no use for whitespace_pattern: "
+                             "give one of them")
+        if not self.is_json and (self.whitespace_pattern is not None or self.disable_any_whitespace
+                                 or self.disable_additional_properties):
+            raise ValueError("structured_outputs: whitespace_pattern, disable_any_whitespace and "
+                             "disable_additional_properties are for JSON")
+
+    @property
+    def is_json(self) -> bool:
+        return self.json is not None or bool(self.json_object)
+
+    @property
+    def form(self) -> str:
+        """The name of the field that says what the text must be."""
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in FORMS if getattr(self, name) not in (None, False)]
+
+    def to_plain(self) -> StructuredOutputsParams:
+        """The same as texts of bounded size, which no caller can change. Raises ValueError for what is too large."""
+        own = self
+        if self.json is not None:
+            own = replace(self, json=self._schema_text())
+        if self.choice is not None:
+            own = replace(own, choice=list(self.choice))
+        num_bytes = sum(len(text.encode()) for text in own._texts())
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"structured_outputs.{self.form} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are "
+                             "compiled")
+        return own
+
+    def _texts(self) -> list[str]:
+        form = getattr(self, self.form)
+        texts = form if isinstance(form, list) else [form] if isinstance(form, str) else []
+        return [*texts, self.whitespace_pattern or ""]
+
+    def _schema_text(self) -> str:
+        where = "structured_outputs.json"
+        try:
+            if isinstance(self.json, str):
+                if len(self.json) > MAX_GRAMMAR_BYTES:
+                    return self.json  # refused for its size
+                schema = json_text.loads(self.json)
+            else:
+                schema = self.json
+            text = json_text.dumps(schema, allow_nan=False)
+        except json_text.JSONDecodeError as error:
+            raise ValueError(f"{where} is no JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where} cannot be written as JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise ValueError(f"{where} must be a schema, which is an object")
+        if _depth(schema) > MAX_DEPTH:
+            raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other")
+        return text
+
+
+def _depth(value: Any) -> int:
+    """Objects and lists inside each other."""
+    depth, layer = 0, [value]
+    while layer := [item for item in layer if isinstance(item, dict | list)]:
+        depth += 1
+        layer = [part for item in layer for part in (item.values() if isinstance(item, dict) else item)]
+    return depth

@@ -1,0 +1,53 @@
+"""Runs a function in a thread with a deep stack, for at most so many seconds.
+
+A grammar of thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
+ended: one that takes too long is left to itself, and only a few may run at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+STACK_BYTES = 512 << 20  # of address space: memory is taken as the stack grows
+MOST_AT_ONCE = 4
+
+_free = threading.BoundedSemaphore(MOST_AT_ONCE)
+_starting = threading.Lock()  # the size of stacks is a setting of the whole process
+
+
+def run_deep(work: Callable[[], T], seconds: float) -> T:
+    """Raises TimeoutError if `work` is not done in time, or could not begin."""
+    deadline = time.monotonic() + seconds
+    if not _free.acquire(timeout=seconds):
+        raise TimeoutError
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException as error:  # a library in Rust that has failed raises one of these
+            done.set_exception(RuntimeError(str(error)))
+        finally:
+            _free.release()
+
+    _start(run)
+    return done.result(max(0.0, deadline - time.monotonic()))
+
+
+def _start(run: Callable[[], None]) -> None:
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="outrider-grammar", daemon=True).start()
+        except BaseException:
+            _free.release()
+            raise
+        finally:
+            threading.stack_size(before)

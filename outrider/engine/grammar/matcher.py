@@ -1,0 +1,69 @@
+"""TokenMatcher: where one output stands in its grammar, and what the grammar says of the drafts that follow.
+
+Only accepted tokens move it; drafts are followed and taken back. Importing this does not need llguidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+class TokenMatcher:
+    """Not for several threads at once."""
+
+    def __init__(self, inner: Any, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        """inner: an LLMatcher of its own. tokenizer: the LLTokenizer it was made with."""
+        self.inner = inner
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._refused: int | None = None  # a token that the grammar does not know
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing can follow, if something went wrong."""
+        if self._refused is not None:
+            return f"token {self._refused} does not follow the grammar"
+        return self.inner.get_error() or None
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """By tokens that are part of the output for good. An end token ends the text and moves nothing."""
+        tokens = self._before_end(token_ids)
+        if tokens and self._refused is None:
+            num_consumed = self.inner.try_consume_tokens(tokens)
+            if num_consumed < len(tokens):
+                self._refused = tokens[num_consumed]
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
+        """The first drafts, as far as the grammar allows them and the text goes on after them."""
+        tokens = self._before_end(drafts)
+        return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
+
+    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
+        """At most so many drafts: those given, as far as they are allowed, then what the grammar leaves no choice
+        about. Forced text is split as the tokenizer splits it: masks allow other splits, but the model has learned
+        this one."""
+        known = self.allowed_prefix(drafts[:most])
+        if len(known) >= most or self.error is not None:
+            return known
+        num_followed = self._follow(known)
+        text = self.inner.compute_ff_bytes()
+        forced = self._tokenizer.tokenize_bytes(text) if text else []
+        num_forced = self._follow(forced)
+        guess = [*known, *forced[:num_forced]]
+        if num_forced == len(forced) and self.inner.is_stopped() and self._eos_ids:
+            guess.append(min(self._eos_ids))
+        if num_followed + num_forced:
+            self.inner.rollback(num_followed + num_forced)
+        return guess[:most]
+
+    def _follow(self, tokens: list[int]) -> int:
+        """How many of the tokens the matcher has moved over."""
+        return self.inner.try_consume_tokens(tokens) if tokens else 0
+
+    def _before_end(self, token_ids: Sequence[int]) -> list[int]:
+        tokens = list(token_ids)
+        for index, token in enumerate(tokens):
+            if token in self._eos_ids:
+                return tokens[:index]
+        return tokens

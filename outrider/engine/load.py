@@ -1,0 +1,39 @@
+"""The files that an engine begins with: those of the model, and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.config import EngineConfig
+from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.models.sources import ModelSource, resolve, tokenizer_files
+
+log = logging.getLogger("outrider")
+
+
+def find_model(config: EngineConfig) -> ModelSource:
+    """The files of the model, fetched if need be."""
+    return resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
+
+
+def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
+    """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    try:
+        return read_tokenizer(config, source)
+    except TokenizerError as error:
+        if config.tokenizer is not None:
+            raise
+        log.warning("no tokenizer: %s", str(error))  # a kept record must not keep the engine
+        return None
+
+
+def read_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
+    if config.tokenizer is not None:
+        return Tokenizer.load(tokenizer_files(config.tokenizer, config.revision, config.download_dir))
+    return Tokenizer.load(source.tokenizer())
+
+
+def grammars_of(config: EngineConfig, source: ModelSource) -> GrammarCompiler:
+    """For a worker in a process of its own, which reads the tokenizer when the first grammar comes."""
+    return GrammarCompiler(lambda: read_tokenizer(config, source), source.eos_token_ids)

@@ -1,0 +1,179 @@
+"""Linear layers for exact mode: a token row has the same bits for every number of token rows.
+
+Each output is one chain of additions over the inner dimension, from its first column to its last, on tensor cores that
+take 16 columns at a time. Tiles differ in token rows, outputs, in which of the two is the first operand, and in how far
+ahead they load; none of this changes the chain, which `tests/gpu` shows on the card. There is no split over the inner
+dimension. Activations come after rounding, as operations of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
+from outrider.kernels.triton.common import (
+    FLOATS,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import is_collecting, kernel
+from outrider.kernels.triton.thin_linear import is_small, prefetch_rows
+
+_GROUP = 8  # tiles of token rows that pass by the same weights while those are in the cache
+
+
+@triton.jit
+def _load_tile(at, exists, is_there, WHOLE: tl.constexpr):
+    """Rows that exist, and of them the columns that are there; zeros elsewhere, which change no sum."""
+    return tl.load(at, mask=exists[:, None] if WHOLE else exists[:, None] & is_there[None, :], other=0.0)
+
+
+@kernel(do_not_specialize=["M"])
+def _tile_kernel(
+    x, weight, bias, out, x_stride, weight_stride, out_stride, M, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """WEIGHT_FIRST: the weight is the first operand, which tensor cores take 64 rows of, however few token rows are."""
+    release_dependents(PDL)
+    m_tiles, n_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first = program // (GROUP * n_tiles) * GROUP
+    height = tl.minimum(m_tiles - first, GROUP)
+    inside = program % (GROUP * n_tiles)
+    token = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = inside // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_tokens, in_rows = token < M, row < N
+    if PDL:
+        prefetch_rows(weight, row, weight_stride, N, K)
+    wait_for_inputs(PDL)
+    column = tl.arange(0, BLOCK_K)
+    x_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    w_at = weight + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        w = _load_tile(w_at, in_rows, start + column < K, K % BLOCK_K == 0)
+        value = _load_tile(x_at, in_tokens, start + column < K, K % BLOCK_K == 0)
+        if WEIGHT_FIRST:
+            acc = tl.dot(w, tl.trans(value), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(value, tl.trans(w), acc, input_precision="ieee")
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * out_stride + row[None, :], acc.to(out.dtype.element_ty),
+             mask=in_tokens[:, None] & in_rows[None, :])
+
+
+@dataclass(frozen=True)
+class ExactTile:
+    """Token rows, outputs and columns per tile, and options of the compiler."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weight_first: bool = False
+
+
+@dataclass(frozen=True)
+class _ManyRows:
+    """A tile for many token rows, with what one costs on an H200."""
+
+    tile: ExactTile
+    per_sm: int  # tiles that a multiprocessor holds
+    seconds: float  # relative time until a full multiprocessor is done
+    alone: float  # relative time of one tile
+
+
+_SAMPLED_ROWS = (1, 64, *range(128, 4096, 128))  # numbers of token rows whose tiles are compiled at start-up
+_WIDE = 16384  # outputs from which on few token rows have more tiles than the card has room for
+_MANY_ROWS = (
+    _ManyRows(ExactTile(256, 128, 64, 8, 3), 1, 57.7, 57.7),
+    _ManyRows(ExactTile(128, 128, 64, 8, 4), 1, 33.0, 33.0),
+    _ManyRows(ExactTile(64, 128, 64, 4, 4), 2, 37.0, 26.5),
+    _ManyRows(ExactTile(64, 64, 128, 4, 3), 2, 19.0, 14.0),
+)
+
+
+def exact_tile(num_rows: int, n: int, k: int, sms: int, itemsize: int) -> ExactTile:
+    """The fastest tile for these sizes on an H200."""
+    if itemsize > 2:
+        return ExactTile(32, 32, 32, 4, 3)
+    if num_rows <= 16:
+        if n >= _WIDE and k < 4096:
+            return ExactTile(16, 128, 128, 4, 3, weight_first=True)
+        return ExactTile(16, 64, 128, 4, 4, weight_first=True) if n >= 6000 else ExactTile(16, 32, 256, 4, 4)
+    if num_rows <= 64:
+        if n >= _WIDE:
+            return ExactTile(64, 128, 64, 4, 4)
+        return ExactTile(64, 64, 128, 4, 4) if n >= 6000 else ExactTile(64, 32, 128, 4, 4)
+    return min(_MANY_ROWS, key=lambda choice: _cost(choice, num_rows, n, sms)).tile
+
+
+def _cost(choice: _ManyRows, num_rows: int, n: int, sms: int) -> float:
+    tiles = triton.cdiv(num_rows, choice.tile.block_m) * triton.cdiv(n, choice.tile.block_n)
+    waves, rest = divmod(tiles, sms * choice.per_sm)
+    return waves * choice.seconds + (0 if rest == 0 else choice.alone if rest <= sms else choice.seconds)
+
+
+def exact_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None,
+    tile: ExactTile | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """x [rows, k] times weight [n, k] transposed, plus bias [n]; any number of rows."""
+    name, device, num_rows = "exact_linear", x.device, x.shape[0]
+    require_tensor(name, "x", x, (None, None), device, FLOATS)
+    n, k = weight.shape
+    require_tensor(name, "weight", weight, (n, x.shape[1]), device, (x.dtype,))
+    if bias is not None:
+        require_tensor(name, "bias", bias, (n,), device, FLOATS)
+    out = torch.empty(num_rows, n, dtype=out_dtype or x.dtype, device=device)
+    if num_rows == 0:
+        return out
+    pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
+    sizes = n, k, num_sms(device), x.element_size()
+    _launch(x, weight, bias, out, tile or exact_tile(num_rows, *sizes), pdl)
+    if is_collecting():  # later steps have other numbers of token rows
+        for each in {exact_tile(rows, *sizes) for rows in _SAMPLED_ROWS}:
+            _launch(x, weight, bias, out, each, pdl)
+    return out
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: ExactTile,
+            pdl: bool) -> None:
+    num_rows, (n, k) = x.shape[0], weight.shape
+    _tile_kernel[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+        x, weight, x if bias is None else bias, out, x.stride(0), weight.stride(0), out.stride(0), num_rows, n, K=k,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=_GROUP,
+        WEIGHT_FIRST=tile.weight_first, HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def exact_linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return exact_linear(x, weight, out_dtype=torch.float32)
+
+
+def exact_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of the product: weight [2 * n, k] holds gate rows, then up rows."""
+    require(activation in ("silu", "gelu_pytorch_tanh"), "exact_gated_linear", "activation", f"is {activation!r}")
+    product = exact_linear(x, weight)
+    return silu_mul(product) if activation == "silu" else gelu_tanh_mul(product)
+
+
+def exact_relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return relu2(exact_linear(x, weight))

@@ -1,0 +1,86 @@
+"""Masks: which keys a query sees, beside the causal rule and a layer's window.
+
+A mask is a value that edits the causal mask by elementwise torch operations on positions. It is compiled and captured
+once, so it may not read anything that changes: `check_mask` refuses what is not a frozen dataclass of plain values.
+Spans are marked by a prompt, not by a layer: tokens of one span see each other in both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+PLAIN = (int, float, bool, str, type(None))
+
+
+class QueryMarks(NamedTuple):
+    """A query's own position and the span it lies in, [span_starts, span_ends); both are 0 outside of any span. The
+    three tensors have the same shape, which can be broadcast with the positions of keys."""
+
+    positions: torch.Tensor
+    span_starts: torch.Tensor
+    span_ends: torch.Tensor
+
+
+class Mask(Protocol):
+    def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+        """Whether the query sees the key. causal: whether the causal rule and the layer's window let it."""
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """A query sees itself and the keys before it."""
+
+    def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+        return causal
+
+
+@dataclass(frozen=True)
+class ChunkedMask:
+    """A query sees the keys of its own chunk of positions, up to itself."""
+
+    chunk: int
+
+    def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+        return causal & (key_positions // self.chunk == query.positions // self.chunk)
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """A query in a span sees keys of that span only: each span is a document of its own."""
+
+    def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+        return causal & (key_positions >= query.span_starts)
+
+
+CAUSAL = CausalMask()
+
+
+def check_mask(mask: Mask, layer: int) -> None:
+    """Refuse a mask that could change after it was compiled."""
+    name = getattr(mask, "__name__", type(mask).__name__)
+    must = "a mask is a frozen dataclass whose fields are numbers, strings or tuples of them"
+    if not dataclasses.is_dataclass(mask) or isinstance(mask, type):
+        raise ValueError(f"layer {layer}: the mask {name} is not a value, so it may read state that changes; {must}")
+    if not type(mask).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(f"layer {layer}: the mask {name} can be changed; {must}")
+    for field in dataclasses.fields(mask):
+        value = getattr(mask, field.name)
+        if not all(isinstance(item, PLAIN) for item in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"layer {layer}: the mask {name} holds {field.name}, a {type(value).__name__}; {must}")
+    closed_over = getattr(type(mask).__call__, "__closure__", None)
+    if closed_over:
+        raise ValueError(f"layer {layer}: the mask {name} reads variables of the function it was made in; {must}")
+
+
+def visible_keys(mask: Mask, window: int | None, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+    """Whether each query sees each key, given that the key exists. All arguments can be broadcast together."""
+    causal = key_positions <= query.positions
+    if window is not None:
+        causal = causal & (key_positions > query.positions - window)
+    # Without a span the end is 0, and no key lies before it.
+    in_span = (key_positions >= query.span_starts) & (key_positions < query.span_ends)
+    return mask(causal, query, key_positions) | in_span

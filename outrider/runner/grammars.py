@@ -1,0 +1,217 @@
+"""GrammarRows: matchers of the rows whose requests ask for a form, and the masks that they give a step.
+
+Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
+one, which the device knows first. A request's grammar travels once, in its admission. A matcher is moved by accepted
+tokens only, so a row that is admitted again begins from the outputs that its admission brings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from outrider.core import Admission, Axis, HostDraft, Limits, ScheduledBatch, StepResult
+from outrider.core.params import SamplingParams
+from outrider.core.token_ids import stop_ids_of
+from outrider.kernels.buffers import to_device
+from outrider.runner.interface import Grammars, Matcher
+from outrider.runner.rows import RowState
+
+log = logging.getLogger("outrider")
+
+
+class DeadMatcher:
+    """Stands for a grammar that the worker could not compile: it allows nothing."""
+
+    def __init__(self, error: str) -> None:
+        self.error: str | None = error
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
+        return []
+
+    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
+        return []
+
+
+@dataclass
+class RowGrammar:
+    """The grammar of the request that owns a row."""
+
+    params: SamplingParams
+    started: Future[Matcher]
+    outputs: list[int]  # tokens that were out when the request took the row
+    prompt_len: int
+    known: int  # tokens, prompt included, that the matcher has followed
+    stop_ids: list[int]
+    is_reported: bool = False  # its error is in the log
+
+    @cached_property
+    def matcher(self) -> Matcher:
+        """Waits for the grammar to be compiled."""
+        try:
+            matcher = self.started.result()
+        except Exception as error:
+            return DeadMatcher(str(error))
+        matcher.advance(self.outputs)
+        return matcher
+
+    def forbids_end_at(self, length: int) -> bool:
+        """Whether the text should not end after so many tokens, prompt included, if it can go on."""
+        return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
+
+
+class RowText(NamedTuple):
+    """A row's tokens as the device has them."""
+
+    is_alive: bool
+    known: int  # tokens
+    last: list[int]  # as many tokens as a run can have, up to the last known one
+    drafts: list[int]
+
+
+class GrammarRows:
+    def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None) -> None:
+        self._state, self._grammars = state, grammars
+        self._max_drafts, self._run = limits.max_drafts, limits.extent(Axis.RUN)
+        self._rows: dict[int, RowGrammar] = {}
+        self._guesses: list[HostDraft] = []  # for the next step
+        self._read: Callable[[], list[RowText]] = list  # texts of the step's rows, as they are before its forward
+        # Where results are late, drafts of the next step are guessed before the run of this one is known.
+        self.guesses_early = state.device.type == "cuda"
+
+    def admit(self, admissions: list[Admission]) -> None:
+        for admission in admissions:
+            self._rows.pop(admission.row, None)
+            params, prompt_len = admission.params, admission.prompt_len
+            if params.structured_outputs is not None:
+                assert self._grammars is not None, "the engine has let a grammar pass that nobody compiles"
+                self._rows[admission.row] = RowGrammar(
+                    params, self._grammars.start(params.structured_outputs), admission.token_ids[prompt_len:],
+                    prompt_len, len(admission.token_ids), stop_ids_of(params, admission.eos_ids))
+
+    def reset(self) -> None:
+        self._rows.clear()
+        self._guesses = []
+
+    # One step, in order
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        """Before the forward of a split step: drafts that grammars force, and a look at the rows, which the device
+        answers when the step before is over."""
+        self._state.take_host_drafts(self._guesses, keeps_longer=True)
+        self._guesses = []
+        self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)
+
+    def turn(self, batch: ScheduledBatch) -> None:
+        """Between the halves of a split step: matchers follow the run of the step before, then write the masks of this
+        step's logit rows. Masks after a draft that is not allowed are left as they are: no run gets there."""
+        wanted: list[tuple[Matcher, list[int], int]] = []
+        cells: list[int] = []
+        lengths: list[tuple[RowGrammar, int]] = []  # of the text before each mask
+        for (row, num_drafts), text in zip(self._drafting(batch), self._read(), strict=True):
+            if not text.is_alive:
+                continue
+            grammar = self._follow(row, text)
+            drafts = grammar.matcher.allowed_prefix(text.drafts[:num_drafts])
+            if grammar.matcher.error is None:
+                wanted.append((grammar.matcher, drafts, len(cells)))
+            cells += range(row * self._run, row * self._run + 1 + len(drafts))
+            lengths += [(grammar, text.known + j) for j in range(1 + len(drafts))]
+            if self.guesses_early:
+                self._guess(row, text.known, text.drafts[:num_drafts], self._run)
+        if cells:
+            self._write(wanted, cells, lengths)
+
+    def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+        """After a split step whose run can be read at once: the result with the drafts that wait counted anew, since
+        grammars have cut some and forced others."""
+        rows, counts = [row for row, _ in self._drafting(batch)], {}
+        for row, text in zip(rows, read_later(self._state, rows, self._run)(), strict=True):
+            if text.is_alive:
+                self._follow(row, text)
+                counts[row] = self._guess(row, text.known, text.drafts)
+        self._state.take_host_drafts(self._guesses)
+        self._guesses = []
+        parts = [part._replace(num_proposed=counts.get(row, part.num_proposed))
+                 for part, row in zip(result.requests, batch.rows, strict=True)]
+        return replace(result, requests=parts)
+
+    # Inside
+
+    def _drafting(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
+        """(row, scheduled drafts) of those that sample by a grammar."""
+        parts = zip(batch.rows, batch.num_drafts, batch.samples, strict=True)
+        return [(row, num_drafts) for row, num_drafts, samples in parts if samples and row in self._rows]
+
+    def _follow(self, row: int, text: RowText) -> RowGrammar:
+        grammar = self._rows[row]
+        num_new = text.known - grammar.known
+        assert 0 <= num_new <= len(text.last), f"{num_new} tokens since the last step, more than one can yield"
+        grammar.matcher.advance(text.last[len(text.last) - num_new :])
+        grammar.known = text.known
+        return grammar
+
+    def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
+        """Drafts for the next step, behind at most `in_flight` tokens that this one may yield. Returns their number, as
+        far as the grammar can tell."""
+        grammar, most = self._rows[row], self._max_drafts
+        if grammar.params.max_drafts is not None:
+            most = min(most, grammar.params.max_drafts)
+        guess = grammar.matcher.guess(drafts, most + in_flight) if most else []
+        if guess != drafts[: len(guess)]:
+            self._guesses.append(HostDraft(row, known, guess))
+        return min(most, len(guess))
+
+    def _write(self, wanted: list[tuple[Matcher, list[int], int]], cells: list[int],
+               lengths: list[tuple[RowGrammar, int]]) -> None:
+        assert self._grammars is not None
+        masks = np.zeros((len(cells), self._state.sampling.masks.num_words), dtype=np.int32)
+        self._grammars.fill(wanted, masks)
+        for mask, (grammar, length) in zip(masks, lengths, strict=True):
+            if grammar.forbids_end_at(length):
+                _leave_out(mask, grammar.stop_ids)
+            if grammar.matcher.error is not None and not grammar.is_reported:
+                grammar.is_reported = True
+                log.warning("a grammar allows no further token, so its request ends: %s", grammar.matcher.error)
+        self._state.sampling.masks.write(cells, masks)
+
+
+def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[RowText]]:
+    """The texts of rows as they are when the device gets here. The function that is returned waits for them."""
+    index = to_device(rows, torch.int64, state.device)
+    known = state.known[index]
+    columns = (known[:, None] - run + torch.arange(run, device=state.device)).clamp_min(0)
+    packed = torch.cat([state.alive[index, None].to(torch.int64), known[:, None], state.num_drafts[index, None],
+                        state.tokens[index[:, None], columns], state.drafts[index]], dim=1)
+    done = None
+    if state.device.type == "cuda":
+        host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
+        packed = host.copy_(packed, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+    def read() -> list[RowText]:
+        if done is not None:
+            done.synchronize()
+        return [RowText(bool(alive), known, rest[:run], rest[run : run + num_drafts])
+                for alive, known, num_drafts, *rest in packed.tolist()]
+
+    return read
+
+
+def _leave_out(mask: np.ndarray, ids: list[int]) -> None:
+    """Takes bits of a mask away, unless it would have none left: then the text has all of its form, and ends."""
+    words, bits = np.array(ids) // 32, np.uint32(1) << (np.array(ids, dtype=np.uint32) % np.uint32(32))
+    left = mask.view(np.uint32).copy()
+    np.bitwise_and.at(left, words, ~bits)
+    if left.any():
+        mask[:] = left.view(np.int32)

@@ -1,0 +1,144 @@
+"""The form that an answer must have: as a response format, as structured output, or as calls of tools.
+
+Where a chat's model may reason first, the form holds for what follows its reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.text import Tokenizer
+from outrider.server.errors import ApiError
+from outrider.server.parsers.formats import FORCED_LIST, REASONING_FORMATS, TOOL_FORMATS
+from outrider.server.parsers.machine import ReasoningRegion, Region
+from outrider.server.protocol import ChatRequest, Tool
+
+MAX_CALLS = 16  # of one answer whose calls are forced
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+NEWLINE, COMMA = r'"\n"', '", "'  # in a grammar
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ForcedCalls:
+    """The tools of which one must be called, and how the calls are written."""
+
+    tools: Sequence[Tool]
+    is_named: bool  # the request names the tool
+    most: int
+    tool_format: str | None  # None: a JSON list, which every model can write
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        return FORCED_LIST if self.tool_format is None else TOOL_FORMATS[self.tool_format]
+
+    def rules(self, tokenizer: Tokenizer) -> str:
+        """Rules of a grammar, of which `form` is the first."""
+        calls = [self._call(index, tool) for index, tool in enumerate(self.tools)]
+        any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(calls)))
+        if self.tool_format == "hermes":
+            begin, end = (_marker(text, tokenizer) for text in ("<tool_call>", "</tool_call>"))
+            body = f'form: tagged{self._more(NEWLINE, "tagged")}\ntagged: {begin} {NEWLINE} any_call {NEWLINE} {end}'
+        else:
+            body = f'form: "[" any_call{self._more(COMMA, "any_call")} "]"'
+        return "\n".join([body, any_call, *calls])
+
+    def _more(self, between: str, rule: str) -> str:
+        return f" ({between} {rule}){{0,{self.most - 1}}}" if self.most > 1 else ""
+
+    @staticmethod
+    def _call(index: int, tool: Tool) -> str:
+        head = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
+        schema = json.dumps((tool.function.parameters or NO_ARGUMENTS) | {"x-guidance": JSON_STYLE})
+        return f'call_{index}: {json.dumps(head)} arguments_{index} "}}"\narguments_{index}: %json {schema}'
+
+
+def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | None:
+    """None unless `tool_choice` demands a call."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is None or choice in ("none", "auto"):
+        return None
+    if not tools:
+        raise ApiError(400, "tool_choice is for requests with tools", param="tool_choice")
+    own_format = "hermes" if tool_format == "hermes" else None
+    most = 1 if body.parallel_tool_calls is False else MAX_CALLS
+    if choice == "required":
+        return ForcedCalls(tools, False, most, own_format)
+    name = _named(choice)
+    if name is None:
+        raise ApiError(400, 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
+                            '{"name": ...}}', param="tool_choice")
+    chosen = [tool for tool in tools if tool.function.name == name]
+    if not chosen:
+        raise ApiError(400, f"tool_choice names {name[:100]!r}, which is none of the tools", param="tool_choice")
+    return ForcedCalls(chosen[:1], True, 1, own_format)
+
+
+def _named(choice: str | dict[str, Any]) -> str | None:
+    """OpenAI's chats nest the name, and its responses do not."""
+    if isinstance(choice, str) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | None, prompt_end: str,
+              tokenizer: Tokenizer) -> StructuredOutputsParams | None:
+    """The form of a chat's whole text, reasoning included."""
+    asked = body.form()
+    if forced is not None and asked is not None:
+        raise ApiError(400, "a forced call has a form of its own: leave out response_format and structured_outputs",
+                       param="tool_choice")
+    if forced is None and (asked is None or reasoning is None):
+        return asked
+    rules = _rules(asked) if asked is not None else forced.rules(tokenizer) if forced is not None else ""
+    thoughts = None if reasoning is None else _thoughts(reasoning, prompt_end, tokenizer)
+    return StructuredOutputsParams(grammar=f"{thoughts or 'start: form'}\n{rules}")
+
+
+def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | None:
+    """The first rules of a grammar in which `form` follows the model's reasoning; None where there is none."""
+    regions = REASONING_FORMATS[reasoning]
+    if len(regions) != 1 or not isinstance(regions[0], ReasoningRegion):
+        raise ApiError(400, f"structured output and forced calls are not served with the reasoning parser {reasoning}")
+    begin, end = regions[0].begin, regions[0].end
+    said = prompt_end.rstrip()
+    if said.endswith(end):
+        return None
+    if _is_special(end, tokenizer):
+        thoughts = f"thoughts: /(?s:.*)/ {_marker(end, tokenizer)}"
+    else:
+        thoughts = f"thoughts[suffix={json.dumps(end)}]: /(?s:.*)/"
+    first = "start: thoughts gap form" if said.endswith(begin.rstrip()) else (
+        f"start: ({_marker(begin, tokenizer)} thoughts gap)? form")
+    return f"{first}\ngap: /\\n{{0,2}}/\n{thoughts}"
+
+
+def _rules(asked: StructuredOutputsParams) -> str:
+    """The form of `asked` as a rule of a grammar."""
+    if asked.is_json:
+        schema = {"type": "object"} if asked.json is None else (
+            json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
+        return f"form: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
+    if asked.choice is not None:
+        return "form: " + " | ".join(map(json.dumps, asked.choice))
+    if asked.regex is not None:
+        escaped = re.sub(r"(?<!\\)/", r"\\/", asked.regex)
+        return f"form: /{escaped}/"
+    raise ApiError(400, "a grammar cannot follow the reasoning of this server's model: use json, regex or choice",
+                   param="structured_outputs")
+
+
+def _is_special(marker: str, tokenizer: Tokenizer) -> bool:
+    return tokenizer.token_to_id(marker) in tokenizer.special_token_ids
+
+
+def _marker(marker: str, tokenizer: Tokenizer) -> str:
+    """A marker in a grammar: by its id where it is a special token, which has no text there."""
+    return f"<[{tokenizer.token_to_id(marker)}]>" if _is_special(marker, tokenizer) else json.dumps(marker)

@@ -1,0 +1,113 @@
+"""The commands and the Python of the README, as they are printed, and how to run them somewhere else.
+
+    python -m tests.compat.readme FOLDER      builds the wheel, installs it into a fresh environment, runs everything
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 8000  # as the README says
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    """Lines of indented blocks, without their comments."""
+    lines = re.findall(r"^ {4}((?:outrider|pip|make) .*)$", readme(), re.M)
+    return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
+
+
+def programs() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", readme(), re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An environment that has outrider installed, and a folder to work in."""
+
+    bin: Path
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return kept | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(self, command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+        answers = "Say hello.\n/exit\n" if command.startswith("outrider chat") else ""
+        return subprocess.run(shlex.split(command), cwd=self.folder, env=self.environment, input=answers, text=True,
+                              capture_output=True, timeout=timeout)
+
+    def python(self, program: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(self.bin / "python"), "-c", program], cwd=self.folder, env=self.environment,
+                              text=True, capture_output=True, timeout=timeout)
+
+    def serve(self, command: str, timeout: float = 120) -> int:
+        """Starts a server, waits until it is ready, ends it as Ctrl-C does, and returns its exit code."""
+        server = subprocess.Popen(shlex.split(command), cwd=self.folder, env=self.environment)
+        try:
+            deadline = time.monotonic() + timeout
+            while time.monotonic() < deadline and server.poll() is None:
+                try:
+                    if urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5).status == 200:
+                        break
+                except OSError:
+                    time.sleep(0.5)
+            else:
+                raise AssertionError(f"{command}: not ready after {timeout} s")
+            server.send_signal(signal.SIGINT)
+            return server.wait(60)
+        finally:
+            server.kill()
+
+
+def install(folder: Path) -> Place:
+    """A fresh environment with the wheel of this tree and its server, and nothing else."""
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("outrider-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    pip = [str(folder / "venv/bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    torch = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert torch is not None
+    subprocess.run([*pip, torch[0]], check=True)  # alone and first, as make does
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[server]"], check=True)
+    work = folder / "work"
+    work.mkdir()
+    return Place(folder / "venv/bin", work)
+
+
+def run_all(place: Place) -> None:
+    for command in commands():
+        if command.startswith(("pip", "make")):
+            continue  # what `install` and whoever runs the tests have done
+        start = time.monotonic()
+        if command.startswith("outrider serve"):
+            assert place.serve(command) == 0, command
+        else:
+            ran = place.run(command)
+            assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+        print(f"{time.monotonic() - start:6.1f} s  {command}", flush=True)
+    for program in programs():
+        ran = place.python(program)
+        assert ran.returncode == 0, f"{program}\n{ran.stdout}\n{ran.stderr}"
+        print(ran.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]).resolve()
+    target.mkdir(parents=True)
+    os.environ["HOME"] = str(target)
+    run_all(install(target))

@@ -1,0 +1,221 @@
+"""Callers of one LLM beside each other: in several threads, in a forked process, gone at an awkward moment, or with
+arguments of a wrong type. Nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.beam_search import BeamSearchParams
+from outrider.engine import async_llm as async_llm_module
+from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.engine import EngineError
+from outrider.engine.output import SampleOutput
+from tests.engine.harness import greedy, prompt_of
+from tests.engine.test_interrupts import generate, make_llm
+
+SOME_PROMPT = prompt_of(5, 9)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm("mamba2", drafts=True) as made:
+        yield made
+
+
+def assert_idle(llm: LLM) -> None:
+    assert not llm.engine.has_requests and not llm._loop._followed and not llm._loop._changed
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    expected, found = generate(llm), []
+
+    def work() -> None:
+        for _ in range(3):
+            found.append(generate(llm))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 9
+    assert_idle(llm)
+
+
+def run_in_fork(call: Callable[[], object]) -> str:
+    """What the call raises in a forked process, or "" if it ends. A process that hangs is ended by its alarm."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which is the case to be tried
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            call()
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        message = told.read()
+    assert os.waitpid(child, 0)[1] == 0, "it hangs"
+    return message
+
+
+def test_a_forked_process_is_told_that_the_engine_is_not_its_own(llm: LLM) -> None:
+    expected = generate(llm)
+    opened = llm.stream(list(SOME_PROMPT), greedy(9))
+    next(opened)
+    for call in (lambda: generate(llm), lambda: next(opened), lambda: llm.engine.step()):
+        assert run_in_fork(call).startswith("EngineError: the engine belongs to process")
+    assert run_in_fork(llm.close) == "" and run_in_fork(opened.close) == ""  # type: ignore[attr-defined]
+    *_, last = opened
+    assert last.finished and generate(llm) == expected, "it goes on where it was"
+
+
+def test_a_forked_process_and_async_llm() -> None:
+    async_llm = AsyncLLM.around(make_llm("llama", drafts=False).engine)
+
+    def ask() -> None:
+        asyncio.run(anext(async_llm.generate(list(SOME_PROMPT), greedy(3))))  # type: ignore[arg-type]
+
+    assert run_in_fork(ask).startswith("EngineError: the engine belongs to process")
+    assert run_in_fork(async_llm.shutdown) == ""
+    assert async_llm.is_running
+    async_llm.shutdown()
+
+
+def test_the_id_of_a_request_is_free_when_its_reader_has_left() -> None:
+    async def main() -> None:
+        async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
+            for _ in range(3):
+                left = async_llm.generate(list(SOME_PROMPT), greedy(60, ignore_eos=True), request_id="mine")
+                await anext(left)
+                await left.aclose()
+            last = [output async for output in async_llm.generate(list(SOME_PROMPT), greedy(3), request_id="mine")][-1]
+            assert last.finished and last.outputs[0].finish_reason != "abort"
+
+    asyncio.run(main())
+
+
+def test_a_reader_hears_of_the_end_when_its_stream_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever looks at the engine after its last answer may still find a request there."""
+    tell, left = async_llm_module._tell, []
+
+    async def main() -> None:
+        async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
+
+            def watched(loop: Any, call: Any, *args: Any) -> bool:
+                left.append(async_llm.engine.has_requests or not async_llm._owner._streams)
+                return tell(loop, call, *args)
+
+            monkeypatch.setattr(async_llm_module, "_tell", watched)
+            async for _ in async_llm.generate(list(SOME_PROMPT), greedy(3)):
+                pass
+
+    asyncio.run(main())
+    assert len(left) >= 2 and all(left)
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle keeps the stream until a garbage collection, which may come on any line, also inside a step."""
+    expected = generate(llm)
+
+    class Keeper:
+        stream: Any
+
+    keeper = Keeper()
+    keeper.stream = (keeper, llm.follow([list(SOME_PROMPT)], greedy(30, ignore_eos=True)))
+    next(keeper.stream[1])
+    del keeper
+    take, collected = SampleOutput.take, []
+
+    def collects(self: SampleOutput, *args: Any) -> Any:
+        if not collected:
+            collected.append(gc.collect())
+        return take(self, *args)
+
+    monkeypatch.setattr(SampleOutput, "take", collects)
+    resets = []
+    monkeypatch.setattr(llm.engine, "reset", lambda: resets.append(1))
+    assert generate(llm) == expected
+    assert collected and not resets, "the stream is dropped, and the step goes on"
+    assert generate(llm) == expected
+    assert_idle(llm)
+
+
+def test_a_bar_that_fails_starts_nothing(llm: LLM) -> None:
+    def broken(**_: Any) -> Any:
+        raise OSError("no terminal")
+
+    num_before = llm.engine.stats.num_requests
+    with pytest.raises(OSError, match="no terminal"):
+        llm.generate([list(SOME_PROMPT)], greedy(3), use_tqdm=broken)
+    assert llm.engine.stats.num_requests == num_before
+    assert_idle(llm)
+
+
+class WithoutItems:
+    """Iterable by its type, like a tensor without axes, but not in fact."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("iteration over a 0-d tensor")
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda llm: llm.generate(b"abc"), "prompts must be"),
+    (lambda llm: llm.generate(bytearray(b"abc")), "prompts must be"),
+    (lambda llm: llm.generate({5, 6}), "prompts must be"),
+    (lambda llm: llm.generate(WithoutItems()), "prompts must be"),
+    (lambda llm: llm.generate([[5]], greedy(2), priority=""), "priority must be an integer"),
+    (lambda llm: llm.generate([[5]], greedy(2), priority=False), "priority must be an integer"),
+    (lambda llm: llm.generate([[5]], greedy(2), priority=0.0), "priority must be an integer"),
+    (lambda llm: llm.generate([[5]], greedy(2), priority=[]), "0 priority for 1 prompts"),
+    (lambda llm: llm.generate([[5]], greedy(2), use_tqdm="yes"), "use_tqdm must be"),
+    (lambda llm: llm.follow([[5]], greedy(2), before_step=5), "before_step must be"),
+    (lambda llm: llm.beam_search([[5]], SamplingParams()), "params must be a BeamSearchParams"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_prompt="no"), "add_generation_prompt"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=1), "continue_final_message must"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs=[5]), "chat_template_kwargs must"),
+])
+def test_arguments_of_a_wrong_type(llm: LLM, call: Callable[[LLM], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    assert_idle(llm)
+
+
+def test_a_beam_whose_request_fails_is_not_left_out_silently(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(SampleOutput, "take", fails)
+    with pytest.raises(RuntimeError, match="one of its requests failed.*no such token"):
+        llm.beam_search([list(SOME_PROMPT)], BeamSearchParams(beam_width=2, max_tokens=3))
+
+
+def test_an_ended_engine_says_so_in_every_thread() -> None:
+    llm, told = make_llm("llama", drafts=False), []
+
+    def work() -> None:
+        with pytest.raises(EngineError, match="the engine was closed"):
+            while True:
+                generate(llm)
+        told.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    llm.close()
+    for thread in threads:
+        thread.join()
+    assert told == [1, 1]

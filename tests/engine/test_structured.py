@@ -1,0 +1,300 @@
+"""Structured output: the text has its form, and its tokens do not depend on drafts, chunks, hits, overlap, padding,
+preemptions or batch mates. In float64, where any difference is a bug; a token of the tiny models is a byte."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.core import StepForm
+from outrider.core.params import SamplingParams
+from outrider.core.structured import StructuredOutputsParams
+from outrider.spec.scripted import ScriptedDrafter
+from tests.engine.captured import AsCaptured
+from tests.engine.harness import (
+    CONFIGS,
+    Ask,
+    Rig,
+    byte_tokenizer,
+    greedy,
+    prompt_of,
+    random_model,
+    tiny_model,
+    tokens_of,
+)
+from tests.engine.recurrent_rig import HYBRIDS
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+END = 2  # an end token that is no part of any form here
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{2,5}$"}, "count": {"type": "integer", "minimum": 0,
+                   "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["name", "count", "ok"], "additionalProperties": False,
+}  # fmt: skip
+CHOICES = ["red", "green", "green tea", "blue"]
+SHARED = prompt_of(0, 32)
+
+
+def form(**fields: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**fields)
+
+
+ASKS = [
+    Ask([*SHARED, *prompt_of(1, 9)], greedy(60, structured_outputs=form(json=SCHEMA))),
+    Ask([*SHARED, *prompt_of(2, 7)], SamplingParams(temperature=1.0, seed=5, max_tokens=60, top_p=0.9,
+                                                    structured_outputs=form(json=SCHEMA))),
+    Ask(prompt_of(3, 5), greedy(20, structured_outputs=form(choice=CHOICES), repetition_penalty=1.2)),
+    Ask(prompt_of(4, 11), SamplingParams(temperature=1.3, seed=8, max_tokens=24, structured_outputs=form(
+        grammar='start: item ("," item){1,3}\nitem: "<" /[0-9]{1,3}/ ">"'), logit_bias={ord("7"): 2.0})),
+    Ask(prompt_of(5, 6), greedy(9)),
+    Ask(prompt_of(6, 6), SamplingParams(temperature=0.8, seed=3, max_tokens=9, logprobs=2)),
+]  # fmt: skip
+WITH_FORM = range(4)
+SETTINGS: dict[str, Any] = {"eos_ids": (END,), "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "auto": False}
+AUTO = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def rig_of(**settings: Any) -> Rig:
+    return Rig(tiny_model("llama"), tokenizer=byte_tokenizer(), **(SETTINGS | settings))
+
+
+@functools.cache
+def expected() -> list[list[list[int]]]:
+    """Each request alone, in one chunk, without drafts."""
+    with rig_of(enable_prefix_caching=False, overlap=False) as rig:
+        return tokens_of(rig.run_one_by_one(ASKS))
+
+
+def test_texts_have_their_form() -> None:
+    texts = [bytes(samples[0][:-1]).decode() for samples in expected()[: len(WITH_FORM)]]
+    assert all(samples[0][-1] == END for samples in expected()[: len(WITH_FORM)]), "the end of the form ends the text"
+    for text in texts[:2]:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert texts[2] in CHOICES
+    assert re.fullmatch(r"<\d{1,3}>(,<\d{1,3}>){1,3}", texts[3])
+    assert texts[0] != texts[1]
+
+
+def scripted(k: int, errors: set[int]) -> ScriptedDrafter:
+    """Drafts the right text, wrong at some places. A wrong byte is one that no form allows."""
+    lines = {tuple(ask.prompt): [1 if i in errors else token for i, token in enumerate(samples[0])]
+             for ask, samples in zip(ASKS, expected(), strict=True)}
+    return ScriptedDrafter(k, lambda prompt, sample: lines[prompt], lambda position: position % (k + 1))
+
+
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": lambda: {},
+    "ngram": lambda: {"speculative_config": NGRAM},
+    "auto": lambda: {"speculative_config": AUTO},
+    "scripted": lambda: {"drafter": scripted(4, {3, 4, 9, 17, 30})},
+}
+CELLS: dict[str, dict[str, Any]] = {
+    "plain": {"overlap": False},
+    "overlapped": {"overlap": True},
+    "three in flight, small chunks": {"depth": 3, "max_num_batched_tokens": 7},
+    "padded": {"pad_requests": (4, 8), "pad_tokens": (6, 24, 72)},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_tokens_do_not_depend_on_the_engine(drafts: str, cell: str) -> None:
+    with rig_of(**DRAFTS[drafts](), **CELLS[cell]) as rig:
+        outputs = rig.run(ASKS)
+        assert tokens_of(outputs) == expected()
+        if cell == "padded":
+            assert rig.runner.num_padded_steps > 0
+        accepted = sum(outputs[i].metrics.num_accepted_tokens for i in WITH_FORM)
+        assert (accepted > 0) == (drafts != "none")
+        if cell == "overlapped":
+            outputs = rig.run(ASKS[:3])
+            assert tokens_of(outputs) == expected()[:3]
+            assert outputs[0].metrics.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("drafts", ["none", "scripted", "ngram"])
+def test_a_preempted_request_goes_on_from_its_tokens(drafts: str) -> None:
+    with rig_of(**DRAFTS[drafts](), overlap=True) as rig:
+        outputs = rig.run(ASKS, after_step=rig.preempt)
+        assert tokens_of(outputs) == expected()
+        assert all(outputs[i].metrics.num_preemptions for i in (0, 1))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gated_delta"])
+def test_other_kinds_of_layers(family: str) -> None:
+    """Sliding windows and recurrent states, of which rejected drafts must leave nothing."""
+    model = random_model((CONFIGS | HYBRIDS)[family], torch.float64, 3)
+    found = []
+    for settings in ({"overlap": False}, {"speculative_config": NGRAM, "overlap": True}):
+        with Rig(model, tokenizer=byte_tokenizer(), **(SETTINGS | settings)) as rig:
+            outputs = rig.run(ASKS, after_step=rig.preempt if settings["overlap"] else None)
+            found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+    assert outputs[0].metrics.num_accepted_tokens > 0 and outputs[0].metrics.num_preemptions > 0
+    jsonschema.validate(json.loads(bytes(found[0][0][0][:-1])), SCHEMA)
+
+
+@pytest.mark.parametrize("drafts", ["none", "scripted", "ngram"])
+def test_captured_halves_give_the_same_tokens(drafts: str) -> None:
+    """As a GPU runs them: drafts of the next step are guessed before the run of this one is known."""
+    with rig_of(**DRAFTS[drafts](), overlap=True) as rig:
+        own = rig.step.host_turn
+        captured = AsCaptured(rig, form=StepForm.SPLIT)
+        rig.step.host_turn, rig.step.grammars.guesses_early = own, True
+        outputs = rig.run(ASKS[:4])
+        assert tokens_of(outputs) == expected()[:4]
+        assert captured.reasons
+        if drafts == "ngram":
+            assert outputs[0].metrics.num_accepted_tokens > len(expected()[0][0]) // 3, "forced tokens were drafts"
+
+
+def test_steps_are_split_only_where_a_grammar_samples() -> None:
+    with rig_of(max_num_batched_tokens=16, enable_prefix_caching=False) as rig:
+        assert tokens_of(rig.run(ASKS[4:])) == expected()[4:]
+        assert {batch.form for batch in rig.batches} == {StepForm.WHOLE}
+        rig.batches.clear()
+        assert tokens_of(rig.run([ASKS[0], ASKS[4]])) == [expected()[0], expected()[4]]
+        forms = [batch.form for batch in rig.batches]
+        assert forms[0] is StepForm.WHOLE, "of a prompt in chunks only the last one samples"
+        assert forms[-1] is StepForm.SPLIT
+        rig.batches.clear()
+        assert tokens_of(rig.run(ASKS[5:])) == expected()[5:]
+        assert {batch.form for batch in rig.batches} == {StepForm.WHOLE}, "after the last grammar has ended"
+
+
+def test_forced_tokens_are_drafts() -> None:
+    """Keys and punctuation are the grammar's: with drafts, most tokens of the text come several in a step."""
+    with rig_of(speculative_config=NGRAM, overlap=False) as rig:
+        (output,) = rig.run([ASKS[0]])
+        metrics = output.metrics
+        assert len(output.outputs[0].token_ids) / metrics.num_steps > 1.5
+        assert metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens
+    ask = Ask(ASKS[0].prompt, greedy(60, structured_outputs=form(json=SCHEMA), speculative=False))
+    with rig_of(speculative_config=NGRAM, overlap=False) as rig:
+        (output,) = rig.run([ask])
+        assert tokens_of([output]) == expected()[:1] and output.metrics.num_draft_tokens == 0
+
+
+def test_a_draft_that_the_grammar_forbids_is_never_accepted() -> None:
+    """Not even where the model would choose it: here the drafts are the free text of the same prompt."""
+    free = Ask(ASKS[0].prompt, greedy(40))
+    with rig_of() as rig:
+        ((text,),) = tokens_of(rig.run([free]))
+    drafter = ScriptedDrafter(4, lambda prompt, sample: text)
+    with rig_of(drafter=drafter) as rig:
+        assert tokens_of(rig.run([ASKS[0]])) == expected()[:1]
+
+
+@pytest.mark.parametrize("drafts", ["none", "scripted"])
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [({"min_tokens": 5}, r"a{5,8}"), ({"ignore_eos": True}, r"a{8}"), ({"min_tokens": 20}, r"a{8}"),
+     ({"stop": ["aaa"], "include_stop_str_in_output": True}, "aaa")],
+)  # fmt: skip
+def test_a_complete_form_ends_the_text_whatever_the_minimum(fields: dict[str, Any], pattern: str,
+                                                            drafts: str) -> None:
+    # The end token is what the model would choose at once.
+    params = greedy(30, structured_outputs=form(regex="a{1,8}"), logit_bias={END: 100.0}, **fields)
+    if "stop" in fields:
+        params = greedy(30, structured_outputs=form(regex="a{1,8}"), logit_bias={END: -100.0}, **fields)
+    with rig_of(**(DRAFTS[drafts]() if drafts == "none" else {"speculative_config": NGRAM})) as rig:
+        (output,) = rig.run([Ask(prompt_of(9, 4), params)])
+    assert output.outputs[0].finish_reason == "stop"
+    assert re.fullmatch(pattern, output.outputs[0].text), output.outputs[0].text
+
+
+def test_where_nothing_is_allowed_the_request_ends_and_its_mates_go_on() -> None:
+    dead = greedy(20, structured_outputs=form(regex="[0-9]{4}x"), allowed_token_ids=[ord("1"), ord("2")])
+    with rig_of() as rig:
+        outputs = rig.run([Ask(prompt_of(9, 4), dead), ASKS[0], ASKS[4]])
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert "structured_outputs" in (outputs[0].outputs[0].error or "")
+        assert tokens_of(outputs[1:]) == [expected()[0], expected()[4]]
+
+
+BAD = {
+    "schema type": (form(json={"properties": {"a": {"items": {"type": "objec"}}}}),
+                    r"json\['properties'\]\['a'\]\['items'\] cannot be compiled: .*objec"),
+    "unsupported keyword": (form(json={"not": {}}), r"json cannot be compiled: .*not"),
+    "pattern": (form(json={"type": "string", "pattern": "("}), "json cannot be compiled: .*unclosed group"),
+    "no JSON": (form(json="{"), "structured_outputs.json is no JSON: .*line 1"),
+    "no object": (form(json="[1]"), "must be a schema"),
+    "regex": (form(regex="(a"), "structured_outputs.regex cannot be compiled: .*unclosed group"),
+    "grammar": (form(grammar="start: nothing"), "structured_outputs.grammar cannot be compiled: .*nothing"),
+    "GBNF": (form(grammar='root ::= ("a"'), "structured_outputs.grammar cannot be read"),
+    "no text": (form(grammar="start: start"), "no text has this form"),
+    "endless": (form(json={"$ref": "#"}), "no text has this form"),
+    "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes; at most 262144"),
+    "huge choices": (form(choice=["x" * 100] * 3000), "has 300000 bytes"),
+    "deep": (form(json=functools.reduce(lambda inner, _: {"items": inner}, range(300), {})), "more than 100 objects"),
+}  # fmt: skip
+
+
+def test_what_cannot_be_compiled_is_refused_by_place() -> None:
+    with rig_of() as rig:
+        for asked, message in BAD.values():
+            with pytest.raises(ValueError, match=message):
+                rig.engine.add("bad", [5], greedy(4, structured_outputs=asked))
+        assert not rig.engine.has_work
+        assert tokens_of(rig.run(ASKS[:1])) == expected()[:1]
+
+
+def test_thousands_of_nested_rules_are_compiled_or_refused() -> None:
+    """On an ordinary stack such grammars end the process."""
+    chain = "\n".join(f"a{i}: a{i + 1}" for i in range(9000))
+    nested = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2000)}
+    many = {"$ref": "#/$defs/a0", "$defs": nested | {"a2000": {"type": "string"}}}
+    with rig_of() as rig:
+        rig.engine.check_params(greedy(4, structured_outputs=form(grammar=f'start: a0\n{chain}\na9000: "x"')))
+        rig.engine.check_params(greedy(4, structured_outputs=form(json=many)))
+
+
+def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.engine.grammar import compiler
+
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.0)
+    with rig_of() as rig, pytest.raises(ValueError, match="takes longer than 0 seconds to compile"):
+        rig.engine.check_params(greedy(4, structured_outputs=form(regex="a+")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({}, "must be exactly one of json, .* got none"), ({"regex": "a", "choice": ["a"]}, "got regex and choice"),
+     ({"regx": "a"}, "did you mean regex"), ({"structural_tag": "x"}, "structural_tag is not supported"),
+     ({"choice": []}, "structured_outputs.choice must be"), ({"regex": 3}, "structured_outputs.regex must be"),
+     ({"regex": "a", "whitespace_pattern": " "}, "are for JSON")],
+)  # fmt: skip
+def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+def test_models_without_a_tokenizer_or_an_end_are_refused() -> None:
+    asked = greedy(4, structured_outputs=form(regex="a"))
+    with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match="need a tokenizer"):
+        rig.engine.add("0", [5], asked)
+    with Rig(tiny_model("llama"), tokenizer=byte_tokenizer()) as rig, pytest.raises(ValueError, match="no end token"):
+        rig.engine.add("0", [5], asked)
+
+
+def test_white_space_is_what_the_request_says() -> None:
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "minItems": 3, "maxItems": 3}
+    spaces: dict[str, dict[str, Any]] = {
+        r"\[\d, \d, \d\]": {}, r"\[\d,\d,\d\]": {"disable_any_whitespace": True},
+        r"\[\n{0,2}\d\n{0,2},\n{0,2}\d\n{0,2},\n{0,2}\d\n{0,2}\]\n*": {"whitespace_pattern": r"\n{1,2}"},
+    }  # fmt: skip
+    with rig_of() as rig:
+        for pattern, fields in spaces.items():
+            params = greedy(40, structured_outputs=form(json=schema, **fields), logit_bias={ord("\n"): 50.0})
+            (output,) = rig.run([Ask(prompt_of(1, 4), params)])
+            assert re.fullmatch(pattern, output.outputs[0].text), (output.outputs[0].text, fields)

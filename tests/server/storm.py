@@ -1,0 +1,152 @@
+"""Clients of every temper at once, for the server at an address. Counts how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+PATIENCE = 240.0  # seconds that a client waits for its answer before it counts as forgotten
+HUGE = 1 << 40  # bytes that a client says it will send
+STATUSES = {200, 429, 503}  # of a request with nothing wrong with it
+
+
+class Storm:
+    """Raises AssertionError where a client that waits for its answer gets none, or one that is the server's fault."""
+
+    def __init__(self, url: str, seed: int, max_len: int, key: str = "none") -> None:
+        self._host, port = url.removeprefix("http://").split(":")
+        self._port = int(port)
+        self._random = random.Random(seed)
+        self._max_len, self._key = max_len, key
+        self.statuses: Counter[int] = Counter()  # of requests with nothing wrong with them
+        self.ends: Counter[str] = Counter()
+
+    async def run(self, num_requests: int, concurrency: int) -> None:
+        kinds: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self.patient, self.patient, self.patient, self.whole, self.leaving, self.leaving, self.slow,
+            self.half_sent, self.too_long, self.bad_json, self.huge, self.embedding]
+        left = num_requests
+
+        async def client() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                await asyncio.wait_for(self._random.choice(kinds)(), PATIENCE)
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+
+    # Kinds of clients
+
+    async def patient(self, **fields: Any) -> None:
+        self._judge_stream(await self._answer(self._body(stream=True, **fields)))
+
+    async def whole(self) -> None:
+        status, body = await self._answer(self._body(stream=False))
+        self.statuses[status] += 1
+        assert status in STATUSES, (status, body)
+        if status == 200:
+            answer = json.loads(body)
+            assert all(choice["finish_reason"] for choice in answer["choices"])
+            self.ends["whole"] += 1
+
+    async def slow(self) -> None:
+        reader, writer = await self._sent(self._body(stream=True))
+        parts = []
+        for _ in range(20):
+            parts.append(await reader.read(64))
+            await asyncio.sleep(0.02)
+        parts.append(await reader.read(-1))
+        writer.close()
+        self._judge_stream(_parsed(b"".join(parts)))
+
+    async def leaving(self) -> None:
+        _, writer = await self._sent(self._body(stream=self._random.random() < 0.7))
+        await asyncio.sleep(self._random.random() / 5)
+        writer.close()
+        self.ends["left"] += 1
+
+    async def half_sent(self) -> None:
+        body = self._body(stream=True)
+        _, writer = await self._sent(body[: self._random.randrange(1, len(body))], declared=len(body))
+        await asyncio.sleep(self._random.random() / 20)
+        writer.close()
+        self.ends["left"] += 1
+
+    async def too_long(self) -> None:
+        await self._refused(json.dumps({"prompt": [1] * (self._max_len + 1)}).encode(), 400)
+
+    async def bad_json(self) -> None:
+        await self._refused(self._random.choice([b"{", b"[1", b"\xff", b'{"prompt": }']), 400)
+
+    async def huge(self) -> None:
+        await self._refused(b"{", 413, declared=HUGE)
+
+    async def embedding(self) -> None:
+        status, body = await self._answer(json.dumps({"input": [[1, 2, 3], [4] * 20]}).encode(), "/v1/embeddings")
+        self.statuses[status] += 1
+        assert status in STATUSES, (status, body)
+        if status == 200:
+            assert len(json.loads(body)["data"]) == 2
+            self.ends["embedding"] += 1
+
+    # Inside
+
+    def _body(self, **fields: Any) -> bytes:
+        chosen = self._random
+        given = {"prompt": [chosen.randrange(3, 250)] * chosen.randrange(1, 30), "max_tokens": chosen.randrange(1, 40),
+                 "n": chosen.choice([1, 1, 1, 2]), "temperature": chosen.choice([0.5, 1.0]),
+                 "priority": chosen.randrange(3), "speculative": chosen.choice([None, False, 2])}
+        return json.dumps(given | fields).encode()
+
+    def _judge_stream(self, answer: tuple[int, bytes]) -> None:
+        """Whole, or with an error that says so: never just cut off."""
+        status, body = answer
+        self.statuses[status] += 1
+        assert status in STATUSES, (status, body)
+        if status == 200:
+            assert body.endswith(b"data: [DONE]\n\n"), body[-300:]
+            has_error = b'data: {"error"' in body
+            assert has_error or b'"finish_reason":"' in body
+            self.ends["error event" if has_error else "stream"] += 1
+        else:
+            assert json.loads(body)["error"]["message"]
+
+    async def _refused(self, body: bytes, status: int, declared: int | None = None) -> None:
+        found, text = await self._answer(body, declared=declared)
+        assert found in {status, 429, 503}, (found, text)
+        self.ends["refused"] += 1
+
+    async def _answer(self, body: bytes, path: str = "/v1/completions",
+                      declared: int | None = None) -> tuple[int, bytes]:
+        reader, writer = await self._sent(body, path, declared)
+        answer = await reader.read(-1)
+        writer.close()
+        return _parsed(answer)
+
+    async def _sent(self, body: bytes, path: str = "/v1/completions",
+                    declared: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        length = len(body) if declared is None else declared
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+                     f"Authorization: Bearer {self._key}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+        return reader, writer
+
+
+def _parsed(answer: bytes) -> tuple[int, bytes]:
+    assert answer, "no answer"
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head.split(maxsplit=2)[1])
+    return status, _joined(body) if b"transfer-encoding: chunked" in head.lower() else body
+
+
+def _joined(chunked: bytes) -> bytes:
+    parts = []
+    while chunked:
+        size, _, chunked = chunked.partition(b"\r\n")
+        parts.append(chunked[: int(size, 16)])
+        chunked = chunked[int(size, 16) + 2 :]
+    return b"".join(parts)

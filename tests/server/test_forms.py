@@ -1,0 +1,195 @@
+"""Response formats, structured output and forced calls through the official client, on a model whose tokens are bytes.
+Its random weights would never write any of this by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pydantic
+import pytest
+
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.grammar import GrammarCompiler
+from outrider.server.errors import ApiError
+from outrider.server.forms import chat_form, forced_calls
+from outrider.server.protocol import ChatRequest
+from tests.server.rig import MODEL, Served, chat_tokenizer, serving, tiny_engine
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+CHAT: list[Any] = [{"role": "user", "content": "Go."}]
+WORD = {"type": "string", "pattern": "^[a-z]{1,4}$"}
+SCHEMA = {"type": "object", "properties": {"city": WORD, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+          "required": ["city", "days"], "additionalProperties": False}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": {
+    "type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "required": ["at"],
+    "additionalProperties": False, "$defs": {"place": WORD}}}} for name in ("weather", "time")]
+
+
+def start() -> AsyncLLM:
+    return AsyncLLM.around(tiny_engine(eos_ids=(2,), max_model_len=256).engine)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(start) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def parsed() -> Iterator[Served]:
+    with serving(start, tool_call_parser="hermes", reasoning_parser="qwen3") as served:
+        yield served
+
+
+def test_response_formats(served: Served) -> None:
+    client = served.client()
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, response_format=asked, seed=1)
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
+    assert answer.metrics["speculative_decoding"]["mean_acceptance_length"] > 1.5  # type: ignore[attr-defined]
+    same = client.chat.completions.create(model=MODEL, messages=CHAT, response_format=asked, seed=1,
+                                          extra_body={"speculative": False})
+    assert same.choices[0].message.content == answer.choices[0].message.content
+    with client.chat.completions.stream(model=MODEL, messages=CHAT, response_format=asked, seed=1) as stream:
+        assert stream.get_final_completion().choices[0].message.content == answer.choices[0].message.content
+    free = client.chat.completions.create(model=MODEL, messages=CHAT, response_format={"type": "json_object"},
+                                          max_tokens=5, temperature=0)
+    assert (free.choices[0].message.content or "").startswith("{")
+    served.assert_idle()
+
+
+def test_the_client_parses_answers_into_its_own_types(served: Served) -> None:
+    class Trip(pydantic.BaseModel):
+        kind: Literal["train", "ship"]
+        days: Literal[1, 2, 3]
+        stops: list[Literal["a", "b"]] = pydantic.Field(max_length=3)
+
+    answer = served.client().chat.completions.parse(model=MODEL, messages=CHAT, response_format=Trip, temperature=0)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+    made = served.client().responses.parse(model=MODEL, input="Go.", text_format=Trip)
+    assert isinstance(made.output_parsed, Trip)
+
+
+@pytest.mark.parametrize(("form", "pattern"), [
+    ({"regex": "[0-9]{2}:[0-9]{2}"}, r"\d\d:\d\d"), ({"choice": ["yes", "no"]}, "yes|no"),
+    ({"grammar": 'root ::= "a" ("b" | "c")'}, "a[bc]"), ({"json": {"type": "boolean"}}, "true|false"),
+])  # fmt: skip
+def test_structured_outputs(served: Served, form: dict[str, Any], pattern: str) -> None:
+    answer = served.client().completions.create(model=MODEL, prompt=["When?", "How?"], n=2, max_tokens=20,
+                                                extra_body={"structured_outputs": form})
+    assert len(answer.choices) == 4
+    assert all(re.fullmatch(pattern, choice.text) and choice.finish_reason == "stop" for choice in answer.choices)
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs.regex cannot be compiled"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": {"type": "objec"}}}}},
+     "response_format", "response_format.json_schema.schema['items'] cannot be compiled"),
+    ({"structured_outputs": {"choice": ["x" * 300_000]}}, "structured_outputs", "at most 262144"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objec"}}}],
+      "tool_choice": "required"}, "tools", "tools cannot be compiled"),
+])  # fmt: skip
+def test_a_form_that_cannot_be_compiled(served: Served, fields: dict[str, Any], param: str, words: str) -> None:
+    error = served.error("/v1/chat/completions", messages=CHAT, **fields)
+    assert words in error["message"] and error["param"] == param
+
+
+def test_responses_and_messages(served: Served) -> None:
+    format_: Any = {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}
+    answer = served.client().responses.create(model=MODEL, input="Go.", text={"format": format_})
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+    tools = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+    made = served.post("/v1/messages", max_tokens=90, messages=CHAT, tools=tools,
+                       tool_choice={"type": "tool", "name": "time"}).json()
+    (block,) = made["content"]
+    assert made["stop_reason"] == "tool_use" and block["name"] == "time"
+    jsonschema.validate(block["input"], TOOLS[0]["function"]["parameters"])
+
+
+@pytest.mark.parametrize("name", ["served", "parsed"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
+def test_forced_calls(name: str, choice: Any, request: pytest.FixtureRequest) -> None:
+    """In the model's own format where that is JSON in tags, otherwise as a list."""
+    client = request.getfixturevalue(name).client()
+    options: dict[str, Any] = {"model": MODEL, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 3,
+                               "parallel_tool_calls": False, "extra_body": {"logit_bias": {str(ord("<")): -50}}}
+    if name == "parsed":  # it may reason first: not here
+        options["extra_body"] = {"logit_bias": {str(ord("h")): -50}}
+    for _ in range(2):
+        answer = client.chat.completions.create(**options).choices[0]
+        assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1, answer
+        call = answer.message.tool_calls[0].function
+        assert call.name in (("time",) if isinstance(choice, dict) else ("weather", "time"))
+        jsonschema.validate(json.loads(call.arguments), TOOLS[0]["function"]["parameters"])
+        assert answer.finish_reason == ("stop" if isinstance(choice, dict) else "tool_calls")
+        assert not answer.message.content
+    with client.chat.completions.stream(**options) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert (streamed.function.name, streamed.function.arguments) == (call.name, call.arguments)
+
+
+@pytest.mark.parametrize(("tool_format", "text"), [
+    (None, '[{"name": "time", "arguments": {"at": "oslo"}}, {"name": "weather", "arguments": {"at": "a"}}]'),
+    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"at": "oslo"}}\n</tool_call>\n'
+               '<tool_call>\n{"name": "weather", "arguments": {"at": "a"}}\n</tool_call>'),
+])  # fmt: skip
+def test_several_calls_may_be_forced(tool_format: str | None, text: str) -> None:
+    for parallel in (True, False):
+        asked = body(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
+        form = chat_form(asked, forced_calls(asked, tool_format), None, "", chat_tokenizer())
+        assert form is not None and takes(form, text) == parallel
+        assert not takes(form, text.replace("oslo", "Oslo")) and not takes(form, text.replace("time", "fly"))
+
+
+def body(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": CHAT} | fields)
+
+
+def takes(form: StructuredOutputsParams, text: str) -> bool:
+    """Whether the whole text has the form."""
+    matcher = GrammarCompiler(chat_tokenizer, (2,)).start(form.to_plain()).result()
+    matcher.advance(list(text.encode()))
+    return matcher.error is None and matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize(("prompt_end", "texts"), [
+    ("[assistant]", ["<think>so</think>\n\nyes", "yes", "<think></think>no"]), ("<think>\n", ["so\n</think>\nyes"]),
+    ("<think>\n\n</think>\n\n", ["no"]),
+])  # fmt: skip
+def test_a_form_follows_the_reasoning(prompt_end: str, texts: list[str]) -> None:
+    """What the grammar takes: texts of their form, and none that has text behind or before it."""
+    asked = body(structured_outputs={"choice": ["yes", "no"]})
+    form = chat_form(asked, None, "qwen3", prompt_end, chat_tokenizer())
+    assert form is not None and all(takes(form, text) for text in texts)
+    assert not any(takes(form, text + "!") for text in texts)
+    assert not takes(form, "<think>so</think>maybe") and not takes(form, "x yes")
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
+    ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice must be"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools"),
+])  # fmt: skip
+def test_choices_that_cannot_be_forced(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError, match=words):
+        forced_calls(body(**fields), "hermes")
+
+
+def test_what_a_form_cannot_be_combined_with() -> None:
+    both = body(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
+    with pytest.raises(ApiError, match="leave out response_format"):
+        chat_form(both, forced_calls(both, None), None, "", chat_tokenizer())
+    asked = body(structured_outputs={"grammar": 'start: "a"'})
+    assert chat_form(asked, None, None, "", chat_tokenizer()) == StructuredOutputsParams(grammar='start: "a"')
+    with pytest.raises(ApiError, match="cannot follow the reasoning"):
+        chat_form(asked, None, "qwen3", "", chat_tokenizer())
+    with pytest.raises(ApiError, match="reasoning parser openai_gptoss"):
+        chat_form(body(response_format={"type": "json_object"}), None, "openai_gptoss", "", chat_tokenizer())
