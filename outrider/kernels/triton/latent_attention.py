@@ -1,6 +1,6 @@
 """Attention over the latent cache in flat token space: whole contexts, or positions that an indexer chose.
 
-All heads of a token row share one entry per position, so the heads are a side of the products. One program serves
+All heads of a token row share one entry per position, so the heads are the rows of the products. One program serves
 some heads of a tile of token rows and a split of their positions; a second kernel merges the splits of each head.
 Token rows of a tile that belong to different requests are served one request after the other, so tiles need no plan.
 Contexts are read on the device: host bounds only size the grid.
@@ -29,7 +29,7 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-MAX_COLUMNS = 64  # token rows times heads of a program: more sums than these do not fit into the registers
+MAX_ROWS = 32  # rows of a program's products; with 64, some tiles of Triton 3.6 read memory that is not theirs
 MOST_SPLITS = 64  # of one token row
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
@@ -49,12 +49,14 @@ class LatentConfig:
 
 def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *, is_dense: bool) -> LatentConfig:
     """Chosen for 16 bits on an H200. Token rows share a tile only where all of them attend to everything."""
-    block_h = min(MAX_COLUMNS, max(16, next_power_of_two(num_heads)))
     is_prompt = is_dense and num_tokens > 4 * FEW_TOKENS
-    q_tile = max(1, MAX_COLUMNS // block_h) if is_prompt and num_heads == block_h else 1
+    q_tile = 2 if is_prompt and num_heads == MAX_ROWS // 2 else 1
     if itemsize > 2:
         return LatentConfig(16 if width > 256 else 32, q_tile, 32, 8, 1)
-    return LatentConfig(32, q_tile, 32 if num_tokens <= FEW_TOKENS else 128, 8, 2)
+    if num_tokens <= FEW_TOKENS:
+        return LatentConfig(32, q_tile, 32, 8, 2)
+    # An entry waits for its page id, so the compiler spends stages before the first buffer pays.
+    return LatentConfig(64, q_tile, 64, 8, 4)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
@@ -66,15 +68,14 @@ def _latent_attention_kernel(
     R_PAD: tl.constexpr, PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Column `t * BLOCK_H + h` of a program's products is head h of token row t of its tile, and a row is a position or
-    a latent dimension: there are enough of both for the widest matrix instructions, while heads may be few."""
+    """Row `t * BLOCK_H + h` of a program's products is head h of token row t of its tile."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     BLOCK_M: tl.constexpr = Q_TILE * BLOCK_H
     split = tl.program_id(2)
-    column = tl.arange(0, BLOCK_M)
-    head = tl.program_id(0) * BLOCK_H + column % BLOCK_H
-    token = tl.program_id(1) * Q_TILE + column // BLOCK_H
+    row = tl.arange(0, BLOCK_M)
+    head = tl.program_id(0) * BLOCK_H + row % BLOCK_H
+    token = tl.program_id(1) * Q_TILE + row // BLOCK_H
     exists = (token < num_tokens) & (head < HEADS)
     request = tl.load(request_of + token, mask=token < num_tokens, other=0).to(tl.int32)
     low = tl.load(first + token, mask=token < num_tokens, other=0).to(tl.int32)
@@ -83,19 +84,19 @@ def _latent_attention_kernel(
     at = q + token.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     q_latent = tl.load(at + latent[None, :], mask=exists[:, None] & (latent < L)[None, :], other=0.0)
     q_rope = tl.load(at + L + rope[None, :], mask=exists[:, None] & (rope < R)[None, :], other=0.0)
-    acc = tl.zeros([L_PAD, BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, L_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     served = tl.full([BLOCK_M], 0, dtype=tl.int32)
     for _ in range(0, Q_TILE):
         # The request of the first token row that is not served yet, with all its token rows of the tile.
-        leader = tl.min(tl.where(served > 0, BLOCK_M, column), axis=0)
-        owner = tl.sum(tl.where(column == leader, request, 0), axis=0)
+        leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
+        owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
         is_own = (served == 0) & (request == owner)
         if CHOSEN:  # a token row with a choice of its own is served alone
             chooses = high - low > max_count
-            is_long = tl.sum(tl.where((column == leader) & chooses, 1, 0), axis=0) > 0
-            is_own = is_own & tl.where(is_long, column // BLOCK_H == leader // BLOCK_H, ~chooses)
+            is_long = tl.sum(tl.where((row == leader) & chooses, 1, 0), axis=0) > 0
+            is_own = is_own & tl.where(is_long, row // BLOCK_H == leader // BLOCK_H, ~chooses)
             own = positions + (tl.program_id(1) * Q_TILE + leader // BLOCK_H).to(tl.int64) * positions_stride
         served = tl.where(is_own, 1, served)
         lowest = tl.min(tl.where(is_own & (high > low), low, 2147483647), axis=0)
@@ -115,21 +116,21 @@ def _latent_attention_kernel(
             entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
             k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
             k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
-            score = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
-            score = tl.dot(k_rope, tl.trans(q_rope), score, input_precision="ieee") * (scale * LOG2E)
-            visible = inside[:, None] & is_own[None, :]
-            visible = visible & (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+            score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
+            score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
+            visible = inside[None, :] & is_own[:, None]
+            visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             score = tl.where(visible, score, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, axis=0))
-            # A column that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
+            new_peak = tl.maximum(peak, tl.max(score, axis=1))
+            # A row that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score - base[None, :])
+            weight = tl.exp2(score - base[:, None])
             shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weight, axis=0)
-            acc = tl.dot(tl.trans(k_latent), weight.to(k_latent.dtype), acc * shrink[None, :], input_precision="ieee")
+            total = total * shrink + tl.sum(weight, axis=1)
+            acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
             peak = new_peak
     divisor = tl.where(total > 0, total, 1.0)
-    result = tl.trans(acc / divisor[None, :])
+    result = acc / divisor[:, None]
     to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent[None, :]
     if SPLIT:
         to += split * out_split_stride
@@ -197,7 +198,7 @@ def _attention(
     num_tokens, num_heads, width = _check(name, q, cache, contexts, latent_dim)
     is_dense = positions is None
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=is_dense)
-    block_h = min(MAX_COLUMNS, max(16, next_power_of_two(num_heads)))
+    block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
     grid = (triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile))
     splits = num_splits or _num_splits(grid[0] * grid[1], max_count, config, num_sms(q.device))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
