@@ -195,6 +195,16 @@ def test_a_draft_that_the_grammar_forbids_is_never_accepted() -> None:
         assert tokens_of(rig.run([ASKS[0]])) == expected()[:1]
 
 
+def test_drafts_beyond_the_tokenizer_change_nothing() -> None:
+    """A model's vocabulary may be padded; a grammar library need not know such ids."""
+    model = random_model(CONFIGS["llama"] | {"vocab_size": 300}, torch.float64, 4)
+    found = []
+    for drafter in (None, ScriptedDrafter(3, lambda prompt, sample: [299, 298, 299, 290] * 20)):
+        with Rig(model, tokenizer=byte_tokenizer(), drafter=drafter, **SETTINGS) as rig:
+            found.append(tokens_of(rig.run(ASKS[:2])))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("drafts", ["none", "scripted"])
 @pytest.mark.parametrize(
     ("fields", "pattern"),
