@@ -46,7 +46,8 @@ class _Completion:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._asks[0].num_samples
         has_text = self._service.host.llm.engine.tokenizer is not None
-        readers = [ChangeReader(i * n, has_text) for i in range(len(self._asks))]
+        readers = [ChangeReader(i * n, has_text=has_text, keeps_runs=bool(self._body.return_run_lengths))
+                   for i in range(len(self._asks))]
         offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
         head = compact(self._head)[:-1]
         async with aclosing(self._service.run(self._asks, self._id)) as parts:
@@ -67,6 +68,8 @@ class _Completion:
             offsets[change.choice] = written.pop("next_offset")
             logprobs = compact(written)
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
+        if self._body.return_run_lengths:
+            ids += f',"run_lengths":{compact(change.run_lengths)}'
         usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
         reason, stop = "null", ""
         if change.finish_reason:

@@ -135,6 +135,8 @@ class Sampled(Scheduled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
+                                                                      "but the last are accepted drafts")
     user: str | None = Field(default=None, description="read by nobody")
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = Field(

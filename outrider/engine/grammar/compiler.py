@@ -32,10 +32,13 @@ INSTALL = "structured output needs the package llguidance: pip install 'outrider
 class GrammarCompiler:
     """May be used by several threads."""
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int]) -> None:
-        """load_tokenizer: called when the first grammar comes."""
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int],
+                 announce: Callable[[StructuredOutputsParams], None] | None = None) -> None:
+        """load_tokenizer: called when the first grammar comes. announce: tells a worker elsewhere of a new form, which
+        it then compiles at the same time."""
         self._load_tokenizer = load_tokenizer
         self._eos_ids = tuple(eos_ids)
+        self._announce = announce
         self._lock = threading.Lock()
         self._tokenizer: Any = None  # an LLTokenizer
         self._executor: Any = None  # an LLExecutor
@@ -113,6 +116,8 @@ class GrammarCompiler:
             if text in self._kept:
                 self._kept.move_to_end(text)
                 return self._kept[text]
+        if self._announce is not None:
+            self._announce(asked)
         try:
             matcher, wrong = run_deep(lambda: self._compile(text), COMPILE_SECONDS)
         except TimeoutError:
