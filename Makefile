@@ -5,12 +5,13 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup test test-long lint types mutants demo bench clean
+.PHONY: help setup test test-long test-browser lint types mutants demo bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       answer a few prompts with a small model (fetched once, 93 MB)"
 	@echo "make test       quick tests          make test-long  all tests"
+	@echo "make test-browser  the server's page in a headless Chromium"
 	@echo "make lint       ruff                 make types      mypy"
 	@echo "make mutants    break each rule on purpose and see its tests fail"
 	@echo "make bench      throughput and latency of the small model"
@@ -32,6 +33,11 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long tests
+
+test-browser: $(READY)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		echo "the browser tests need Chromium and its driver: apt-get install -y chromium chromium-driver" >&2; exit 1; }
+	OUTRIDER_BROWSER=1 $(BIN)/python -m pytest -n 0 tests/browser
 
 lint: $(READY)
 	$(BIN)/ruff check .

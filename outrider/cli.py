@@ -49,6 +49,7 @@ GENERATE_EXAMPLES = """examples:
 CHAT_EXAMPLES = """examples:
   outrider chat
   outrider chat path/to/folder --system "Answer in one sentence." --stats
+  outrider chat --url http://127.0.0.1:8000
 
 in a chat: /reset forgets the conversation, /help lists the commands, /exit (or Ctrl-D) ends, Ctrl-C stops an answer;
 the arrow keys edit the line and bring back earlier ones; a paste of several lines is one message.
@@ -72,6 +73,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench throughput path/to/folder --load-format dummy --shapes nano
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
+  outrider bench exact smollm2 --batch-sizes 1,8
 
 The last line of the output is JSON.
 """
@@ -134,6 +136,8 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
+    parser.add_argument("--url", metavar="URL", help="talk to the model of a server, as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the server (with --url)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
@@ -165,8 +169,8 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
-    bench = _add(commands, "bench", "measure throughput, latency or speculation", BENCH_EXAMPLES,
-                 usage="throughput|latency|spec [MODEL] [flags], or serve [flags]")
+    bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
+                 usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True)
     for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
                             ("latency", "time to the first token and between tokens")):
@@ -200,6 +204,17 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
+    exact = _add(kinds, "exact", "what exact mode costs, by batch size", BENCH_EXAMPLES, module="bench_exact")
+    add_model(exact)
+    exact.add_argument("--batch-sizes", type=counts_flag, default="1,8", metavar="N,N",
+                       help="requests at once (default: %(default)s)")
+    exact.add_argument("--prompt-len", type=count_flag, default=512, metavar="N",
+                       help="tokens of the prompt that is timed (default: %(default)s)")
+    exact.add_argument("--max-tokens", type=count_flag, default=64, metavar="N",
+                       help="answer tokens (default: %(default)s)")
+    exact.add_argument("--rounds", type=count_flag, default=3, metavar="N",
+                       help="runs of each; the best counts (default: %(default)s)")
+    add_engine_flags(exact, skip=("exact",))
     _add_bench_serve(kinds)
 
 

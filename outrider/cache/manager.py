@@ -243,6 +243,14 @@ class CacheManager:
     def usage(self) -> float:
         return 1 - self.pool.num_free / self.pool.num_usable
 
+    def usage_by_group(self) -> list[float]:
+        """The share of the pool's pages that requests hold in each group. May be asked from another thread."""
+        held: list[set[int]] = [set() for _ in self.groups]
+        for pages in list(self._requests.values()):
+            for own, columns in zip(held, pages.columns, strict=True):
+                own.update(columns)
+        return [len(own - {NULL_PAGE}) / self.pool.num_usable for own in held]
+
     def check_integrity(self) -> None:
         """Every page is free, cached or owned, exactly once; no request holds more than its capacity."""
         held: dict[int, int] = {}

@@ -44,6 +44,9 @@ class SelfAttention(TokenMixer):
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
         return self.out(self.mix(self.qkv(x), angles, attend))
 
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(self.qkv(x), angles, attend)[rows])
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, attend: Attend) -> None:
         """residual += attention(x), in place."""
         self.out.add_to(residual, self.mix(self.qkv(x), angles, attend))

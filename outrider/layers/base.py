@@ -83,6 +83,10 @@ class TokenMixer(Module, ABC):
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]."""
 
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
+        """The results of some token rows; all of x takes part, and goes into the caches."""
+        return self(x, angles, attend)[rows]
+
 
 class DecoderLayer(Module):
     """A layer adds to the residual stream. Its last addition (delta) is carried out by the next layer's first norm, so
@@ -94,6 +98,14 @@ class DecoderLayer(Module):
     # already; the residual stream before it). A delta is a `layers.norm.Delta`; only layers of one family and
     # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]
+
+    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
+        """The last layer of a model, where only some token rows are wanted of it: delta and residual stream of those
+        rows. args: those of a call. Layers that can save work override this."""
+        delta, residual = self(*args)
+        if delta is not None:
+            delta = delta[rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows)
+        return delta, residual[rows]
 
 
 class PassingLayer(DecoderLayer):

@@ -6,7 +6,7 @@ It has one body for every device and number of token rows; `layers.fuse` builds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,14 @@ class PreNormLayer(DecoderLayer):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         x, residual = self.input_norm.add_norm(delta, residual)
         x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
+        return self.mlp(x), residual
+
+    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of prompts only the last token's MLP is computed."""
+        delta, residual, angles, attend = args
+        x, residual = self.input_norm.add_norm(delta, residual)
+        mixed = self.mixer.for_rows(x, angles, attend, rows)
+        x, residual = self.mlp_norm.add_norm(mixed, residual[rows])
         return self.mlp(x), residual
 
 

@@ -7,10 +7,12 @@ the fused layers to try. Code outside the package adds its own with `register_fu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from outrider.kernels.native import LayerWeights
+from outrider.kernels.ops.conditions import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
@@ -29,6 +31,9 @@ class FusedLayer(DecoderLayer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("", self.plain),)
+
+    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
+        return self.plain.for_rows(rows, *args)
 
 
 class NativeDecoderLayer(FusedLayer):
@@ -65,14 +70,15 @@ class NativeDecoderLayer(FusedLayer):
         return self.plain(delta, residual, angles, attend)
 
 
-class SingleRowLayer(FusedLayer):
-    """A layer that, for a single token row, adds to the residual stream inside the last products of both halves. On a
-    GPU a single row takes little more than reading the weights, so every small kernel that is saved counts."""
+class InPlaceLayer(FusedLayer):
+    """A layer that adds to the residual stream inside the last products of both halves, for a single token row and for
+    many. On a GPU a single row takes little more than reading the weights, so every small kernel that is saved counts;
+    with many rows the norms read and write half as much."""
 
     plain: AttentionMLPLayer
 
     @classmethod
-    def try_build(cls, plain: DecoderLayer) -> SingleRowLayer | None:
+    def try_build(cls, plain: DecoderLayer) -> InPlaceLayer | None:
         """None if a half cannot add its last product to the residual stream in one kernel."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
@@ -83,7 +89,7 @@ class SingleRowLayer(FusedLayer):
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         plain = self.plain
-        if delta is not None or residual.shape[0] != 1:
+        if delta is not None or 1 < residual.shape[0] < MANY_ROWS:
             return plain(delta, residual, angles, attend)
         plain.attention.add_to(residual, plain.input_norm(residual), angles, attend)
         plain.mlp.add_to(residual, plain.mlp_norm(residual))
@@ -92,7 +98,7 @@ class SingleRowLayer(FusedLayer):
 
 TryBuild = Callable[[DecoderLayer], DecoderLayer | None]  # a layer that replaces the plain one, or None
 
-_REPLACEMENTS: list[TryBuild] = [NativeDecoderLayer.try_build, SingleRowLayer.try_build]
+_REPLACEMENTS: list[TryBuild] = [NativeDecoderLayer.try_build, InPlaceLayer.try_build]
 
 
 def register_fused_layer(try_build: TryBuild) -> None:

@@ -25,6 +25,10 @@ class Unnormed(NamedTuple):
     eps: float
     factor: float = 1.0
 
+    def for_rows(self, rows: torch.Tensor) -> Unnormed:
+        """The addition to some token rows."""
+        return self._replace(x=self.x[rows])
+
     def added_to(self, residual: torch.Tensor) -> torch.Tensor:
         """The residual stream with this added, as a new tensor."""
         return residual * self.factor + ops.rms_norm(self.x, self.scale, self.eps)

@@ -19,11 +19,17 @@ from outrider.models.config import ConfigReader, Sizes
 
 
 class Hidden(NamedTuple):
-    """Hidden states that a forward leaves behind, all [tokens, hidden]."""
+    """Hidden states that a forward leaves behind, all [tokens, hidden] unless only some `rows` were asked for."""
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
     taps: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
+    rows: torch.Tensor | None = None  # the token rows that `final` and `before_norm` have; None: all of them
+
+    def final_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The final states of token rows; where only some were asked for, of these."""
+        assert self.rows is None or self.rows is rows, "other token rows were asked for"
+        return self.final[rows] if self.rows is None else self.final
 
 
 class Model(LayeredModule, ABC):
@@ -40,9 +46,11 @@ class Model(LayeredModule, ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
+        rows: torch.Tensor | None = None,
     ) -> Hidden:
-        """tokens, positions: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding."""
+        """tokens, positions: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding. rows: the
+        token rows that `final` and `before_norm` have, in this order; all of them by default."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -118,8 +126,10 @@ class Decoder(Model):
         return super().ignores(name) or (self.sizes.is_tied and name == "lm_head.weight")
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = ()
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
+        rows: torch.Tensor | None = None,
     ) -> Hidden:
+        assert rows is None or self.num_layers not in taps, "a tap has all token rows"
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
         angles = [rotary.at(positions) for rotary in self.rotaries]
         residual = self.embed_tokens(tokens)
@@ -129,10 +139,12 @@ class Decoder(Model):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 seen[index] = copy_stream(delta, residual)
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend, *own_inputs[index])
+            args = (delta, residual, angles[layer.rotary], attend, *own_inputs[index])
+            is_cut = rows is not None and index == self.num_layers - 1
+            delta, residual = layer.for_rows(rows, *args) if is_cut else layer(*args)
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
-        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps))
+        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps), rows)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Tensors that each layer gets beside the residual stream."""

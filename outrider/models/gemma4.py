@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,19 +75,25 @@ class Gemma4Attention(TokenMixer):
 
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]."""
+        return self.out(self.mix(self.qkv(x), angles, attend))
+
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(self.qkv(x), angles, attend)[rows])
+
+    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """[tokens, q | k | v] -> [tokens, heads * dim]."""
         layer = self.layer
         paged: PagedLayer = attend.mixer(layer.index)
-        qkv = self.qkv(x)
         norms = HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
         out = paged.fused(qkv, angles, norms)
         if out is not None:
-            return self.out(out)
+            return out
         q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
         if not layer.writes:
-            return self.out(paged(q, None, None))
+            return paged(q, None, None)
         kv = qkv[:, self.q_size :].view(-1, 1 + self.has_v, layer.num_kv_heads, layer.head_dim)
         k, v = rotate(self.k_norm(kv[:, 0]), angles), self.v_norm(kv[:, -1])
-        return self.out(paged(q, k, v))
+        return paged(q, k, v)
 
 
 class PerLayerInputs(Module):
@@ -212,8 +219,19 @@ class Gemma4Layer(DecoderLayer):
     ) -> tuple[Delta, torch.Tensor]:  # fmt: skip
         """per_layer_input: [tokens, size], where the model has inputs for each layer."""
         x, residual = self.input_norm.add_norm(delta, residual)
-        attended = Unnormed(self.attention(x, angles, attend), self.attention_norm.scale, self.attention_norm.eps)
-        x, residual = self.mlp_norm.add_norm(attended, residual)
+        return self._after_attention(self.attention(x, angles, attend), residual, per_layer_input)
+
+    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Delta, torch.Tensor]:
+        delta, residual, angles, attend, *own_input = args
+        x, residual = self.input_norm.add_norm(delta, residual)
+        attended = self.attention.for_rows(x, angles, attend, rows)
+        return self._after_attention(attended, residual[rows], own_input[0][rows] if own_input else None)
+
+    def _after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, per_layer_input: torch.Tensor | None
+    ) -> tuple[Delta, torch.Tensor]:
+        unnormed = Unnormed(attended, self.attention_norm.scale, self.attention_norm.eps)
+        x, residual = self.mlp_norm.add_norm(unnormed, residual)
         x = self.mlp(x)
         if self.experts is not None:
             x = self.experts(residual, x)

@@ -21,7 +21,7 @@ def refuse_inexact(config: EngineConfig, model: Model, layout: CacheLayout) -> N
     if model.device.type == "cpu":
         _refuse_on_cpu(model)
     else:
-        raise ValueError(f"exact=True is served on a CPU only, and the model is on {model.device}")
+        _refuse_on_gpu(model)
 
 
 def _refuse_on_cpu(model: Model) -> None:
@@ -34,3 +34,10 @@ def _refuse_on_cpu(model: Model) -> None:
         if not takes_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim):
             raise ValueError(f"exact=True: native attention does not serve layer {layer.index} with {layer.num_heads} "
                              f"heads of {layer.head_dim} over {layer.num_kv_heads} key/value heads")
+
+
+def _refuse_on_gpu(model: Model) -> None:
+    if model.dtype not in ops.SIXTEEN_BITS or not ops.has_triton():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(f"exact=True: on {model.device.type} it needs Triton kernels, and 16 bits; the model is in "
+                         f"{dtype}")

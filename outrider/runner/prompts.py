@@ -25,8 +25,9 @@ class PromptLogprobs:
     counts: list[int]  # rows per scheduled request, in batch order; the first is of the first token scheduled
 
 
-def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden,
-                    state: RowState) -> PromptLogprobs | None:
+def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, state: RowState, *,
+                    row_by_row: bool = False) -> PromptLogprobs | None:
+    """row_by_row: see `sample`."""
     params = state.params.of_rows(scheduled.rows)
     asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
     if not asked:
@@ -46,7 +47,8 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     chosen = state.tokens[view.rows[view.request_of[token_rows]], next_position]
     num = -1 if -1 in asked else max(asked)
     parts = []
-    for first in range(0, len(starts), CHUNK_ROWS):
-        cut = slice(first, first + CHUNK_ROWS)
+    height = 1 if row_by_row else CHUNK_ROWS
+    for first in range(0, len(starts), height):
+        cut = slice(first, first + height)
         parts.append(logprob_rows(model.logits(hidden.final[token_rows[cut]]), chosen[cut], num))
     return PromptLogprobs(LogprobRows.join(parts), counts)

@@ -21,14 +21,23 @@ from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
-from outrider.runner.batch import EagerShape, Inputs, PaddedSize, StepShape, build_inputs, pack_eager, token_spans
+from outrider.runner.batch import (
+    CapturedShape,
+    EagerShape,
+    Inputs,
+    PaddedSize,
+    StepShape,
+    build_inputs,
+    pack_eager,
+    token_spans,
+)
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
 from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
-from outrider.spec.base import Drafter, Step
+from outrider.spec.base import Drafter, HiddenReads, Step
 from outrider.spec.scripted import SyntheticAcceptance
 
 
@@ -106,8 +115,7 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
-        # Without kernels a library samples: one logit row at a time its results cannot depend on the others.
-        self._sampler_chunk = 1 if exact and not self.has_sampler_kernels else None
+        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
@@ -167,7 +175,8 @@ class DeviceStep:
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
         result = self.finish_half(half, plan)
-        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state)
+        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
+                                  row_by_row=self._samples_row_by_row)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
         hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
@@ -188,7 +197,14 @@ class DeviceStep:
                                          targets=targets)
         if plan.spans is not NO_SPANS:
             view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
-        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent))
+        rows = inputs.logit_token_rows if self._needs_only_logit_rows(shape) else None
+        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows))
+
+    def _needs_only_logit_rows(self, shape: StepShape) -> bool:
+        """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
+        may report log-probabilities of its prompts."""
+        reads_all = self.drafter is not None and self.drafter.reads_hidden is HiddenReads.ALL
+        return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
         """Finish and draft."""
@@ -204,20 +220,22 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None) -> Hidden:
+    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
+                rows: torch.Tensor | None = None) -> Hidden:
+        """rows: the token rows that are wanted of the last layer; all of them by default."""
         taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
-        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps)
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
         if inputs.shape.logit_rows_are_tokens:
             logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
         else:
-            logits = self.model.logits(hidden.final[inputs.logit_token_rows])
+            logits = self.model.logits(hidden.final_of(inputs.logit_token_rows))
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
-                         logprobs=self._logprobs_mode, chunk_elements=self._sampler_chunk)
+                         logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens = sampled.tokens
         if self.synthetic is not None:
             tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
@@ -235,8 +253,11 @@ class DeviceStep:
 
     def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
+        last_rows = None
+        if hidden.rows is not None:  # a request that guesses has sampled: its last computed token made a logit row
+            last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose)
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose, last_rows)
         if plan.propose == 0:
             drafter.skip(step)
             return

@@ -69,9 +69,11 @@ def sample(
     *,
     logprobs: LogprobsMode = "raw",
     chunk_elements: int | None = None,
+    row_by_row: bool = False,
 ) -> Sampled:
     """Chooses from logits [L, V], float32 or float64, which are left as they are. Kernels read all parameters from the
-    rows; the torch code takes lists from `extras`, which must be those of the batch where it runs."""
+    rows; the torch code takes lists from `extras`, which must be those of the batch where it runs. row_by_row: what a
+    library rounds is computed one logit row at a time, so that it cannot depend on the others."""
     num, vocab = logits.shape
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
@@ -79,6 +81,8 @@ def sample(
     if needs.is_draw and draw_tokens.has_kernel(*drawn):  # in one go: there is no scratch
         return Sampled(*draw_tokens(*drawn), None)
     asked = Asked(logit_rows, rows, history, needs, extras, logprobs)
+    if row_by_row and (needs.any_sampled or needs.max_logprobs is not None):
+        chunk_elements = 1
     if chunk_elements is None:
         chunk_elements = KERNEL_CHUNK_ELEMENTS if sample_chunk.has_kernel(logits, asked) else CHUNK_ELEMENTS
     height = max(1, chunk_elements // vocab)

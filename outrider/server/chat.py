@@ -24,7 +24,7 @@ PROMPT_END = 16  # tokens of the prompt in which a template may have opened a re
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
     model, asks, choices = await prepare_chat(service, body, tenant)
     run = _Chat(service, body, asks, model, choices)
-    timeout = service.config.request_timeout
+    timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
@@ -103,7 +103,7 @@ class _Chat:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._asks[0].num_samples
-        reader = ChangeReader()
+        reader = ChangeReader(keeps_runs=bool(self._body.return_run_lengths))
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
         async with aclosing(self._service.run(self._asks, self._id)) as parts:
@@ -140,6 +140,8 @@ class _Chat:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
+        if self._body.return_run_lengths:
+            more += f',"run_lengths":{compact(change.run_lengths)}'
         if delta != "{}" or finish or more:
             chunks.append(self._frame(head, change.choice, delta, finish, more))
         return chunks

@@ -48,21 +48,27 @@ class Change(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    run_lengths: list[int]  # of the tokens, step by step, if they are kept: all but a run's last are accepted drafts
 
 
 NO_END = SampleEnd(None)
+NO_RUNS: list[int] = []
 
 
 class ChangeReader:
     """Makes changes of increments. `first_index`: of the choice of the first sample. `has_text`: whether tokens become
-    text; those of an engine without a tokenizer go out as they come."""
+    text; those of an engine without a tokenizer go out as they come. `keeps_runs`: whether changes tell their runs."""
 
-    def __init__(self, first_index: int = 0, has_text: bool = True) -> None:
-        self._first_index, self._has_text = first_index, has_text
+    def __init__(self, first_index: int = 0, *, has_text: bool = True, keeps_runs: bool = False) -> None:
+        self._first_index, self._has_text, self._keeps_runs = first_index, has_text, keeps_runs
+        self._runs: dict[int, list[int]] = {}  # by sample
         self._held: dict[int, OutputIncrement] = {}  # by sample: tokens that are no text yet
 
     def read(self, increments: Sequence[OutputIncrement]) -> list[Change]:
         changes = []
+        if self._keeps_runs:
+            for own in increments:
+                self._runs.setdefault(own.sample.sample_index, []).append(len(own.token_ids))
         if len(increments) > 1:
             increments = _joined(increments)
         for increment in increments:
@@ -74,8 +80,9 @@ class ChangeReader:
                 self._held[key.sample_index] = increment
                 continue
             finish_reason, stop_reason, _ = end or NO_END
+            runs = self._runs.pop(key.sample_index, []) if self._keeps_runs else NO_RUNS
             changes.append(Change(self._first_index + key.sample_index, text, token_ids, logprobs, finish_reason,
-                                  stop_reason))
+                                  stop_reason, runs))
         return changes
 
 
@@ -161,7 +168,7 @@ async def whole_outputs(parts: Increments, asks: Sequence[Ask], usage: Usage) ->
 async def _timed(llm: AsyncLLM, ask: Ask, request_id: str,
                  metrics: ServerMetrics) -> AsyncGenerator[list[OutputIncrement], None]:
     assert isinstance(ask.params, SamplingParams)
-    timer = metrics.timer(len(ask.token_ids), ask.params)
+    timer = metrics.timer(request_id, len(ask.token_ids), ask.params)
     try:
         async with aclosing(llm.increments(ask.prompt, ask.params, request_id, priority=ask.priority)) as parts:
             async for increments in parts:

@@ -78,6 +78,8 @@ class Scheduled(Body):
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
+    timeout: float | None = Field(default=None, gt=0, description="seconds that the request may take, if the server's "
+                                                                  "own limit is not less")
 
 
 class JsonSchema(Body):
@@ -135,6 +137,8 @@ class Sampled(Scheduled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
+                                                                      "but the last are accepted drafts")
     user: str | None = Field(default=None, description="read by nobody")
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = Field(
@@ -184,6 +188,7 @@ class CompletionRequest(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None
     logprobs: int | None = None
+    echo: bool | None = Field(default=None, description="the answer begins with the prompt")
 
 
 class TextPart(Body):

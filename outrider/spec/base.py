@@ -6,6 +6,7 @@ and never changes the text: a draft is accepted only if the one sampler picks th
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,20 @@ class DraftBuild:
         return self.target.num_layers + self.num_drafter_layers
 
 
+class HiddenReads(enum.IntEnum):
+    """Which of a step's final hidden states a drafter reads. The others need not be computed."""
+
+    NOTHING = 0
+    LAST = 1  # of each request's last computed token, by `Step.last_final`
+    ALL = 2
+
+
 @dataclass(frozen=True)
 class Step:
     """A committed step, as drafters see it. Request tensors have the padded count; ROWS tensors are row state."""
 
     batch: ForwardBatch
-    hidden: Hidden  # hidden states of the step's token rows
+    hidden: Hidden  # hidden states of the step's token rows, as far as the drafter reads them
     accepted: Accepted
     computed_before: torch.Tensor  # [requests] computed tokens when the step began
     num_computed: torch.Tensor  # [requests] tokens that the step computed: known ones and accepted drafts
@@ -53,6 +62,11 @@ class Step:
     sampling: SamplingRows
     any_sampled: bool  # whether some request of the batch has a temperature
     most: int  # most drafts wanted for each request
+    last_rows: torch.Tensor | None = None  # rows of hidden.final with last computed tokens, where some were left out
+
+    def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
+        """The final hidden states of the last computed tokens, which have these token rows."""
+        return self.hidden.final[token_rows if self.last_rows is None else self.last_rows]
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class Drafter:
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
     taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    reads_hidden = HiddenReads.ALL  # beside the states of taps
     attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes
 

@@ -23,6 +23,7 @@ class CombinedDrafter(Drafter):
             raise ValueError(f"{self.name}: only one drafter of a combination may read hidden states")
         self.taps = with_taps[0].taps if with_taps else ()
         self.attention_layers = tuple(layer for drafter in drafters for layer in drafter.attention_layers)
+        self.reads_hidden = max(drafter.reads_hidden for drafter in drafters)
         self.lookahead = max(drafter.lookahead for drafter in drafters)
 
     def cache_layers(self) -> list[LayerCache]:

@@ -25,12 +25,14 @@ from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build
 from outrider.models.head import load_head
 from outrider.models.sources import resolve
 from outrider.spec.autoregressive import NetworkDrafter
-from outrider.spec.base import DraftBuild, Drafts, Step
+from outrider.spec.base import DraftBuild, Drafts, HiddenReads, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 
 class AssistantDrafter(NetworkDrafter):
     """A drafter that keeps no slots and no state of rows, so that no step is missed."""
+
+    reads_hidden = HiddenReads.LAST
 
     def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
         super().__init__("gemma4_assistant", assistant, max_drafts)
@@ -45,7 +47,7 @@ class AssistantDrafter(NetworkDrafter):
         keys, tokens, positions = reading.keys, reading.tokens, reading.rope_positions
         attend = self._cached.bind(self._batches.reading(step, reading))
         drafts = torch.empty_like(keys.positions)
-        feedback = step.hidden.final[keys.last]
+        feedback = step.last_final(keys.last)
         for index in range(step.most):
             output, feedback = self.network.forward(tokens, positions, feedback, attend)
             self._draw(step, keys, output, index, drafts)

@@ -7,11 +7,12 @@ The longest suffix of max_n down to min_n tokens that occurred before is used; o
 from __future__ import annotations
 
 from outrider.kernels import ops
-from outrider.spec.base import Drafter, Drafts, Step
+from outrider.spec.base import Drafter, Drafts, HiddenReads, Step
 
 
 class NgramDrafter(Drafter):
     name = "ngram"
+    reads_hidden = HiddenReads.NOTHING
 
     def __init__(self, max_drafts: int, *, min_n: int = 2, max_n: int = 4) -> None:
         if not 1 <= min_n <= max_n:

@@ -150,10 +150,11 @@ class Rig:
 
     def __init__(self, model: Model, *, depth: int | None = None, eos_ids: tuple[int, ...] = (),
                  tokenizer: Tokenizer | None = None, drafter: Drafter | None = None, poison: bool = True,
-                 **settings: Any) -> None:
+                 grammars: Any = None, **settings: Any) -> None:
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        grammars = None if tokenizer is None else GrammarCompiler(lambda: tokenizer, eos_ids)
+        if grammars is None and tokenizer is not None:
+            grammars = GrammarCompiler(lambda: tokenizer, eos_ids)
         worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter, grammars=grammars)
         self.engine = engine_around(config, worker, tokenizer, grammars)
         self.scheduler = self.engine.scheduler

@@ -8,9 +8,10 @@ condition occurred.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from outrider import cli
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.kernels import native
+from outrider.kernels import native, ops
 from outrider.kernels.native.products import CpuProduct
 from outrider.models.base import Model
 from outrider.spec.base import Drafter
@@ -173,6 +174,35 @@ def test_bits_are_a_function_of_the_request(family: str, cell: Cell) -> None:
         assert logprobs == wanted_logprobs
 
 
+# Operations whose kernels compute token rows alone, and whose references hand many of them to a library at once.
+INEXACT_REFERENCES = ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "sigmoid_scale", "gelu_scale",
+                      "cap_logits", "rope_write", "paged_attention", "linear", "linear_wide", "gated_linear", "experts",
+                      "route", "gated_norm")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_inexact_reference_runs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a reference ran in exact mode")
+
+    for name in INEXACT_REFERENCES:
+        monkeypatch.setattr(ops.operations()[name], "reference", refuse)
+    with rig_of(family) as rig:
+        outputs = rig.run([Ask(prompt, greedy(3)) for prompt in PROMPTS])
+    assert [tokens for tokens, _ in bits_of(outputs)][0] == expected(family)[0][0][:3]
+
+
+def test_log_probabilities_of_prompts_have_the_same_bits_in_every_batch() -> None:
+    asks = [replace(ask, params=replace(ask.params, prompt_logprobs=VOCAB, max_tokens=2)) for ask in ASKS]
+
+    def prompts_of(outputs: Sequence[RequestOutput]) -> list[list[dict[int, float]]]:
+        return [[{token: entry.logprob for token, entry in (place or {}).items()} for place in output.prompt_logprobs]
+                for output in outputs]
+
+    with rig_of("llama") as together, rig_of("llama", max_num_batched_tokens=9) as alone:
+        assert prompts_of(together.run(asks)) == prompts_of(alone.run_one_by_one(asks))
+
+
 def refusal(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> str:
     with pytest.raises(ValueError) as refused:
         Rig(random_model(FAMILIES[family], dtype, seed=11), **SETTINGS | settings)
@@ -207,6 +237,16 @@ def test_a_model_that_was_exact_can_be_ordinary_again() -> None:
         products = model.layers[0].mlp.experts.format._experts
         assert products.name == "experts" and bits_of(ordinary.run(ASKS))[2][0]
     assert tokens == expected("qwen3_moe")
+
+
+def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(save_folder(tmp_path / "model", FAMILIES["llama"]))
+    asked = ["bench", "exact", folder, "--device", "cpu", "--batch-sizes", "1,3", "--max-tokens", "4", "--rounds", "1"]
+    assert cli.main([*asked, "--prompt-len", "70"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["kind"], cell["batch"]) for cell in found["results"]] == [("decoding", 1), ("decoding", 3),
+                                                                           ("prompts", 1)]
+    assert all(cell["default_tok_s"] > 0 < cell["exact_tok_s"] for cell in found["results"])
 
 
 def test_verify_demands_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path,

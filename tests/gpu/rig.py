@@ -68,10 +68,11 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, on_cpu: bool = Fals
 class GpuRig:
     """An engine on the card. `close` it; it holds captured steps. `source`: where an MTP module's tensors lie."""
 
-    def __init__(self, model: Model, *, poison: bool = True, source: str | Path = "tiny", **settings: Any) -> None:
+    def __init__(self, model: Model, *, poison: bool = True, source: str | Path = "tiny", grammars: Any = None,
+                 eos_ids: tuple[int, ...] = (), **settings: Any) -> None:
         config = EngineConfig(str(source), **SETTINGS | settings)
-        worker = Worker(config, model)
-        self.engine: Engine = engine_around(config, worker)
+        worker = Worker(config, model, eos_ids=eos_ids, grammars=grammars)
+        self.engine: Engine = engine_around(config, worker, grammars=grammars)
         self.runner: Any = worker.runner
         self.step: DeviceStep = worker.device_step
         self.outputs = GrowingOutputs(self.engine)

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import native, ops, reference  # noqa: E402
-from outrider.kernels.ops import Kernel  # noqa: E402
+from outrider.kernels.ops import Kernel, conditions  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
 from outrider.sample import sampler  # noqa: E402
 from outrider.spec import draw as draft_draw  # noqa: E402
@@ -51,6 +51,7 @@ COMPARED = {
         "test_triton_linear::test_gated_linear_is_the_product_then_the_activation",
     ],
     ("relu2_linear", "triton"): ["test_triton_operations::test_products_of_one_row"],
+    ("linear_add", "library"): ["test_triton_operations::test_products_that_add_by_the_library"],
     ("linear_add", "triton"): ["test_triton_operations::test_products_of_one_row"],
     ("route", "triton"): ["test_triton_moe::test_route"],
     ("experts", "host"): ["../models/test_moe::test_the_cpu_means_what_the_reference_says"],
@@ -145,6 +146,20 @@ def test_wide_products_by_native_code(num_rows: int) -> None:
     torch.testing.assert_close(ops.linear_wide(x, weight), reference.linear_wide(x, weight))
     half = weight.bfloat16()
     torch.testing.assert_close(ops.linear_wide(x, half), reference.linear_wide(x, half.float()))
+
+
+def test_products_that_add_by_the_library(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many token rows without a bias; anything else is left to the reference."""
+    monkeypatch.setattr(conditions, "MANY_ROWS", 5)
+    residual, x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((5, 7), (5, 16), (7, 16)))
+    wanted = residual.double()
+    ops.linear_add.reference(wanted, x.double(), weight.double())
+    with ops.using("library", ops.linear_add):
+        assert not ops.linear_add.has_kernel(residual[:4], x[:4], weight)
+        assert not ops.linear_add.has_kernel(residual, x, weight, residual[0])
+        assert ops.linear_add.has_kernel(residual, x, weight)
+        ops.linear_add(residual, x, weight)
+    torch.testing.assert_close(residual.double(), wanted, rtol=8e-3, atol=8e-3)  # rounded once
 
 
 def test_wide_products_by_the_library(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
 from outrider.cache.kinds import FullSpec  # noqa: E402
 from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.kernels.triton import mamba2, recurrent_inputs  # noqa: E402
+from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
 from outrider.mixers.pool import DevicePool  # noqa: E402
@@ -64,10 +67,11 @@ class Part:
 class Twins:
     """The same steps in torch and by kernels."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW,
+                 layers: tuple[int, ...] = (0, 1)) -> None:
         self.dtype, self.device, self.rng = dtype, device, Random(1)
         self.limits = Limits(max_requests=5, max_batched_tokens=256, max_len=MAX_LEN, max_drafts=window, vocab_size=8)
-        self.mixers = make_mixers(dtype, device)
+        self.mixers = {layer: mixer for layer, mixer in make_mixers(dtype, device).items() if layer in layers}
         claims = [LayerCache(layer, mixer.spec) for layer, mixer in self.mixers.items()]
         layout = plan_groups([LayerCache(9, FullSpec(1, 2, dtype.itemsize)), *claims], PAGE)
         self.num_pages = layout.recurrent.capacity(self.limits).checkpoint_pages
@@ -226,6 +230,33 @@ def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bo
                       [twins.target(one, PAGE), *(twins.target(long, b) for b in (PAGE, 2 * PAGE))]) == [
         True, known > PAGE, known > 2 * PAGE]  # fmt: skip
     twins.step([Part(one, 7), Part(short, 5), Part(long, 5, 1, 1)], padded=(1, 3))
+
+
+def test_long_runs_in_chunks_side_by_side(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long runs beside a short one, of which one ends at the end of a chunk; checkpoints in chunks, at their ends
+    and at the end of the run. Then a dead row, and a run behind pending drafts, which goes another way."""
+    monkeypatch.setattr(mamba2, "LongRuns", lambda: LongRuns(chunk=32, more_than=40))
+    monkeypatch.setattr(recurrent_inputs, "inputs_tile", lambda tokens: (8, 16, 4))
+    counted = monkeypatch_counter(monkeypatch, mamba2, "scan_long_runs")
+    twins = Twins(torch.bfloat16, device, layers=(0,))  # in blocks of eight token rows, some of which span requests
+    lives = [twins.admit(1, computed=3), twins.admit(3), twins.admit(4)]
+    targets = [twins.target(lives[0], b) for b in (PAGE, 48)] + [twins.target(lives[1], b) for b in (32, 64)]
+    assert all(twins.step([Part(lives[0], 45), Part(lives[2], 5, 2, 2), Part(lives[1], 64)], targets, padded=(1, 2)))
+    twins.step([Part(lives[2], 42), Part(lives[0], 41), Part(lives[1], 41, is_dead=True)])
+    assert counted == [1, 1]
+
+
+def monkeypatch_counter(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:
+    """A list that gets a 1 for every call of the module's function."""
+    calls: list[int] = []
+    function = getattr(module, name)
+
+    def counting(*args: object, **options: object) -> object:
+        calls.append(1)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, counting)
+    return calls
 
 
 @pytest.mark.parametrize("before", [1, 4, 5])

@@ -132,6 +132,15 @@ def test_taps_are_the_residual_stream(folder_of: Folders, theirs: Callable[[str]
     torch.testing.assert_close(hidden.final, states[last][0], atol=1e-4, rtol=1e-4)  # their last is after the norm
 
 
+@ALL
+def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, name: str) -> None:
+    model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
+    whole = model.forward(tokens, torch.arange(30), DenseAttend(model))
+    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), rows=rows)
+    torch.testing.assert_close(hidden.final, whole.final[rows])
+    torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
+
+
 def test_suppressed_tokens_are_never_said(folder_of: Folders, tmp_path: Path) -> None:
     folder = shutil.copytree(folder_of("dense"), tmp_path / "suppressed")
     prompt = tokens_of(seed=3, count=12).tolist()

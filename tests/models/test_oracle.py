@@ -69,6 +69,18 @@ def test_taps_are_the_residual_stream(folder_of: Folders, family: str) -> None:
     torch.testing.assert_close(model.norm(hidden.before_norm), hidden.final)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, family: str) -> None:
+    model, tokens, rows = load(folder_of(family)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
+    whole = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,))
+    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,), rows=rows)
+    torch.testing.assert_close(hidden.final_of(rows), whole.final_of(rows))
+    torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
+    assert torch.equal(hidden.taps[0], whole.taps[0]), "taps have all token rows"
+    with pytest.raises(AssertionError, match="other token rows"):
+        hidden.final_of(rows.clone())
+
+
 def test_taps_come_in_the_order_asked(folder_of: Folders) -> None:
     model = load(folder_of("llama"))
     tokens = tokens_of(seed=4, count=5)

@@ -31,7 +31,7 @@ def test_any_grouping_of_increments_tells_the_same(texts: list[list[str]], data:
     order = data.draw(st.permutations([sample for sample, own in enumerate(texts) for _ in own]))
     waiting = {s: [e for e in events if e.sample.sample_index == s] for s in set(order)}
     events = [waiting[sample].pop(0) for sample in order]
-    reader, usage, told = ChangeReader(first_index=10), Usage([Ask([1, 2], None)]), []  # type: ignore[arg-type]
+    reader, usage, told = ChangeReader(first_index=10, keeps_runs=True), Usage([Ask([1, 2], None)]), []  # type: ignore[arg-type]
     while events:
         count = data.draw(st.integers(1, len(events)))
         usage.update(0, events[:count])
@@ -43,6 +43,7 @@ def test_any_grouping_of_increments_tells_the_same(texts: list[list[str]], data:
         assert [token for change in mine for token in change.token_ids] == list(range(len(own)))
         assert [change.finish_reason for change in mine] == [None] * (len(mine) - 1) + ["length"]
         assert all(change.text for change in mine[:-1])
+        assert [length for change in mine for length in change.run_lengths] == [1] * len(own)
         if sample == 0:
             assert [entry.token_ids[0] for change in mine for entry in change.logprobs] == list(range(len(own)))
     counted = usage.to_json()

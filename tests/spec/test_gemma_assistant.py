@@ -22,6 +22,7 @@ from outrider.models.sources.base import WeightError
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.gemma_assistant import AssistantDrafter
 from outrider.spec.registry import make_drafter
+from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
 from tests.models.gemma4 import TARGETS, Candidates, save_assistant, save_target
@@ -123,6 +124,19 @@ def test_the_other_position_is_one_back(pair_of: Callable[[str, bool], Pair]) ->
         assert_as_transformers(rig, pair, 3, shift=-1)
         with pytest.raises(AssertionError):
             assert_as_transformers(rig, pair, 3)
+
+
+def test_captured_prompts_leave_the_states_that_the_assistant_reads() -> None:
+    """Of their last layer only the token rows that make logits are computed."""
+    asks, proposed = trained_asks(1, (20, 37, 5), 8), []
+    for is_captured in (False, True):
+        with trained_rig(max_num_batched_tokens=24, overlap=False) as rig:
+            if is_captured:
+                captured = AsCaptured(rig)
+            rig.run(asks)
+            proposed.append(sorted((p.request_id, p.known, p.drafts) for p in rig.proposals))
+    assert any(key.has_prompts and key.propose for key in captured.met)
+    assert proposed[0] == proposed[1]
 
 
 def test_drafts_stop_where_room_ends() -> None:

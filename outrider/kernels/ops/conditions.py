@@ -8,6 +8,8 @@ import torch
 from outrider.kernels.native.checks import takes_linear
 from outrider.kernels.native.products import NATIVE_MAX_ROWS
 
+MANY_ROWS = 1024  # token rows from which on a product adds to the residual stream itself: the norm then reads less
+
 
 def is_matrix(x: torch.Tensor, *_: object) -> bool:
     return x.dim() == 2
@@ -17,6 +19,17 @@ def has_one_row(x: torch.Tensor, *_: object) -> bool:
     """Whether there is one token row. Then a product takes little more than reading the weights once, and every small
     kernel that is saved counts."""
     return x.shape[0] == 1
+
+
+def has_many_rows(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                  bias: torch.Tensor | None = None) -> bool:
+    return x.shape[0] >= MANY_ROWS and bias is None
+
+
+def library_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                bias: torch.Tensor | None = None) -> None:
+    """The library's own product with a sum, rounded once."""
+    residual.addmm_(x, weight.t())
 
 
 def are_two(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from outrider.kernels import moe, reference
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     FLOAT32,
+    SIXTEEN_BITS,
     UP_TO_FLOAT32,
     Exactness,
     Kernel,
@@ -31,7 +32,7 @@ ROW_BY_ROW = Exactness.ROW_BY_ROW
 
 def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
     """The function of token rows [tokens, ..] as a loop over them. per_row: places of the arguments, beside the first,
-    that have token rows too and are not None."""
+    that may have token rows too. Rows are copied: a library may look at where a row lies in memory."""
 
     @wraps(computed)
     def one_by_one(*args: P.args, **options: P.kwargs) -> R:
@@ -41,7 +42,7 @@ def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
         rows = []
         for row in zip(*split, strict=True):
             for at, value in zip(places, row, strict=True):
-                given[at] = value
+                given[at] = value.clone()
             rows.append(computed(*given, **options))
         return _joined(rows) if rows else computed(*args, **options)
 
@@ -66,11 +67,13 @@ gated_norm = Operation(
 linear = Operation(
     row_by_row(reference.linear),
     native_kernel("outrider.kernels.native:linear", FLOAT32, checks.takes_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_linear", SIXTEEN_BITS),
     name="exact_linear", exact=ROW_BY_ROW,
 )
 linear_wide = Operation(
     row_by_row(reference.linear_wide),
     native_kernel("outrider.kernels.native:linear", FLOAT32, checks.takes_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_linear_wide", SIXTEEN_BITS),
     name="exact_linear_wide", exact=ROW_BY_ROW,
 )
 
@@ -79,14 +82,22 @@ def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
     return moe.activate(reference.linear(x, weight), activation)
 
 
-gated_linear = Operation(row_by_row(_gated_linear), name="exact_gated_linear", exact=ROW_BY_ROW)
+gated_linear = Operation(
+    row_by_row(_gated_linear),
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_gated_linear", SIXTEEN_BITS),
+    name="exact_gated_linear", exact=ROW_BY_ROW,
+)
 
 
 def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return reference.relu2(linear(x, weight))
 
 
-relu2_linear = Operation(_relu2_linear, name="exact_relu2_linear", exact=ROW_BY_ROW)
+relu2_linear = Operation(
+    _relu2_linear,
+    triton_kernel("outrider.kernels.triton.exact_linear:exact_relu2_linear", SIXTEEN_BITS),
+    name="exact_relu2_linear", exact=ROW_BY_ROW,
+)
 
 
 def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
@@ -106,5 +117,6 @@ route = Operation(
 experts = Operation(
     row_by_row(moe.experts, 1, 2, 6),
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_experts"),
+    triton_kernel("outrider.kernels.triton.moe:exact_experts", SIXTEEN_BITS),
     name="exact_experts", exact=ROW_BY_ROW,
 )

@@ -8,6 +8,7 @@ from outrider.kernels.triton.attention import decode_attention, prepare_counters
 from outrider.kernels.triton.attention_splits import SplitList, list_splits, pays_split_list
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft import store_drafts
+from outrider.kernels.triton.exact_attention import exact_attention, exact_tiles_config
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm
 from outrider.kernels.triton.join import join_embedding, take_rows
@@ -43,6 +44,8 @@ __all__ = [
     "delta_config",
     "delta_steps",
     "draw_tokens",
+    "exact_attention",
+    "exact_tiles_config",
     "find_ngram",
     "gated_linear",
     "gated_norm",

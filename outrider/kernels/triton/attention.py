@@ -36,7 +36,7 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
+MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
@@ -126,7 +126,7 @@ def _decode_kernel(
             tl.store(own_part, acc / divisor[:, None], mask=is_query[:, None])
             lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
             tl.store(part_lse + part + split, lse, mask=is_query)
-            is_last = _arrive(counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile, num_active)
+            is_last = arrive(counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile, num_active)
             if is_last:
                 acc, peak, total = _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M, D_PAD)
     if is_last:
@@ -145,7 +145,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _arrive(counter, num_active):
+def arrive(counter, num_active):
     """Whether all other splits of the tile have stored their parts, which may then be read. Leaves the counter at 0."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
@@ -191,7 +191,7 @@ def _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M: tl.cons
 _counters_of: dict[tuple[torch.device, int], torch.Tensor] = {}  # for ever: graphs hold their addresses
 
 
-def _counters(device: torch.device, size: int) -> torch.Tensor:
+def counters_for(device: torch.device, size: int) -> torch.Tensor:
     """Counters that are 0 before and after every launch. All launches on a device share them and must not overlap."""
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -202,7 +202,7 @@ def _counters(device: torch.device, size: int) -> torch.Tensor:
 
 def prepare_counters(device: torch.device) -> None:
     """Allocate the counters of all usual launches now, so that no launch allocates them while it is captured."""
-    _counters(device, _COUNTERS)
+    counters_for(device, MIN_COUNTERS)
 
 
 def _check_bounds(
@@ -256,7 +256,7 @@ def decode_attention(
         part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_STARTS": key_starts is not None, "HAS_SOFTCAP": softcap is not None,
              "LISTED": splits is not None}
-    counters = _counters(q.device, max(_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
+    counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
                                                                      * plan.num_tiles)))  # fmt: skip
     items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)
     grid = (shape.num_kv_heads, shape.num_requests, plan.num_splits * plan.num_tiles)

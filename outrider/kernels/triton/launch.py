@@ -39,6 +39,11 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return TritonKernel(triton.jit(function, **options))
 
 
+def is_collecting() -> bool:
+    """Whether launches of this thread are collected. A wrapper that chooses among kernels then launches all of them."""
+    return _collector.get() is not None
+
+
 @contextmanager
 def collecting(collect: Collector) -> Iterator[None]:
     """Within this context launches of this thread go to the collector, and nothing runs."""

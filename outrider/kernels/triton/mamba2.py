@@ -3,7 +3,8 @@
 A program has some rows of one head's state of one request. It reads them once and writes them once, whatever the number
 of drafts: 2 * 4 bytes per element of the state and step, beside which inputs are small. `kernels/recurrent.py` is the
 specification: short runs go token by token, as `mamba2_step` does; long ones in chunks, as `mamba2_scan` does, cut at
-the boundaries of checkpoints. Inputs come from `recurrent_inputs`; rows' tails and windows move on here, after it.
+the boundaries of checkpoints; the longest in chunks side by side (`mamba2_scan.py`). Inputs come from
+`recurrent_inputs`; rows' tails and windows move on here, after it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.mamba2_scan import LongRuns, is_long_run, scan_long_runs
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
@@ -195,8 +197,9 @@ def _mamba2_kernel(
     N_TILE: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr,
     Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
-    DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, MORE_THAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """MORE_THAN: states of runs of more known tokens than that are not moved here; 0: of none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     split, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -205,22 +208,27 @@ def _mamba2_kernel(
     live = tl.where(known > 0, known + drafts, 0)
     clear_dead(out, HEADS * DIM, part.x, part.has_dim, index, requests, live, start, stop, tokens, counts)
     if (known > 0) | FOLD_ONLY:
+        if MORE_THAN > 0:
+            is_here = not is_long_run(known, drafts, pending, MORE_THAN)
+        else:
+            is_here = True
         fresh = requests * WINDOW + start - pending
         request = _Request(index, start, pending, pending + known, computed - pending, index * WINDOW, fresh)
-        cells = states + row * (HEADS * DIM * N) + part.element
-        state = tl.load(cells, mask=part.has, other=0.0)
-        total = pending + live
-        is_long = CHUNKED & (known > _SHORT_RUN)
-        end = tl.where(is_long, pending, total)
-        state = _walk(state, 0, end, request, part, source, out, cells, saves, layer_word, num_pages, CONV_DIM, HEADS,
-                      DIM, N, PAGE_WORDS, FOLD_ONLY)  # fmt: skip
-        if CHUNKED:
-            if is_long:
-                state = _scan(state, request, part, source, out, saves, layer_word, num_pages, CONV_DIM, HEADS, DIM, N,
-                              TOKENS, PRECISION, Y_PRECISION, PAGE_WORDS)  # fmt: skip
-                tl.store(cells, state, mask=part.has)
-                _walk(state, pending + known, total, request, part, source, out, cells, saves, layer_word, num_pages,
-                      CONV_DIM, HEADS, DIM, N, 0, FOLD_ONLY)  # fmt: skip
+        if is_here:
+            cells = states + row * (HEADS * DIM * N) + part.element
+            state = tl.load(cells, mask=part.has, other=0.0)
+            total = pending + live
+            is_long = CHUNKED & (known > _SHORT_RUN)
+            end = tl.where(is_long, pending, total)
+            state = _walk(state, 0, end, request, part, source, out, cells, saves, layer_word, num_pages, CONV_DIM,
+                          HEADS, DIM, N, PAGE_WORDS, FOLD_ONLY)  # fmt: skip
+            if CHUNKED:
+                if is_long:
+                    state = _scan(state, request, part, source, out, saves, layer_word, num_pages, CONV_DIM, HEADS, DIM,
+                                  N, TOKENS, PRECISION, Y_PRECISION, PAGE_WORDS)  # fmt: skip
+                    tl.store(cells, state, mask=part.has)
+                    _walk(state, pending + known, total, request, part, source, out, cells, saves, layer_word,
+                          num_pages, CONV_DIM, HEADS, DIM, N, 0, FOLD_ONLY)  # fmt: skip
         if not FOLD_ONLY:
             keep_inputs(
                 head * SPLITS + split, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
@@ -239,11 +247,12 @@ def mamba2_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, decay: torch.Tensor, skip: torch.Tensor, *,
     num_groups: int, targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
     config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
-    y_precision: str | None = None,
+    y_precision: str | None = None, long_runs: LongRuns | None = None,
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, heads * dim] in the inputs' dtype, 0 for dead and
     padded token rows. decay (A, below zero) and skip (D) [heads]; groups of heads share B and C. chunked: requests with
-    more than SHORT_RUN known tokens go in chunks. fold_only: rows that ended; writes nothing but checkpoints."""
+    more than SHORT_RUN known tokens go in chunks, those of `long_runs` in chunks side by side. fold_only: rows that
+    ended; writes nothing but checkpoints."""
     name = "mamba2_steps"
     sizes = check_step(name, step, inputs, layer, targets)
     heads, dim, n, device = sizes.heads, sizes.dim, sizes.n, layer.state.device
@@ -264,12 +273,20 @@ def mamba2_steps(
     splits = triton.cdiv(dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl = uses_pdl(device)
+    # Outputs of chunks side by side are made with differences of sums, which 32 bits would show.
+    runs = long_runs or LongRuns()
+    has_long_runs = chunked and out.dtype != torch.float32 and sizes.tokens > runs.more_than
+    if has_long_runs:
+        scan_long_runs(step.counts, inputs.convolved, inputs.wide_gates[0], layer.state, decay, skip, out,
+                       (saves, layer_word, num_pages, page_words), runs, tokens=sizes.tokens, num_groups=num_groups,
+                       window=sizes.window, precision=precision, y_precision=y_precision, pdl=pdl)  # fmt: skip
     _mamba2_kernel[(splits, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, _Source(inputs.convolved, inputs.wide_gates[0]), inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(g.stride(0) for g in inputs.gates), layer.state, layer.tail,
         layer.conv_in, layer.gates, decay, skip, out, saves, layer_word, num_pages,
         HEADS=heads, DIM=dim, N=n, GROUPS=num_groups, TILE=tile, N_TILE=n_tile, SPLITS=splits, TOKENS=chunk,
         CHUNKED=chunked, PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
-        **keep_sizes(sizes, heads * splits), PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
+        **keep_sizes(sizes, heads * splits), MORE_THAN=runs.more_than if has_long_runs else 0, PDL=pdl,
+        num_warps=num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

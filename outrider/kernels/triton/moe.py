@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
     gated,
@@ -35,7 +35,8 @@ LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, 
 
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
-_CHUNK = 2048  # ids that a sorting program looks at together
+_CHUNK, _CHUNK_OF_MANY = (2048, 4), (8192, 8)  # ids that a sorting program looks at together, and its warps
+_MANY_PAIRS = 1 << 14
 _COLUMNS = 1024
 
 
@@ -214,8 +215,9 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pai
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     place = torch.empty_like(order)
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    chunk, num_warps = _CHUNK if ids.numel() <= _MANY_PAIRS else _CHUNK_OF_MANY
     _sort_kernel[(num_experts,)](
-        ids, order, place, ends, ids.numel(), CHUNK=_CHUNK, PDL=pdl, num_warps=4, **pdl_options(pdl)
+        ids, order, place, ends, ids.numel(), CHUNK=chunk, PDL=pdl, num_warps=num_warps, **pdl_options(pdl)
     )
     return Pairs(order, place, ends)
 
@@ -274,6 +276,16 @@ def experts(
     return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, added=added)
 
 
+def exact_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: str, added: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`experts` without the library, whose order of additions nobody promises: a pair's result is one chain of
+    additions in a tile of any size, rounded at the same places."""
+    method = "few" if ids.numel() <= FEW_PAIRS else "tiles"
+    return experts(x, ids, weights, gate_up, down, activation, added, method=method)
+
+
 def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:
     if num_pairs <= FEW_PAIRS:
         return "few"
@@ -318,7 +330,7 @@ def _library(
         case "gelu_pytorch_tanh":
             made = gelu_tanh_mul(projected)
         case _:
-            made = projected.relu().square()
+            made = relu2(projected)
     result: torch.Tensor = torch._grouped_mm(made, down.transpose(1, 2), offs=pairs.ends)
     return result
 

@@ -48,7 +48,7 @@ def _count_tiles_kernel(
 
 
 @triton.jit
-def _find_tile(starts, program, num_requests, PAD: tl.constexpr):
+def find_tile(starts, program, num_requests, PAD: tl.constexpr):
     """(request, tile of it, whether there is such a tile): the last request whose first tile is not after `program`.
     Requests without tiles share their start with the next and never come last."""
     request = tl.arange(0, PAD)
@@ -73,7 +73,7 @@ def _prefill_kernel(
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     if SEARCH > 0:
-        request, tile, exists = _find_tile(tile_requests, program, num_requests, SEARCH)
+        request, tile, exists = find_tile(tile_requests, program, num_requests, SEARCH)
     else:
         request = tl.load(tile_requests + program)
         tile = tl.load(tile_indices + program)
@@ -203,7 +203,7 @@ def query_tiles(
     return QueryTiles(requests, table[0, :-1], counter, queries=queries, config=config, count=len(tiles))
 
 
-def _search_width(num_requests: int) -> int:
+def search_width(num_requests: int) -> int:
     """Requests that a program looks through: one width for all usual numbers, so that one kernel serves them."""
     return max(256, next_power_of_two(num_requests))
 
@@ -220,7 +220,7 @@ def device_query_tiles(
     num_requests = query_starts.shape[0] - 1
     starts, counter = torch.empty_like(query_starts), torch.empty_like(query_starts[:1])
     _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, decode_kernel_max_query, QUERIES=queries,
-                              PAD=_search_width(num_requests), num_warps=4)
+                              PAD=search_width(num_requests), num_warps=4)
     # A request's last tile may hold one query; the shortest request that has any holds decode_kernel_max_query + 1.
     most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
     return QueryTiles(requests=starts, indices=None, counter=counter, queries=queries, config=config, count=most)
@@ -250,7 +250,7 @@ def prefill_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or num_tiles == 0:
         return out
-    search = 0 if tiles.indices is not None else _search_width(shape.num_requests)
+    search = 0 if tiles.indices is not None else search_width(shape.num_requests)
     if isinstance(config, HopperConfig):
         launch_hopper(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tiles.requests,
                       tiles.indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,

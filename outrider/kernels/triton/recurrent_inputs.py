@@ -26,6 +26,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors, input_of, load_counts
 
 GateKind = Literal["mamba2", "delta"]
+PROMPT_TOKENS = 1024  # of a step from which on it is taken to hold prompts
 _MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk over their own, one by one
 
 
@@ -60,44 +61,49 @@ def _sigmoid(x):
 
 @triton.jit
 def _convolve(
-    target, j, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
+    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolves token j of a request into row `target` of the result."""
+    """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid = channel < CONV_DIM
-    total = tl.zeros([CHANNELS], dtype=tl.float32)
+    in_row = channel < CONV_DIM
+    valid = exists[:, None] & in_row[None, :]
+    total = tl.zeros([j.shape[0], CHANNELS], dtype=tl.float32)
     for tap in tl.static_range(WIDTH):
         value = input_of(
-            conv_in, conv_stride, tail, window, row, start, pending, j - (WIDTH - 1) + tap, channel, valid, CONV_DIM,
-            WIDTH, WINDOW,
+            conv_in, conv_stride, tail, window, row, start, pending, (j - (WIDTH - 1) + tap)[:, None], channel[None, :],
+            valid, CONV_DIM, WIDTH, WINDOW,
         )  # fmt: skip
-        total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=valid, other=0.0)
+        total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=in_row, other=0.0)[None, :]
     if HAS_BIAS:
-        total += tl.load(bias + channel, mask=valid, other=0.0)
-    tl.store(convolved + target.to(tl.int64) * CONV_DIM + channel, total * _sigmoid(total), mask=valid)
+        total += tl.load(bias + channel, mask=in_row, other=0.0)[None, :]
+    at = convolved + target.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
+    tl.store(at, total * _sigmoid(total), mask=valid)
 
 
 @triton.jit
 def _open_gates(
-    target, j, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high, wide_gates,
+    target, j, exists, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high, wide_gates,
     HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
+    """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results."""
     head = tl.arange(0, HEAD_TILE)
-    valid = head < HEADS
-    token = (start + j).to(tl.int64)
-    at = target.to(tl.int64) * HEADS + head
-    is_new = valid & (j >= 0)
-    first = tl.load(gates[0] + token * gate_strides[0] + head, mask=is_new, other=0.0)
+    is_head = head < HEADS
+    valid = exists[:, None] & is_head[None, :]
+    token = (start + j).to(tl.int64)[:, None]
+    at = target.to(tl.int64)[:, None] * HEADS + head[None, :]
+    is_new = valid & (j >= 0)[:, None]
+    is_kept = valid & (j < 0)[:, None]
+    first = tl.load(gates[0] + token * gate_strides[0] + head[None, :], mask=is_new, other=0.0)
     if WINDOW > 0:
-        kept = row * (WINDOW * HEADS) + (j + pending) * HEADS + head
-        first = tl.where(is_new, first, tl.load(gate_windows[0] + kept, mask=valid & (j < 0), other=0.0))
-    step = _softplus(first.to(tl.float32) + tl.load(dt_bias + head, mask=valid, other=0.0))
+        kept = row * (WINDOW * HEADS) + (j + pending)[:, None] * HEADS + head[None, :]
+        first = tl.where(is_new, first, tl.load(gate_windows[0] + kept, mask=is_kept, other=0.0))
+    step = _softplus(first.to(tl.float32) + tl.load(dt_bias + head, mask=is_head, other=0.0)[None, :])
     if IS_DELTA:
-        tl.store(wide_gates[0] + at, step * tl.load(decay + head, mask=valid, other=0.0), mask=valid)
-        second = tl.load(gates[1] + token * gate_strides[1] + head, mask=is_new, other=0.0)
+        tl.store(wide_gates[0] + at, step * tl.load(decay + head, mask=is_head, other=0.0)[None, :], mask=valid)
+        second = tl.load(gates[1] + token * gate_strides[1] + head[None, :], mask=is_new, other=0.0)
         if WINDOW > 0:
-            second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=valid & (j < 0), other=0.0))
+            second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=is_kept, other=0.0))
         tl.store(wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
     else:
         tl.store(wide_gates[0] + at, tl.minimum(tl.maximum(step, low), high), mask=valid)
@@ -112,47 +118,73 @@ def _inputs_kernel(
     weight, bias, dt_bias, decay, low, high, convolved, wide_gates,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs of axis 0: token rows, then `lanes` programs for the pending drafts of each request."""
+    """Programs of axis 0: ROWS token rows each, then `lanes` programs for the pending drafts of each request."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     program = tl.program_id(0)
-    is_token = program < tokens
-    if is_token:
-        request = tl.load(request_of + program).to(tl.int32)
-        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        first = program - start
-        end = tl.where(first < known + drafts, first + 1, first)
-        base = requests * WINDOW + start
-        step = 1
-    else:
-        request = (program - tokens) // lanes
-        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        first = (program - tokens) % lanes - pending
-        end = tl.where((known > 0) | FOLD_ONLY, 0, first)
-        base = request * WINDOW + pending
-        step = lanes
-    for j in range(first, end, step):
-        _convolve(
-            base + j, j, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved, CONV_DIM,
-            WIDTH, WINDOW, HAS_BIAS, CHANNELS,
-        )  # fmt: skip
-        if tl.program_id(1) == 0:
-            _open_gates(
-                base + j, j, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high,
-                wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
+    num_blocks = tl.cdiv(tokens, ROWS)
+    if ROWS > 1 and program < num_blocks:
+        # The tokens of one request at a time; those without a request count as dead tokens of the last one.
+        index = tl.arange(0, ROWS)
+        token, token_end = program * ROWS, tl.minimum(tokens, program * ROWS + ROWS)
+        while token < token_end:
+            request = tl.load(request_of + token).to(tl.int32)
+            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+            count = tl.where(token < stop, tl.minimum(stop, token_end), token_end) - token
+            j = token - start + index
+            exists = (index < count) & (j < known + drafts)
+            target = requests * WINDOW + start + j
+            _convolve(
+                target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
+                CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
             )  # fmt: skip
+            if tl.program_id(1) == 0:
+                _open_gates(
+                    target, j, exists, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low,
+                    high, wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
+                )  # fmt: skip
+            token += count
+    else:
+        if program < num_blocks:
+            request = tl.load(request_of + program).to(tl.int32)
+            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+            first = program - start
+            end = tl.where(first < known + drafts, first + 1, first)
+            base = requests * WINDOW + start
+            step = 1
+        else:
+            request = (program - num_blocks) // lanes
+            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+            first = (program - num_blocks) % lanes - pending
+            end = tl.where((known > 0) | FOLD_ONLY, 0, first)
+            base = request * WINDOW + pending
+            step = lanes
+        for place in range(first, end, step):
+            j = place + tl.arange(0, 1)
+            _convolve(
+                base + j, j, j == place, row, start, pending, conv_in, conv_stride, tail, window, weight, bias,
+                convolved, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
+            )  # fmt: skip
+            if tl.program_id(1) == 0:
+                _open_gates(
+                    base + j, j, j == place, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay,
+                    low, high, wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
+                )  # fmt: skip
 
 
-def channel_tile(tokens: int) -> tuple[int, int]:
-    """Returns (channels of a program, warps). Programs are small while there are too few to fill the card."""
-    return (256, 2) if tokens <= 64 else (1024, 4)
+def inputs_tile(tokens: int) -> tuple[int, int, int]:
+    """Returns (token rows of a program, channels, warps). Programs are small while there are too few to fill the card.
+    With prompts several rows share the weights and what is known of their request."""
+    if tokens <= 64:
+        return 1, 256, 2
+    return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 256, 4)
 
 
 def recurrent_inputs(
     step: StepTensors, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...], layer: LayerTensors, conv: ConvParams,
-    gate: GateParams, *, fold_only: bool = False,
+    gate: GateParams, *, fold_only: bool = False, tile: tuple[int, int, int] | None = None,
 ) -> StepInputs:
     """conv_in [tokens, conv dim] and gates [tokens, heads] each, as the projections leave them. Results of dead tokens
     and of drafts that are not pending are undefined."""
@@ -176,9 +208,9 @@ def recurrent_inputs(
         tuple(torch.empty(rows, heads, dtype=torch.float32, device=device) for _ in gates),
     )  # fmt: skip
     lanes = min(window, max(1, _MAX_LANES // max(1, requests)))
-    channels, num_warps = channel_tile(tokens)
+    token_rows, channels, num_warps = tile or inputs_tile(tokens)
     channels = min(channels, next_power_of_two(conv_dim))
-    grid = (tokens + requests * lanes, triton.cdiv(conv_dim, channels))
+    grid = (triton.cdiv(tokens, token_rows) + requests * lanes, triton.cdiv(conv_dim, channels))
     pdl = uses_pdl(device)
     if grid[0]:
         _inputs_kernel[grid](
@@ -187,6 +219,7 @@ def recurrent_inputs(
             conv.weight if conv.bias is None else conv.bias, gate.dt_bias, gate.decay, *gate.limits, made.convolved,
             made.wide_gates, CONV_DIM=conv_dim, WIDTH=width, WINDOW=window, HEADS=heads,
             HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind == "delta", CHANNELS=channels,
-            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
+            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, ROWS=token_rows, PDL=pdl, num_warps=num_warps,
+            **pdl_options(pdl),
         )  # fmt: skip
     return made

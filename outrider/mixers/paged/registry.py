@@ -89,7 +89,13 @@ def _make_triton(max_drafts: int) -> Backend:
     return TritonBackend(decode_kernel_max_query=1 + max_drafts)
 
 
-register_backend(BackendEntry("triton", _refuses_triton, _make_triton))
+def _make_exact_triton(max_drafts: int) -> Backend:
+    from outrider.mixers.paged.triton_backend import ExactTritonBackend
+
+    return ExactTritonBackend(decode_kernel_max_query=1 + max_drafts)
+
+
+register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton))
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
 register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
 register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend()))

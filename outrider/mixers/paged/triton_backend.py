@@ -6,7 +6,8 @@ that never span requests. Grids come from host bounds; lengths are read on the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from outrider.kernels.triton import (
     choose_prefill,
     decode_attention,
     device_query_tiles,
+    exact_attention,
+    exact_tiles_config,
     list_splits,
     pays_split_list,
     prefill_attention,
@@ -69,6 +72,7 @@ class Plan:
     decode_max_query: int  # most tokens of such a request; 0 if there is none
     prefill: NoPrefill | HostPrefill | DevicePrefill
     may_list: bool  # whether the group has enough layers for a list of splits, a drafter's included
+    choose_tile: Callable[[int, torch.Tensor], PrefillChoice] = choose_prefill
     tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
     split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
 
@@ -97,7 +101,7 @@ class Plan:
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in self.tiles:
-            self.tiles[heads] = self.prefill.tiles(self.view, heads, choose_prefill(layer.num_heads, cache.k))
+            self.tiles[heads] = self.prefill.tiles(self.view, heads, self.choose_tile(layer.num_heads, cache.k))
         return self.tiles[heads]
 
 
@@ -161,4 +165,26 @@ class TritonBackend(Backend):
         tiles = plan.tiles_for(layer, cache)
         if tiles is not None:
             prefill_attention(*tensors, view.live_int32, tiles, fill_padding=not plan.decode_max_query, **options)
+        return out.view(-1, layer.num_heads * layer.head_dim)
+
+
+class ExactTritonBackend(TritonBackend):
+    """The backend of exact mode: one kernel for prompts and decoding, in which a query's bits depend on the query and
+    its keys alone."""
+
+    def plan(self, view: BatchView, group: Group) -> Plan:
+        return replace(super().plan(view, group), choose_tile=exact_tiles_config)
+
+    def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
+                                   "key_starts": plan.key_starts}
+        view = plan.view
+        tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
+        if plan.decode_max_query:
+            exact_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
+                            max_length=view.max_length.tokens, **options)
+        tiles = plan.tiles_for(layer, cache)
+        if tiles is not None:
+            exact_attention(*tensors, view.live_int32, tiles=tiles, fill_padding=not plan.decode_max_query, **options)
         return out.view(-1, layer.num_heads * layer.head_dim)

@@ -27,6 +27,7 @@ from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # that a server usually meets
 LONG_QUERY = 40  # a prompt, in tiles
+LONG_RUN = 160  # a prompt whose chunks recurrent layers compute side by side
 FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
 SHORT_CONTEXT = 48  # keys that no kernel splits
 _LARGEST_WITHOUT_KERNELS = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
@@ -156,8 +157,9 @@ def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = Fal
 
 def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) -> None:
     """Few requests and many, runs that are scanned and such that are not, with checkpoints and without."""
-    count, bound = min(MANY_REQUESTS, limits.max_requests), min(SHORT_CONTEXT, limits.max_len)
-    for lens in ([1], [1] * count, [min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)]):
+    count, bound = min(MANY_REQUESTS, limits.max_requests), min(LONG_RUN, limits.max_len)
+    longest = min(limits.max_batched_tokens, limits.max_len)
+    for lens in ([1], [1] * count, [min(LONG_QUERY, longest)], [min(LONG_RUN, longest)]):
         for saves in {False, takes_checkpoints}:
             run_dead(step, lens[: limits.max_batched_tokens], bound=bound, saves=saves)
     if takes_checkpoints:

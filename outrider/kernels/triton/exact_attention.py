@@ -1,0 +1,236 @@
+"""Paged attention for exact mode: a query has the same bits in a prompt, in decoding, and among any others.
+
+Keys are divided into splits of a fixed size that begin at multiples of it. The result of a split depends on the query
+and its keys alone: tiles of keys and the layout of a tile are the same for every number of queries. Splits are merged
+in their order, by one program that walks over all of them, or by the last of several programs that share them. Products
+with sums after them are fused where the code says so and nowhere else, so that both ways round alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for
+from outrider.kernels.triton.attention_core import AttentionShape, attend_keys, check_attention, zero_padding
+from outrider.kernels.triton.common import (
+    next_power_of_two,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, find_tile, search_width
+
+SPLIT_KEYS = 256
+_PROGRAMS_PER_SM = 2  # that share the splits of few requests
+
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
+_VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "max_query", "num_parts", "num_programs"]
+
+
+@triton.jit
+def _merge(acc, peak, total, part, part_peak, part_total):
+    """(weighted values, peak, sum of weights) with another part's added."""
+    new_peak = tl.maximum(peak, part_peak)
+    # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    old, new = tl.exp2(peak - base), tl.exp2(part_peak - base)
+    return tl.fma(acc, old[:, None], part * new[:, None]), new_peak, tl.fma(total, old, part_total * new)
+
+
+@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
+def _exact_kernel(
+    q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
+    part_out, part_state, counters, scale, softcap, window, num_tokens, num_requests, num_tiles, max_query,
+    num_parts, num_programs, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
+    SHARED: tl.constexpr, LISTED: tl.constexpr, SEARCH: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """LISTED: tiles come from a list, or with SEARCH from the device's counts. SHARED: `num_programs` programs share
+    the splits of a tile; otherwise one walks over all of them."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1)
+    tile = tl.program_id(2) % num_tiles
+    program = tl.program_id(2) // num_tiles
+    exists = True
+    if LISTED:
+        program = 0
+        if SEARCH > 0:
+            request, tile, exists = find_tile(tile_requests, tl.program_id(1), num_requests, SEARCH)
+        else:
+            tile = tl.load(tile_indices + request)
+            request = tl.load(tile_requests + request)
+    first_token = tl.load(query_starts + request)
+    scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
+    length = tl.load(lengths + request)
+    num_live = tl.where(exists, tl.load(live + request), 0)
+
+    row = tl.arange(0, BLOCK_M)
+    query = tile * Q_TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_query = (row < Q_TILE * GROUP) & (query < num_live)
+    q_position = tl.where(is_query, length - num_live + query, -1)
+    token = (first_token + query).to(tl.int64)
+    dim = tl.arange(0, D_PAD)
+    in_dim = (dim < D)[None, :]
+    first_position = length - num_live + tile * Q_TILE
+    highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
+    lowest = 0
+    if HAS_STARTS:
+        lowest = tl.load(key_starts + request)
+    if HAS_WINDOW:
+        lowest = tl.maximum(first_position - window + 1, lowest)
+    first_split = lowest // KEYS
+    num_splits = tl.maximum(tl.cdiv(highest, KEYS) - first_split, 0)
+    if SHARED:
+        if program >= tl.maximum(num_splits, 1):  # the first one also writes what dead tokens get
+            return
+    queries = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=is_query[:, None] & in_dim, other=0.0,
+    )
+    table = page_table + request.to(tl.int64) * table_stride
+    place = (((request * max_query + query) * HEADS + head) * num_parts).to(tl.int64)
+    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for split in range(program, num_splits, num_programs):
+        begin = tl.maximum((first_split + split) * KEYS, lowest // BLOCK_N * BLOCK_N)
+        part, part_peak, part_total = attend_keys(
+            queries, tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32),
+            tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32), q_position,
+            begin, tl.minimum((first_split + split + 1) * KEYS, highest), lowest, highest,
+            k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, table,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+        if SHARED:
+            own = place + split
+            tl.store(part_out + own[:, None] * D_PAD + dim[None, :], part, mask=is_query[:, None])
+            tl.store(part_state + 2 * own, part_peak, mask=is_query)
+            tl.store(part_state + 2 * own + 1, part_total, mask=is_query)
+        else:
+            acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
+    is_last = True
+    if SHARED:
+        counter = counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
+        is_last = arrive(counter, tl.maximum(tl.minimum(num_splits, num_programs), 1))
+        if is_last:
+            for split in range(0, num_splits):
+                # Parts come from other multiprocessors: they are read where all of them write.
+                at = place + split
+                part = tl.load(part_out + at[:, None] * D_PAD + dim[None, :], mask=is_query[:, None], other=0.0,
+                               cache_modifier=".cg")  # fmt: skip
+                part_peak = tl.load(part_state + 2 * at, mask=is_query, other=float("-inf"), cache_modifier=".cg")
+                part_total = tl.load(part_state + 2 * at + 1, mask=is_query, other=0.0, cache_modifier=".cg")
+                acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
+    if is_last:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
+        tl.store(
+            out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
+            tl.where(is_query[:, None], result, 0.0).to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
+        )
+    if FILL_PADDING:
+        # One program of one tile does it, or each tile of a list its share.
+        step = tl.num_programs(1)
+        padding = tl.load(query_starts + num_requests) + tl.program_id(1)
+        if not LISTED:
+            padding += (tile + program) * num_tokens
+        zero_padding(out, padding, step, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
+                     D, D_PAD, GROUP, GROUP_PAD)
+
+
+@dataclass(frozen=True)
+class ExactConfig:
+    """A tile, the same for every number of queries: rows (queries times the heads of one key/value head), keys, and
+    options of the compiler."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def exact_config(head_dim: int, itemsize: int) -> ExactConfig:
+    if itemsize > 2:
+        return ExactConfig(32, 32, 4, 2) if head_dim <= 128 else ExactConfig(16, 16, 4, 2)
+    if head_dim <= 128:
+        return ExactConfig(64, 64, 4, 3)
+    return ExactConfig(64, 32, 8, 2) if head_dim <= 256 else ExactConfig(32, 32, 8, 2)
+
+
+def exact_tiles_config(num_heads: int, k_cache: torch.Tensor) -> PrefillConfig:
+    """The tile as the lists of query tiles take it."""
+    config = exact_config(k_cache.shape[3], k_cache.element_size())
+    return PrefillConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
+
+
+def exact_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *, scale: float, window: int | None = None,
+    softcap: float | None = None, key_starts: torch.Tensor | None = None, tiles: QueryTiles | None = None,
+    max_query: int = 0, max_length: int = 0, out: torch.Tensor | None = None, fill_padding: bool = True,
+    config: ExactConfig | None = None, split_keys: int = SPLIT_KEYS, num_programs: int | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Does what `decode_attention` does for requests of at most `max_query` tokens and `max_length` keys, or what
+    `prefill_attention` does for `tiles`, with the same bits. num_programs: that share a tile's splits."""
+    name = "exact_attention"
+    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out, window, softcap,
+                            key_starts)
+    config = config or exact_config(shape.head_dim, q.element_size())
+    group = shape.heads_per_kv
+    require(group <= config.block_m, name, "q", f"has {group} heads for each of the cache's, at most {config.block_m}")
+    require(split_keys % config.block_n == 0, name, "split_keys", f"is not a multiple of {config.block_n}")
+    q_tile = config.block_m // group
+    require(tiles is None or tiles.queries == q_tile, name, "tiles", "were built for other head counts")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    count = shape.num_requests if tiles is None else tiles.count
+    if shape.num_tokens == 0 or count == 0:
+        return out
+    num_tiles = 1 if tiles is not None else triton.cdiv(max_query, q_tile)
+    keys = max_length if window is None else min(max_length, window + max_query - 1 + split_keys)
+    num_parts = max(1, triton.cdiv(keys, split_keys)) if tiles is None else 1
+    if num_programs is None:
+        num_programs = _PROGRAMS_PER_SM * num_sms(q.device) // (shape.num_kv_heads * count * num_tiles)
+    num_programs = max(1, min(num_programs, num_parts))
+    is_shared = num_programs > 1
+    part_out, part_state = _parts(shape, max_query * num_parts if is_shared else 0, q.device)
+    counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(count * shape.num_kv_heads * num_tiles)))
+    is_searched = tiles is not None and tiles.indices is None
+    pdl = uses_pdl(q.device) if pdl is None else pdl
+    listed = lengths if tiles is None else tiles.requests
+    _exact_kernel[(shape.num_kv_heads, count, num_programs * num_tiles)](
+        q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
+        listed, listed if tiles is None or tiles.indices is None else tiles.indices, out, part_out, part_state,
+        counters, scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles, max_query,
+        num_parts, num_programs, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
+        HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
+        D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        KEYS=split_keys, SHARED=is_shared, LISTED=tiles is not None,
+        SEARCH=search_width(shape.num_requests) if is_searched else 0, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def _parts(shape: AttentionShape, parts_per_request: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted values, peak and sum of weights) of every split of every query, in float32."""
+    count = shape.num_requests * parts_per_request * shape.num_heads
+    return (torch.empty(count, shape.padded_dim, dtype=torch.float32, device=device),
+            torch.empty(count, 2, dtype=torch.float32, device=device))
