@@ -49,6 +49,7 @@ GENERATE_EXAMPLES = """examples:
 CHAT_EXAMPLES = """examples:
   outrider chat
   outrider chat path/to/folder --system "Answer in one sentence." --stats
+  outrider chat --url http://127.0.0.1:8000
 
 in a chat: /reset forgets the conversation, /help lists the commands, /exit (or Ctrl-D) ends, Ctrl-C stops an answer;
 the arrow keys edit the line and bring back earlier ones; a paste of several lines is one message.
@@ -135,6 +136,8 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
+    parser.add_argument("--url", metavar="URL", help="talk to the model of a server, as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the server (with --url)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")

@@ -12,10 +12,12 @@ from contextlib import suppress
 from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
+from outrider.commands.remote_chat import RemoteConversation, connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
 from outrider.llm import LLM
+from outrider.models.sources import DEFAULT_MODEL
 
 COMMANDS = ("/exit", "/help", "/quit", "/reset")
 COMMAND = re.compile(r"(/[a-z?]+)\s*")
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if params.n != 1:
         raise ValueError("a chat has one answer at a time: leave --n out")
+    if args.url is not None:
+        return _talk(connect(args, DEFAULT_MODEL), args)
     config = engine_config(args)
     loaded = load(config)
     loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}])  # without a template it is refused now
@@ -58,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
         return _talk(Conversation(llm, params, args.system), args)
 
 
-def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
+def _talk(conversation: Conversation | RemoteConversation, args: argparse.Namespace) -> int:
     lines = LineInput("> ")
     if lines.on_terminal:
-        print(f"{args.model}: {HELP}")
+        print(f"{args.url or args.model}: {HELP}")
     if args.stats is None:
         args.stats = lines.on_terminal
     was_interrupted = False
@@ -87,7 +91,7 @@ def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
             return 0
 
 
-def _obey(command: str, conversation: Conversation) -> bool:
+def _obey(command: str, conversation: Conversation | RemoteConversation) -> bool:
     """Whether the command ends the chat."""
     match command:
         case "/exit" | "/quit":
@@ -103,7 +107,7 @@ def _obey(command: str, conversation: Conversation) -> bool:
     return False
 
 
-def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:
+def _turn(conversation: Conversation | RemoteConversation, text: str, args: argparse.Namespace) -> None:
     if not text:
         return
     start = time.perf_counter()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.models.sources.base import ModelSource
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
-            "transformers", "matplotlib")
+            "llguidance", "transformers", "matplotlib")
 VARIABLES = ("OUTRIDER_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
              "TRITON_INTERPRET", "PYTORCH_")
 GIB = 1 << 30

@@ -78,6 +78,7 @@ class RequestMetrics:
     """Times in seconds on one clock; counts over all samples of the request."""
 
     arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0

@@ -28,7 +28,7 @@ from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
-from outrider.engine.stats import EngineStats, StatsLog
+from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request, RequestInput
@@ -278,6 +278,8 @@ class Engine:
         if batch is None:
             return False
         self.stats.observe_batch(batch)
+        if batch.admissions:
+            stamp_admissions(batch, lambda request_id: self._samples[request_id][0].metrics)
         try:
             future = self.runner.submit(batch)
         except Exception as error:  # it has not reached the worker, which must not go on without it

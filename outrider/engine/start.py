@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
+from outrider.models.sources import ModelSource
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
 from outrider.sched.prompt_time import PromptTime
@@ -21,17 +25,23 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
-    grammars = None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids)
     worker: RunningWorker
     if in_process:
-        worker = WorkerProcess(config, source)
+        child = WorkerProcess(config, source)
+        worker, grammars = child, _grammars(tokenizer, source, child.announce)
     else:
         from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
+        grammars = _grammars(tokenizer, source)
         worker = Worker.load(config, source, grammars)
     engine = engine_around(config, worker, tokenizer, grammars)
     freeze_heap(engine)
     return engine
+
+
+def _grammars(tokenizer: Tokenizer | None, source: ModelSource,
+              announce: Callable[[StructuredOutputsParams], None] | None = None) -> GrammarCompiler | None:
+    return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, announce)
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,

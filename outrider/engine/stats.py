@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
+from outrider.core.outputs import RequestMetrics
 
 log = logging.getLogger("outrider")
 
@@ -157,3 +158,13 @@ def _minus(now: list[int], before: list[int]) -> list[int]:
     while left and left[-1] == 0:
         left.pop()
     return left
+
+
+def stamp_admissions(batch: ScheduledBatch, metrics_of: Callable[[int], RequestMetrics]) -> None:
+    """Note the time at which requests are scheduled first."""
+    now, rows = time.perf_counter(), {admission.row for admission in batch.admissions}
+    for request_id, row in zip(batch.request_ids, batch.rows, strict=True):
+        if row in rows:
+            metrics = metrics_of(request_id)
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now

@@ -2,7 +2,8 @@
 
 The child is spawned, so it shares nothing with its parent; it ends when the parent does, because its pipe then closes.
 What goes wrong at its start is raised here as the same type with the same message. If the child dies, every step in
-flight and every later one fails with WorkerDied. This file imports no torch; the child does.
+flight and every later one fails with WorkerDied; so it is when an interrupt cuts off a batch on its way to the child.
+This file imports no torch; the child does.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import queue
 import signal
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeAlias
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.load import grammars_of
 from outrider.models.sources.base import ModelSource
@@ -31,6 +34,7 @@ CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
 TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.models.sources",
               "outrider.models.config_reader")
 log = logging.getLogger("outrider")
+_Step: TypeAlias = tuple[int, Future[StepResult]]  # with its number
 
 
 @dataclass(frozen=True)
@@ -66,35 +70,42 @@ class WorkerProcess:
                                         name="outrider-worker", daemon=True)
         self._process.start()
         theirs.close()  # or the pipe would not end with the child
-        self._waiting: deque[Future[StepResult]] = deque()
-        self._lock = threading.Lock()  # a step is counted as waiting before the end, or refused after it
+        # By the step's number: an interrupt may come between what `submit` notes here and what it sends.
+        self._waiting: dict[int, Future[StepResult]] = {}
+        self._numbers = count()
+        self._sending = threading.RLock()  # steps come from one thread, and announcements from any
+        self._is_sending = False  # or an interrupt has cut off what was being sent
         self._died: WorkerDied | None = None
         self._is_closing = False
         self.info = self._receive_info()
         self._reader = threading.Thread(target=self._read, name="outrider-worker-reader", daemon=True)
         self._reader.start()
 
-    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        with self._lock:
-            if self._died is not None:
-                future.set_exception(self._died)
-                return future
-            self._waiting.append(future)
+    def announce(self, form: StructuredOutputsParams) -> None:
+        """A request with this form may come: the child compiles its grammar meanwhile, so that no step waits for it."""
         try:
-            self._pipe.send(batch)
+            self._send(form)
+        except OSError:
+            pass  # the child is gone; the reader says so
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        number, future = next(self._numbers), Future[StepResult]()
+        self._waiting[number] = future
+        try:
+            self._send((number, batch))
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
         except Exception:  # a batch that cannot be pickled: the child has not seen it
-            with self._lock:
-                self._waiting.remove(future)
+            del self._waiting[number]
             raise
+        if self._died is not None:  # perhaps before the reader could know of this step
+            _fail(future, self._died)
         return future
 
     def close(self) -> None:
         self._is_closing = True
         try:
-            self._pipe.send(None)
+            self._send(None)
         except OSError:
             pass  # it has ended already
         self._process.join(CLOSE_SECONDS)
@@ -105,6 +116,15 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends a child that no longer answers: its steps fail with WorkerDied."""
         self._process.kill()
+
+    def _send(self, message: Any) -> None:
+        pickled = ForkingPickler.dumps(message)
+        with self._sending:
+            if self._is_sending:  # the child cannot make sense of what follows a part of a message
+                self._process.kill()
+            self._is_sending = True
+            self._pipe.send_bytes(pickled)
+            self._is_sending = False
 
     def _receive_info(self) -> WorkerInfo:
         while True:
@@ -130,15 +150,13 @@ class WorkerProcess:
             match message:
                 case logging.LogRecord():
                     _log(message)
-                case Failure():
-                    self._waiting.popleft().set_exception(message.to_error())
-                case StepResult():
-                    self._waiting.popleft().set_result(message)
-        with self._lock:
-            self._died = self._death("")
-            left, self._waiting = self._waiting, deque()
-        for future in left:
-            future.set_exception(self._died)
+                case (number, Failure() as failure):
+                    self._waiting.pop(number).set_exception(failure.to_error())
+                case (number, StepResult() as result):
+                    self._waiting.pop(number).set_result(result)
+        self._died = self._death("")
+        for future in list(self._waiting.values()):
+            _fail(future, self._died)
 
     def _death(self, when: str) -> WorkerDied:
         self._process.join(CLOSE_SECONDS)
@@ -148,6 +166,13 @@ class WorkerProcess:
             return WorkerDied("the worker was closed")
         return WorkerDied(f"the worker process died {when}".rstrip() + f" ({how}): its own messages may say why; on "
                           "Linux, SIGKILL often means that the machine had no memory left")
+
+
+def _fail(future: Future[StepResult], error: WorkerDied) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        pass  # told already
 
 
 def _log(record: logging.LogRecord) -> None:
@@ -182,18 +207,23 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     try:
         from outrider.runner.worker import Worker
 
-        worker = Worker.load(config, source, grammars_of(config, source))
+        grammars = grammars_of(config, source)
+        worker = Worker.load(config, source, grammars)
     except BaseException as error:
         send(Failure.from_error(error))
         return
     freeze_heap(worker)
     send(worker.info)
-    steps: queue.SimpleQueue[Future[StepResult] | None] = queue.SimpleQueue()
+    steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
     answers = threading.Thread(target=_answer, args=(steps, send), daemon=True)
     answers.start()
     try:
-        while (batch := pipe.recv()) is not None:
-            steps.put(worker.submit(batch))
+        while (message := pipe.recv()) is not None:
+            if isinstance(message, StructuredOutputsParams):
+                grammars.start(message)
+            else:
+                number, batch = message
+                steps.put((number, worker.submit(batch)))
         steps.put(None)
         answers.join()
         worker.close()
@@ -201,14 +231,15 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
         return  # the parent is gone
 
 
-def _answer(steps: queue.SimpleQueue[Future[StepResult] | None], send: Callable[[Any], None]) -> None:
+def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None]) -> None:
     """Waits for steps in their order, while the next one is already being queued."""
     while (step := steps.get()) is not None:
+        number, future = step
         try:
-            message: Any = step.result()
+            message: Any = future.result()
         except Exception as error:
             message = Failure.from_error(error)
         try:
-            send(message)
+            send((number, message))
         except OSError:
             return  # the parent is gone

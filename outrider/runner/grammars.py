@@ -91,6 +91,7 @@ class GrammarRows:
     def admit(self, admissions: list[Admission]) -> None:
         for admission in admissions:
             self._rows.pop(admission.row, None)
+            self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
             params, prompt_len = admission.params, admission.prompt_len
             if params.structured_outputs is not None:
                 assert self._grammars is not None, "the engine has let a grammar pass that nobody compiles"

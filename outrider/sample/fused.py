@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.triton.edits import EditRows, Text, edit_logits
-from outrider.kernels.triton.filters import FilterRows, find_thresholds
+from outrider.kernels.triton.filtered_draw import FilterRows, draw_filtered
 from outrider.kernels.triton.logprobs import LogprobLogits, token_logprobs
-from outrider.kernels.triton.sampling import draw_edited, plan_spans
+from outrider.kernels.triton.sampling import plan_spans
 from outrider.sample.logprobs import LogprobRows
 from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Asked, Sampled
@@ -22,18 +22,16 @@ def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
     spans = plan_spans(logits)
     edited = edit_logits(logits, at.row, at.draft_index, at.position, _edit_rows(rows),
                          Text(history.tokens, history.known, history.drafts), spans, any_edits=needs.any_edits)
-    if needs.any_filters:
-        filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor)
-        thresholds = find_thresholds(logits, edited, at.row, filter_rows, spans,
-                                     any_searched=needs.any_top_k or needs.any_top_p)
-    else:
-        thresholds = torch.empty(len(at), dtype=torch.float32, device=logits.device)
-    tokens, bad = draw_edited(logits, edited, at.row, at.position, rows.keys, rows.flags, thresholds, spans)
+    is_processed = needs.max_logprobs is not None and asked.logprobs == "processed"
+    filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
+                             rows.sample_index, rows.num_logprobs)  # fmt: skip
+    tokens, bad, thresholds = draw_filtered(logits, edited, at.row, at.position, filter_rows, spans,
+                                            any_searched=needs.any_top_k or needs.any_top_p, thresholds=is_processed)
     if needs.max_logprobs is None:
         return Sampled(tokens, bad, None)
     inputs = LogprobLogits(logits, edited, at.row, rows.num_logprobs, rows.flags, rows.temperature, thresholds,
                            spans.greatest)
-    found = token_logprobs(inputs, tokens, spans, needs.max_logprobs, processed=asked.logprobs == "processed")
+    found = token_logprobs(inputs, tokens, spans, needs.max_logprobs, processed=is_processed)
     return Sampled(tokens, bad, LogprobRows(tokens, *found))
 
 

@@ -61,19 +61,18 @@ def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> UniformDrafts | IndividualDrafts:
     """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
-    worth saving."""
+    worth saving, as long as steps are not captured; a captured step is so fast that a lookup is 2% of it."""
     if costs.is_padded:
-        return UniformDrafts(k, costs, always_propose=always_propose)
+        return UniformDrafts(k, costs)
     return IndividualDrafts(k, costs, always_propose=always_propose)
 
 
 class _LearningDrafts:
     """Learns acceptance from results."""
 
-    def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
+    def __init__(self, k: int, costs: StepCosts) -> None:
         self._k = k
         self._costs = costs
-        self._always_propose = always_propose
         self.acceptance = Acceptance(k)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
@@ -112,16 +111,16 @@ class UniformDraftDepth:
 
 class UniformDrafts(_LearningDrafts):
     """Equal counts for all. Where a step is padded to equal counts, a draft of one request costs what a draft of each
-    of them costs."""
+    of them costs. The drafter rests while nobody drafts."""
 
-    def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
-        super().__init__(k, costs, always_propose=always_propose)
+    def __init__(self, k: int, costs: StepCosts) -> None:
+        super().__init__(k, costs)
         self._depth = UniformDraftDepth(k)
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         now = self._depth.next(self._best_depth(requests))
         wanted = [clamp_drafts(request, now, is_exact) if request.yields_tokens else 0 for request in requests]
-        return DraftPlan(wanted, self._k if self._always_propose else self._depth.proposed)
+        return DraftPlan(wanted, self._depth.proposed)
 
     def _best_depth(self, requests: list[Request]) -> int:
         """Those that still compute their prompts count too: they will run soon, and the drafter must see them."""
@@ -149,7 +148,8 @@ class IndividualDrafts(_LearningDrafts):
     """A count of its own for each request."""
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
-        super().__init__(k, costs, always_propose=always_propose)
+        super().__init__(k, costs)
+        self._always_propose = always_propose
         self._since_drafts = 0  # steps in which drafting did not pay
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:

@@ -10,13 +10,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import (
+    CONFIGS,
+    Ask,
+    Rig,
+    byte_tokenizer,
+    greedy,
+    prompt_of,
+    random_model,
+    tiny_model,
+    tokens_of,
+)
+from tests.engine.recurrent_rig import HYBRIDS
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -118,6 +130,20 @@ def test_a_preempted_request_goes_on_from_its_tokens(drafts: str) -> None:
         assert all(outputs[i].metrics.num_preemptions for i in (0, 1))
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gated_delta"])
+def test_other_kinds_of_layers(family: str) -> None:
+    """Sliding windows and recurrent states, of which rejected drafts must leave nothing."""
+    model = random_model((CONFIGS | HYBRIDS)[family], torch.float64, 3)
+    found = []
+    for settings in ({"overlap": False}, {"speculative_config": NGRAM, "overlap": True}):
+        with Rig(model, tokenizer=byte_tokenizer(), **(SETTINGS | settings)) as rig:
+            outputs = rig.run(ASKS, after_step=rig.preempt if settings["overlap"] else None)
+            found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+    assert outputs[0].metrics.num_accepted_tokens > 0 and outputs[0].metrics.num_preemptions > 0
+    jsonschema.validate(json.loads(bytes(found[0][0][0][:-1])), SCHEMA)
+
+
 @pytest.mark.parametrize("drafts", ["none", "scripted", "ngram"])
 def test_captured_halves_give_the_same_tokens(drafts: str) -> None:
     """As a GPU runs them: drafts of the next step are guessed before the run of this one is known."""
@@ -169,6 +195,16 @@ def test_a_draft_that_the_grammar_forbids_is_never_accepted() -> None:
         assert tokens_of(rig.run([ASKS[0]])) == expected()[:1]
 
 
+def test_drafts_beyond_the_tokenizer_change_nothing() -> None:
+    """A model's vocabulary may be padded; a grammar library need not know such ids."""
+    model = random_model(CONFIGS["llama"] | {"vocab_size": 300}, torch.float64, 4)
+    found = []
+    for drafter in (None, ScriptedDrafter(3, lambda prompt, sample: [299, 298, 299, 290] * 20)):
+        with Rig(model, tokenizer=byte_tokenizer(), drafter=drafter, **SETTINGS) as rig:
+            found.append(tokens_of(rig.run(ASKS[:2])))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("drafts", ["none", "scripted"])
 @pytest.mark.parametrize(
     ("fields", "pattern"),
@@ -206,6 +242,7 @@ BAD = {
     "regex": (form(regex="(a"), "structured_outputs.regex cannot be compiled: .*unclosed group"),
     "grammar": (form(grammar="start: nothing"), "structured_outputs.grammar cannot be compiled: .*nothing"),
     "GBNF": (form(grammar='root ::= ("a"'), "structured_outputs.grammar cannot be read"),
+    "long GBNF": (form(grammar="\n".join(f"a{i} ::= a{i + 1}" for i in range(900))), "GBNF grammar has at most 8192"),
     "no text": (form(grammar="start: start"), "no text has this form"),
     "endless": (form(json={"$ref": "#"}), "no text has this form"),
     "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes; at most 262144"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from outrider.models.sources import SourceError
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
+from tests.engine.test_interrupts import Tracer, traced
 
 SETTINGS: dict[str, Any] = {"dtype": "float64", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3,
                             "max_num_batched_tokens": 48, "num_pages": 64, "overlap": True}
@@ -166,3 +168,36 @@ def test_the_process_logs_through_its_parent(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="outrider"):
         started(saved(tmp_path, "llama"), in_process=True).close()
     assert "start-up: " in caplog.text and "pages of" in caplog.text
+
+
+class SubmitTracer(Tracer):
+    """Counts the lines that submit a step only."""
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        is_submit = frame.f_code in (WorkerProcess.submit.__code__, WorkerProcess._send.__code__)
+        return super().__call__(frame, event, arg) if is_submit else self
+
+
+def test_an_interrupt_on_any_line_of_a_submit_leaves_no_answer_to_a_wrong_step(tmp_path: Path) -> None:
+    """Where a part of the batch may be on its way, the worker ends and says so."""
+    with started(saved(tmp_path, "llama"), in_process=True) as llm:
+        def generate() -> Any:
+            return tokens_of(llm.generate([list(p) for p in PROMPTS], PARAMS, use_tqdm=False))
+
+        expected = generate()
+        with traced(SubmitTracer()) as tracer:
+            assert generate() == expected
+        num_landed, sending = 0, False
+        for line in range(1, tracer.count):
+            try:
+                with traced(SubmitTracer(line)):
+                    generate()
+            except KeyboardInterrupt:
+                num_landed += 1
+            sending = llm.engine.runner._is_sending  # type: ignore[attr-defined]
+            if sending:
+                break
+            assert generate() == expected, line
+        assert num_landed >= 5 and sending
+        with pytest.raises(WorkerDied):
+            generate()

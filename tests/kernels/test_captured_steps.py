@@ -91,6 +91,12 @@ def both_ways(model: Model, way: AbstractContextManager[None] | None = None, for
     return captured, rig
 
 
+def config_of(drafter: str, family: str, folder: Path) -> dict[str, Any]:
+    if drafter == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
+    return make_drafter(drafter, family, folder).speculative(K) | {"auto": False}
+
+
 def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
@@ -108,10 +114,7 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
 ])  # fmt: skip
 def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, form: StepForm,
                      tmp_path: Path) -> None:
-    if kind == "ngram":
-        config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
-    else:
-        config = make_drafter(kind, family, tmp_path).speculative(K) | {"auto": False}
+    config = config_of(kind, family, tmp_path)
     way = by_lists() if listed else None
     captured, rig = both_ways(tiny_model(family, torch.float32), way, form=form, speculative_config=config)
     assert any(key.has_prompts and key.has_drafts for key in captured.met), "prompts beside drafts"
@@ -140,8 +143,8 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
         wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.write_latents, ops.rotate_queries, ops.head_products, ops.choose_positions,
-                       ops.latent_attention, ops.dense_latent_attention):
+        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.rotate_queries, ops.head_products,
+                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention):
             assert tokens_of(rig.run(asks)) == wanted
     assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
@@ -152,6 +155,8 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
 BIAS = {token: (-1) ** token * 3.0 for token in range(40, 90)}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    "top-p": {"top_p": 0.6},
+    "top-k": {"top_k": 5},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "lists": {"logit_bias": BIAS, "bad_words_token_ids": ((5,), (7, 8), (6, 9, 11)), "min_tokens": 6,
               "stop_token_ids": [3, 4, 9]},
@@ -193,15 +198,19 @@ def both_ways_with(asks: list[Ask], preempts: bool = False, **settings: Any) -> 
     return captured, rig
 
 
-@pytest.mark.parametrize("k", [0, K])
-def test_all_parameters_in_captured_steps(device: torch.device, k: int) -> None:
+@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
+def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, tmp_path: Path) -> None:
+    """Each alone and all together, beside requests that ask for nothing; everyone is preempted once."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    if k:
-        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1,
-                                          "auto": False}
-    captured, rig = both_ways_with(asks_with(*PARAMETERS), **settings)
+    if drafter != "none":
+        settings["speculative_config"] = config_of(drafter, "llama", tmp_path)
+    captured, rig = both_ways_with(asks_with(*PARAMETERS), preempts=True, **settings)
     assert {key.sampler for key in captured.met} >= {SamplerForm.PENALISED}
-    assert bool(k) == any(part.num_accepted for result in rig.results for part in result.requests)
+    assert rig.scheduler.stats.num_preemptions > 0
+    drafted = sum(part.num_drafted for result in rig.results for part in result.requests)
+    assert (drafted > 0) == (drafter != "none")
+    if drafter == "ngram":
+        assert any(part.num_accepted for result in rig.results for part in result.requests)
 
 
 def test_penalties_across_preemption(device: torch.device) -> None:

@@ -18,8 +18,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-KERNELS = {"_edit_kernel", "_prepare_kernel", "_histogram_kernel", "_bins_kernel", "_collect_kernel", "_search_kernel",
-           "_score_kernel", "_pick_kernel", "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
+KERNELS = {"_edit_kernel", "_score_filtered_kernel", "_pick_filtered_kernel", "_weigh_kernel", "_settle_kernel",
+           "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
@@ -30,7 +30,8 @@ def test_the_compiler_takes_every_kernel(tmp_path: Path) -> None:
     assert script.returncode == 0, script.stdout + script.stderr
     compiled: dict[str, int] = json.loads(script.stdout.splitlines()[-1])
     assert set(compiled) == KERNELS
-    widely = {"_edit_kernel", "_histogram_kernel", "_collect_kernel", "_score_kernel", "_tiles_kernel", "_count_kernel"}
+    widely = {"_edit_kernel", "_score_filtered_kernel", "_weigh_kernel", "_settle_kernel", "_tiles_kernel",
+              "_count_kernel"}  # fmt: skip
     assert all(compiled[name] > 0 for name in widely), "logits are read four at a time"
 
 
@@ -56,7 +57,7 @@ def compile_sampler() -> dict[str, int]:
     from outrider.core import Limits
     from outrider.core.params import SamplingParams
     from outrider.kernels import ops
-    from outrider.kernels.triton import launch
+    from outrider.kernels.triton import filtered_draw, launch
     from outrider.sample import StepNeeds, sampler
     from tests.unit.test_sample_reference import Case, make_batch
 
@@ -65,14 +66,16 @@ def compile_sampler() -> dict[str, int]:
 
     def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         kernel = function.run(*args, grid=(1,), warmup=True, **options)
-        found[function.fn.__name__] = kernel.asm["ptx"].count("v4.b32")
+        name = function.fn.__name__
+        found[name] = max(found.get(name, 0), kernel.asm["ptx"].count("v4.b32"))
 
     limits = Limits(max_requests=2, max_batched_tokens=8, max_len=8, max_drafts=2, vocab_size=4096)
     logits = torch.zeros(2, limits.vocab_size).numpy()
     batch = make_batch([Case(SamplingParams(presence_penalty=1.0), (1, 2), 1, (3,), logits, max_len=8)], limits=limits)
     needs, modes = StepNeeds.everything(5, has_counts=True), ("raw", "processed")
     with launch.collecting(compile_one), ops.using("triton", sampler.sample_chunk):
-        for mode in modes:
+        for mode, many_rows in zip(modes, (1, 16), strict=True):  # both kinds of rounds
+            filtered_draw._MANY_ROWS = many_rows
             sampler.sample(batch.logits, batch.logit_rows, batch.rows, batch.history, needs, batch.extras,
                            logprobs=mode)  # type: ignore[arg-type]
     return found

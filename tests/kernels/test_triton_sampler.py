@@ -21,7 +21,7 @@ from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.core.structured import StructuredOutputsParams  # noqa: E402
 from outrider.kernels import ops, reference  # noqa: E402
-from outrider.kernels.triton import filters, logprobs, sampling, token_counts  # noqa: E402
+from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, sampling, token_counts  # noqa: E402
 from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler  # noqa: E402
 from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
 from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa: E402
@@ -143,48 +143,78 @@ SHAPES = {
     "equal": lambda r: np.full((1, VOCAB), 3.25),
     "far": lambda r: -np.exp(r.normal(3, 2, (1, VOCAB))),  # many beyond the linear bins
     "few": lambda r: np.where(r.random((1, VOCAB)) < 0.01, r.normal(0, 1, (1, VOCAB)), -np.inf),
+    "one": lambda r: np.where(np.arange(VOCAB)[None] == 1300, -2.5, -np.inf),
 }
 FILTERS = [{"top_k": 1}, {"top_k": 2, "top_p": 0.9}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97},
-           {"top_k": VOCAB}, {"top_p": 0.5}, {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-6},
+           {"top_k": VOCAB}, {"top_p": 0.5}, {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-9},
            {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
 
 
-SMALL_ROOMS = [("flat", 16), ("ties", 16), ("narrow", 64), ("very narrow", 64), ("narrow but one", 16), ("far", 16)]
+CANDIDATES = [{"top_k": 3}, {"top_k": 20}, {"top_k": 7, "top_p": 0.3}, {"top_k": 24, "top_p": 0.97},
+              {"top_k": 10, "min_p": 0.5}, {"top_k": 15, "top_p": 1e-9}]  # fmt: skip
+SMALL_ROOMS = [("ties", 16), ("equal", 16)]  # equal logits are candidates together
 
 
 @pytest.mark.parametrize(("shape", "room"), [*((shape, 8192) for shape in SHAPES), *SMALL_ROOMS])
-def test_thresholds_keep_what_a_sort_keeps(
+def test_filters_keep_what_a_sort_keeps(
     device: torch.device, shape: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where more is collected than there is room for."""
-    monkeypatch.setattr(filters, "_CANDIDATES", room)
+    """Also where more candidates are found than there is room for."""
+    monkeypatch.setattr(filtered_draw, "_ROOM", room)
+    assert_sorted_alike(FILTERS, shape, device, monkeypatch)
+
+
+@pytest.mark.parametrize(("shape", "room"), [("flat", 8192), ("ties", 8192), ("very narrow", 8192), ("flat", 16)])
+def test_candidates_of_many_tiles(device: torch.device, shape: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and groups: a k that is at most the number of groups bounds the candidates."""
+    for module in (sampling, edits, filtered_draw):
+        for name, value in (("QUADS", 16), ("TILE", 64), ("GROUP", 16)):
+            monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setattr(filtered_draw, "_ROOM", room)
+    monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: 8)
+    assert_sorted_alike(CANDIDATES, shape, device, monkeypatch)
+
+
+def assert_sorted_alike(
+    filters: list[dict[str, Any]], shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels draw the tokens that the torch code draws, and their thresholds keep what a sort keeps."""
     random = np.random.default_rng(len(shape))
     drawn = [
-        Case(SamplingParams(temperature=[1.0, 0.31, 4.0][i % 3], **fields), (1,), 1, (),
-             SHAPES[shape](random).astype(np.float32))
-        for i, fields in enumerate(FILTERS)
+        Case(SamplingParams(temperature=[1.0, 0.31, 4.0][i % 3], logprobs=0, **fields), (1,), 1, (),
+             SHAPES[shape](random).astype(np.float32), seed=i)
+        for i, fields in enumerate(filters)
     ]  # fmt: skip
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
-    rows, row, spans = batch.rows, batch.logit_rows.row, sampling.plan_spans(batch.logits)
-    scaled = scale(batch.logits, row, rows)
-    spans.greatest.copy_(batch.logits.amax(dim=1, keepdim=True).expand_as(spans.greatest))
-    for tile, logits in enumerate(batch.logits.split(sampling.TILE, dim=1)):
-        spans.tile_greatest[:, tile] = logits.amax(dim=1)
-    thresholds = filters.find_thresholds(
-        batch.logits, batch.logits, row,
-        filters.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor), spans,
-    )  # fmt: skip
+    rows, row = batch.rows, batch.logit_rows.row
+    made: list[filtered_draw.Drawn] = []
+    draw = filtered_draw.draw_filtered
+    monkeypatch.setattr(fused, "draw_filtered", lambda *args, **options: made.append(draw(*args, **options)) or made[0])
+    ours, wanted = (sampled_by(kind, batch, logprobs="processed") for kind in ("triton", "reference"))
+    assert_equal(ours, wanted, asked_of(drawn))
     # top_k of the whole vocabulary is no filter, and its threshold is not written
-    thresholds = torch.where(rows.flags[row] == 0, -torch.inf, thresholds)
+    thresholds = torch.where(rows.flags[row] == 0, -torch.inf, made[0].thresholds)
+    scaled = scale(batch.logits, row, rows)
     kept = scaled.clone()
     keep_likely(kept, row, rows, batch.needs)
     assert torch.equal((scaled >= thresholds[:, None]) & scaled.isfinite(), kept.isfinite())
 
 
+def test_rows_settle_in_two_rounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among many rows those that need another pivot wait for a round in which all programs weigh it."""
+    monkeypatch.setattr(filtered_draw, "_MANY_ROWS", 1)
+    drawn = some_cases([{"top_p": 0.3}, {"top_p": 0.1}, {"top_k": 900}, {"top_k": 1200, "top_p": 0.5}], spread=0.5)
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    wanted = sampled_by("reference", batch)
+    assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
+    monkeypatch.setattr(filtered_draw, "_rounds", lambda num, thresholds: [(True, False)])
+    assert sampled_by("triton", batch).tokens.tolist() != wanted.tokens.tolist(), "some rows need the second round"
+
+
 @compiler.jit
 def _mass_kernel(scaled, out, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + index, filters.probability_mass(tl.load(scaled + index)))
+    tl.store(out + index, masses.probability_mass(tl.load(scaled + index)))
 
 
 def test_masses_are_those_of_the_torch_code(device: torch.device) -> None:
@@ -308,14 +338,15 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     batch = make_batch(some_cases([ALONE[0]]), device=str(device), limits=LIMITS)
     rows: SamplingRows = batch.rows
     spans, row = sampling.plan_spans(batch.logits), batch.logit_rows.row
-    good = filters.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor)
-    with pytest.raises(ValueError, match="find_thresholds: rows.top_p "):
-        filters.find_thresholds(batch.logits, batch.logits, row, good._replace(top_p=rows.top_k), spans)
-    with pytest.raises(ValueError, match="find_thresholds: edited "):
-        filters.find_thresholds(batch.logits, batch.logits[:, 1:], row, good, spans)
-    with pytest.raises(ValueError, match="draw_edited: thresholds "):
-        sampling.draw_edited(batch.logits, batch.logits, row, batch.logit_rows.position, rows.keys,
-                             rows.flags, rows.top_p, spans)  # fmt: skip
+    good = filtered_draw.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
+                                    rows.sample_index, rows.num_logprobs)  # fmt: skip
+    position = batch.logit_rows.position
+    with pytest.raises(ValueError, match="draw_filtered: rows.top_p "):
+        filtered_draw.draw_filtered(batch.logits, batch.logits, row, position, good._replace(top_p=rows.top_k), spans)
+    with pytest.raises(ValueError, match="draw_filtered: edited "):
+        filtered_draw.draw_filtered(batch.logits, batch.logits[:, 1:], row, position, good, spans)
+    with pytest.raises(ValueError, match="draw_filtered: position "):
+        filtered_draw.draw_filtered(batch.logits, batch.logits, row, position[:0], good, spans)
     with pytest.raises(ValueError, match="count_runs: run "):
         token_counts.count_runs(torch.zeros(2, 3, dtype=torch.int32, device=device), row, row[:, None].int(), row)
     inputs = logprobs.LogprobLogits(batch.logits, batch.logits, row, rows.num_logprobs, rows.flags, rows.temperature,

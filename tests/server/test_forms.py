@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 
 from outrider.core.structured import StructuredOutputsParams
@@ -62,6 +63,18 @@ def test_response_formats(served: Served) -> None:
                                           max_tokens=5, temperature=0)
     assert (free.choices[0].message.content or "").startswith("{")
     served.assert_idle()
+
+
+def test_the_client_parses_answers_into_its_own_types(served: Served) -> None:
+    class Trip(pydantic.BaseModel):
+        kind: Literal["train", "ship"]
+        days: Literal[1, 2, 3]
+        stops: list[Literal["a", "b"]] = pydantic.Field(max_length=3)
+
+    answer = served.client().chat.completions.parse(model=MODEL, messages=CHAT, response_format=Trip, temperature=0)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+    made = served.client().responses.parse(model=MODEL, input="Go.", text_format=Trip)
+    assert isinstance(made.output_parsed, Trip)
 
 
 @pytest.mark.parametrize(("form", "pattern"), [

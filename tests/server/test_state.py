@@ -47,7 +47,9 @@ def test_metrics_count_requests_tokens_and_drafts(served: Served) -> None:
     per_position = [v for k, v in after.items() if k.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")]
     assert sum(per_position) == accepted
     assert sum(v for k, v in after.items() if k.startswith("vllm:spec_decode_chosen_drafts")) > 0
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
+                 "request_queue_time_seconds", "request_prefill_time_seconds", "request_inference_time_seconds",
+                 "request_max_num_generation_tokens"):
         assert after[f"vllm:{name}_count"] == after[f'vllm:{name}_bucketle="+Inf"'] == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 

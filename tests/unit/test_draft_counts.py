@@ -66,6 +66,9 @@ def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
         chooser.observe(request, RequestResult(request.id, 0, [1], 1, 0, 0), 3)
         plan = chooser.choose([request], is_exact=False)
     assert plan.wanted == [0]
+    # Nor are they looked for: a captured step without a lookup is the step of an engine without drafts.
+    proposals = [chooser.choose([request], is_exact=False).propose for _ in range(200)]
+    assert proposals.count(0) > 190 and 1 in proposals
 
 
 def test_a_draft_must_pay_for_the_noise_of_its_logit_row() -> None:

@@ -6,6 +6,7 @@ Only accepted tokens move it; drafts are followed and taken back. Importing this
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 
@@ -30,13 +31,13 @@ class TokenMatcher:
         """By tokens that are part of the output for good. An end token ends the text and moves nothing."""
         tokens = self._before_end(token_ids)
         if tokens and self._refused is None:
-            num_consumed = self.inner.try_consume_tokens(tokens)
+            num_consumed = self.inner.try_consume_tokens(list(takewhile(self._is_known, tokens)))
             if num_consumed < len(tokens):
                 self._refused = tokens[num_consumed]
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
         """The first drafts, as far as the grammar allows them and the text goes on after them."""
-        tokens = self._before_end(drafts)
+        tokens = list(takewhile(self._is_known, self._before_end(drafts)))
         return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
@@ -62,8 +63,9 @@ class TokenMatcher:
         return self.inner.try_consume_tokens(tokens) if tokens else 0
 
     def _before_end(self, token_ids: Sequence[int]) -> list[int]:
-        tokens = list(token_ids)
-        for index, token in enumerate(tokens):
-            if token in self._eos_ids:
-                return tokens[:index]
-        return tokens
+        return list(takewhile(lambda token: token not in self._eos_ids, token_ids))
+
+    def _is_known(self, token: int) -> bool:
+        """A model's vocabulary may be padded beyond the tokenizer's, and a drafter may guess such an id. The inner
+        matcher would never recover from one."""
+        return token < self._tokenizer.vocab_size

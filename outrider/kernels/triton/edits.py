@@ -23,7 +23,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import SLICES, TILE, Spans, load_logits
+from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans, load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
 _TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)
@@ -155,23 +155,31 @@ def _forbid_stops(edited, lowest, end, of, place, rows, stop_stride, LIST: tl.co
 
 
 @triton.jit
-def _greatest_of(logits, first, last, vocab, tile_greatest, flag, SIZE: tl.constexpr):
-    """The greatest of some tiles; each tile's own is kept where top-k looks for a bound."""
+def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Stores the greatest logit of every group of a tile, among which top-k looks for a bound."""
+    GROUPS: tl.constexpr = SIZE // GROUP
+    greatest = tl.max(tl.reshape(logit, [GROUPS, GROUP]), axis=1)
+    tl.store(group_greatest + tile * GROUPS + tl.arange(0, GROUPS), greatest)
+
+
+@triton.jit
+def _greatest_of(logits, first, last, vocab, group_greatest, flag, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """The greatest of some tiles; each group's own is kept where top-k asks for it."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
         logit = load_logits(logits, token, token < vocab)
         greatest = tl.maximum(greatest, logit)
         if (flag & _TOP_K) != 0:
-            tl.store(tile_greatest + tile, tl.max(logit, axis=0))
+            _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
     return tl.max(greatest, axis=0)
 
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
-    logits, edited, row, draft_index, position, rows, text, span_greatest, tile_greatest, logit_stride, edited_stride,
-    mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles, span,
-    SIZE: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, draft_index, position, rows, text, span_greatest, group_greatest, num_candidates, logit_stride,
+    edited_stride, mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles,
+    span, SIZE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program edits one span of one logit row, lists included: no other program writes there."""
     release_dependents(PDL)
@@ -182,7 +190,9 @@ def _edit_kernel(
     of = tl.load(row + at)
     flag = tl.load(rows.flags + of)
     own = logits + at * logit_stride
-    tile_greatest += at * num_tiles
+    group_greatest += at * num_tiles * (SIZE // GROUP)
+    if (tl.program_id(0) == 0) & ((flag & _TOP_K) != 0):
+        tl.store(num_candidates + at, 0)
     greatest_at = span_greatest + at * tl.num_programs(0) + tl.program_id(0)
     if (flag & _EDITED) != 0:
         new = edited + at * edited_stride
@@ -200,7 +210,7 @@ def _edit_kernel(
             logit = tl.where(logit == logit, logit, float("inf"))
             greatest = tl.maximum(greatest, logit)
             if (flag & _TOP_K) != 0:
-                tl.store(tile_greatest + tile, tl.max(logit, axis=0))
+                _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
         top = tl.max(greatest, axis=0)
         if (flag & _LISTED) != 0:
             lowest, end = first * SIZE, tl.minimum(last * SIZE, vocab)
@@ -216,12 +226,12 @@ def _edit_kernel(
             if (flag & _MIN_TOKENS) != 0:
                 _forbid_stops(new, lowest, end, of, place, rows, stop_stride, LIST)
             tl.debug_barrier()
-            top = _greatest_of(new, first, last, vocab, tile_greatest, flag, SIZE)
+            top = _greatest_of(new, first, last, vocab, group_greatest, flag, SIZE, GROUP)
         # Where the model's own logits are bad the row is bad, whatever the edits made of them.
         is_bad = tl.max(raw, axis=0) == float("inf")
         tl.store(greatest_at, tl.where(is_bad, float("inf"), top))
     elif tl.load(rows.temperature + of) > 0:
-        tl.store(greatest_at, _greatest_of(own, first, last, vocab, tile_greatest, flag, SIZE))
+        tl.store(greatest_at, _greatest_of(own, first, last, vocab, group_greatest, flag, SIZE, GROUP))
 
 
 def edit_logits(
@@ -230,7 +240,7 @@ def edit_logits(
 ) -> torch.Tensor:
     """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; every other one is
     to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
-    logit of a span (and of each tile, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
+    logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
 
     Without `any_edits` nobody asks, and what is returned is `logits` itself.
     """
@@ -249,9 +259,9 @@ def edit_logits(
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
         logits, edited, row, draft_index, position, rows, text,
-        spans.greatest, spans.tile_greatest, logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride,
-        token_stride, draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
-        SIZE=TILE, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
+        *spans[3:], logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
+        draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
+        SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip
     return edited

@@ -2,8 +2,7 @@
 
 A logit row's token depends on its logits and its key alone. Ties go to the lowest id; a NaN is
 chosen before all else, so that the caller sees it.
-Knows nothing of penalties: those change the logits before they come here. Of truncation it knows a threshold for each
-logit row.
+Knows nothing of penalties, which change the logits before they come here, nor of top-k and top-p (`filtered_draw.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-_QUADS = 256  # Philox calls per program; each serves four token ids
-TILE = 4 * _QUADS  # token ids that are read at a time
+QUADS = 256  # Philox calls per tile; each serves four token ids
+TILE = 4 * QUADS  # token ids that are read at a time
+GROUP = 128  # token ids of a tile whose greatest logit is kept for top-k
 _LONGEST_SPAN = 8  # tiles
-_EDITED, _FILTERED = tl.constexpr(flags.EDITED), tl.constexpr(flags.FILTERED)
-_NO_ID = tl.constexpr(2147483647)
+_EDITED = tl.constexpr(flags.EDITED)
+NO_ID = tl.constexpr(2147483647)
 # What is done to a logit before its noise is added, if any is.
-_GREEDY, _AS_IS, _DIVIDE, _SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_GREEDY, _AS_IS, _DIVIDE, SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 class Spans(NamedTuple):
@@ -44,7 +44,8 @@ class Spans(NamedTuple):
     num_tiles: int  # of a logit row
     length: int  # tiles of a span
     greatest: torch.Tensor  # [logit rows, spans] float32
-    tile_greatest: torch.Tensor  # [logit rows, tiles] float32, of every tile: in logit rows with a top-k
+    group_greatest: torch.Tensor  # [logit rows, groups] float32, of every group: in logit rows with a top-k
+    num_candidates: torch.Tensor  # [logit rows] int32: 0, in logit rows with a top-k
 
     @property
     def most(self) -> int:
@@ -53,7 +54,7 @@ class Spans(NamedTuple):
 
 
 @triton.jit
-def _gumbel(bits):
+def gumbel(bits):
     """Standard Gumbel noise from 32 random bits; log1p is spelled out, as log(1 - v) loses small v."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     u = 1.0 - v
@@ -62,16 +63,16 @@ def _gumbel(bits):
 
 
 @triton.jit
-def _better(score, token, best_score, best_token):
+def better(score, token, best_score, best_token):
     wins = (score > best_score) | ((score == best_score) & (token < best_token))
     return tl.where(wins, score, best_score), tl.where(wins, token, best_token)
 
 
 @triton.jit
-def _best(score, token):
+def best_of(score, token):
     """(highest score, lowest token that has it) of a tile."""
     top = tl.max(score, axis=0)
-    return top, tl.min(tl.where(score == top, token, _NO_ID), axis=0)
+    return top, tl.min(tl.where(score == top, token, NO_ID), axis=0)
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def load_logits(logits, token, valid):
 
 
 @triton.jit
-def _word_of(ids, token, valid, key, word1, word2, zero):
+def word_of(ids, token, valid, key, word1, word2, zero):
     """32 random bits by the id that a token stands for."""
     target = tl.load(ids + token, mask=valid, other=0)
     words = tl.philox(key, (target // 4).to(tl.uint32), zero + word1, zero + word2, zero)
@@ -92,14 +93,14 @@ def _word_of(ids, token, valid, key, word1, word2, zero):
 
 
 @triton.jit
-def _scan(
+def scan(
     logits, ids, first, last, vocab, heat, shift, threshold, key, word1, word2,
     SCALE: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr,
 ):
     """The best (score, token) of tiles [first, last), each of them four token ids of each quad, with their noise."""
     zero = tl.zeros([QUADS], dtype=tl.uint32)
     best_score = tl.full([QUADS], float("-inf"), dtype=tl.float32)
-    best_token = tl.full([QUADS], _NO_ID, dtype=tl.int32)
+    best_token = tl.full([QUADS], NO_ID, dtype=tl.int32)
     for tile in range(first, last):
         quad = tile * QUADS + tl.arange(0, QUADS)
         if not MAPPED:
@@ -108,32 +109,32 @@ def _scan(
             token = quad * 4 + lane
             valid = token < vocab
             score = load_logits(logits, token, valid)
-            if SCALE == _SHIFT:
+            if SCALE == SHIFT:
                 score = tl.div_rn(score - shift, heat)
             elif SCALE == _DIVIDE:
                 score = tl.div_rn(score, heat)
             is_kept = score >= threshold
             if MAPPED:
-                score += _gumbel(_word_of(ids, token, valid, key, word1, word2, zero))
+                score += gumbel(word_of(ids, token, valid, key, word1, word2, zero))
             else:
-                score += _gumbel(bits[lane])
+                score += gumbel(bits[lane])
             if FULL:
                 score = tl.where(is_kept, score, float("-inf"))
-            best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
-    return _best(best_score, best_token)
+            best_score, best_token = better(score, tl.where(valid, token, NO_ID), best_score, best_token)
+    return best_of(best_score, best_token)
 
 
 @triton.jit
-def _scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
+def scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
     """The same of the logits as they are, read in order."""
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
-    best_token = tl.full([SIZE], _NO_ID, dtype=tl.int32)
+    best_token = tl.full([SIZE], NO_ID, dtype=tl.int32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
         valid = token < vocab
         score = load_logits(logits, token, valid)
-        best_score, best_token = _better(score, tl.where(valid, token, _NO_ID), best_score, best_token)
-    return _best(best_score, best_token)
+        best_score, best_token = better(score, tl.where(valid, token, NO_ID), best_score, best_token)
+    return best_of(best_score, best_token)
 
 
 # Tensors that may begin anywhere in a buffer: no reason to compile anew.
@@ -178,9 +179,9 @@ def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_kernel(
-    logits, edited, row, temperature, seed, sample_index, flags, thresholds, position, ids, span_greatest, span_scores,
-    span_tokens, logit_stride, edited_stride, vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr,
-    MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
+    vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
+    SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -190,37 +191,32 @@ def _score_kernel(
     last = tl.minimum(first + span, num_tiles)
     own = logits + at * logit_stride
     if SCALE == _GREEDY:
-        top, chosen = _scan_greedy(own, first, last, vocab, 4 * QUADS)
+        top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)
     else:
         of = at
         if HAS_ROWS:
             of = tl.load(row + at)
-        threshold = float("-inf")
-        if FULL:
-            flag = tl.load(flags + of)
-            own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
-            threshold = tl.load(thresholds + at, mask=(flag & _FILTERED) != 0, other=float("-inf"))
         heat = tl.load(temperature + of)
         if heat > 0:
             key = tl.load(seed + of)
             word1 = tl.load(position + at).to(tl.uint32)
             word2 = tl.load(sample_index + of).to(tl.uint32)
             shift = 0.0
-            if SCALE == _SHIFT:
+            if SCALE == SHIFT:
                 shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
-            top, chosen = _scan(
-                own, ids, first, last, vocab, heat, shift, threshold, key, word1, word2, SCALE, MAPPED, FULL, QUADS
+            top, chosen = scan(
+                own, ids, first, last, vocab, heat, shift, float("-inf"), key, word1, word2, SCALE, MAPPED, False, QUADS
             )
         else:
-            top, chosen = _scan_greedy(own, first, last, vocab, 4 * QUADS)
+            top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)
     tl.store(span_scores + at * num_spans + tl.program_id(0), top)
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
 
 
 @kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["row", "ids", "tokens"])
 def _pick_kernel(
-    span_scores, span_tokens, logits, edited, row, flags, span_greatest, ids, tokens, bad, logit_stride, edited_stride,
-    num_spans, CHECKED: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans, CHECKED: tl.constexpr,
+    MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -228,18 +224,11 @@ def _pick_kernel(
     span = tl.arange(0, SPANS)
     valid = span < num_spans
     score = tl.load(span_scores + at * num_spans + span, mask=valid, other=float("-inf"))
-    token = tl.load(span_tokens + at * num_spans + span, mask=valid, other=_NO_ID)
-    _, chosen = _best(score, token)
+    token = tl.load(span_tokens + at * num_spans + span, mask=valid, other=NO_ID)
+    _, chosen = best_of(score, token)
     if CHECKED:
-        own = logits + at * logit_stride
-        is_bad = False
-        if FULL:
-            flag = tl.load(flags + tl.load(row + at))
-            own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
-            greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
-            is_bad = ((flag & _EDITED) != 0) & (tl.abs(greatest) == float("inf"))
-        logit = tl.load(own + chosen).to(tl.float32)
-        is_bad = is_bad | ((tl.abs(logit) < float("inf")) == 0)  # also where it is a NaN
+        logit = tl.load(logits + at * logit_stride + chosen).to(tl.float32)
+        is_bad = (tl.abs(logit) < float("inf")) == 0  # also where it is a NaN
         tl.store(bad + at, is_bad)
         chosen = tl.where(is_bad, 0, chosen)
     if MAPPED:
@@ -265,42 +254,34 @@ def _check(
     require_tensor(name, "position", position, (num_logit_rows,), device, integers)
 
 
-class _Stages(NamedTuple):
-    """Tensors of the stages before the draw; the logits stand in for those of stages that are not there."""
-
-    edited: torch.Tensor
-    flags: torch.Tensor
-    thresholds: torch.Tensor
-
-
 def plan_spans(logits: torch.Tensor) -> Spans:
     num_logit_rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, TILE)
     length = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
     grid = (triton.cdiv(num_tiles, length), num_logit_rows)
-    greatest, tile_greatest = (
-        torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device) for width in (grid[0], num_tiles)
+    greatest, group_greatest = (
+        torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device)
+        for width in (grid[0], num_tiles * (TILE // GROUP))
     )
-    return Spans(grid, num_tiles, length, greatest, tile_greatest)
+    num_candidates = torch.empty(num_logit_rows, dtype=torch.int32, device=logits.device)
+    return Spans(grid, num_tiles, length, greatest, group_greatest, num_candidates)
 
 
 def _launch(
     logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None,
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
-    spans: Spans | None = None, stages: _Stages | None = None,
 ) -> None:
-    """Spans of each logit row are scored by programs of their own; then the best span's token is taken. With `stages`
-    the spans' greatest logits are there already."""
+    """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
     pdl = uses_pdl(logits.device) if pdl is None else pdl
-    spans, is_full, stride = plan_spans(logits) if spans is None else spans, stages is not None, logits.stride(0)
-    stages = _Stages(logits, position, logits) if stages is None else stages
+    spans, stride = plan_spans(logits), logits.stride(0)
     scores = torch.empty_like(spans.greatest)
     best = torch.empty(scores.shape, dtype=torch.int32, device=logits.device)
-    options = {"PDL": pdl, **pdl_options(pdl)}
-    if scale.value == _SHIFT.value and not is_full:
+    # Without fusion every kernel that scores a token rounds alike.
+    options = {"PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
+    if scale.value == SHIFT.value:
         assert row is not None
         _greatest_kernel[spans.grid](
             logits, row, keys.temperature, spans.greatest, stride, vocab, spans.num_tiles, spans.length,
@@ -308,15 +289,13 @@ def _launch(
         )
     row = position if row is None else row
     _score_kernel[spans.grid](
-        logits, stages.edited, row, *keys, stages.flags, stages.thresholds, position, position if ids is None else ids,
-        spans.greatest, scores, best, stride, stages.edited.stride(0), vocab, spans.num_tiles, spans.length,
-        HAS_ROWS=row is not position, SCALE=scale.value, MAPPED=ids is not None, FULL=is_full, QUADS=_QUADS,
-        SPANS=spans.most, num_warps=4, **options,
+        logits, row, *keys, position, position if ids is None else ids, spans.greatest, scores, best, stride, vocab,
+        spans.num_tiles, spans.length, HAS_ROWS=row is not position, SCALE=scale.value, MAPPED=ids is not None,
+        QUADS=QUADS, SPANS=spans.most, num_warps=4, **options,
     )
     _pick_kernel[(num_logit_rows,)](
-        scores, best, logits, stages.edited, row, stages.flags, spans.greatest, tokens if ids is None else ids, tokens,
-        tokens if bad is None else bad, stride, stages.edited.stride(0), spans.grid[0], CHECKED=bad is not None,
-        MAPPED=ids is not None, FULL=is_full, SPANS=spans.most, num_warps=1, **options,
+        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride,
+        spans.grid[0], CHECKED=bad is not None, MAPPED=ids is not None, SPANS=spans.most, num_warps=1, **options,
     )
 
 
@@ -359,27 +338,7 @@ def draw_tokens(
     _check("draw_tokens", logits, keys, position, row)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-    _launch(logits, keys, position, row, None, _SHIFT if any_sampled else _GREEDY, tokens, bad, pdl)
-    return tokens, bad
-
-
-def draw_edited(
-    logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
-    flags: torch.Tensor, thresholds: torch.Tensor, spans: Spans, *, pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_tokens` after `edit_logits` and `find_thresholds`: (tokens, which are bad) [logit rows].
-
-    A logit row whose row asks for edits is read from `edited`, and one that asks for a filter draws from the scaled
-    logits that reach its threshold. All others are drawn as `draw_tokens` draws them, bit for bit.
-    """
-    name, device, num = "draw_edited", logits.device, logits.shape[0]
-    _check(name, logits, keys, position, row)
-    require_tensor(name, "edited", edited, tuple(logits.shape), device, (torch.float32,))
-    require_tensor(name, "flags", flags, (keys.seed.shape[0],), device, (torch.int64,))
-    require_tensor(name, "thresholds", thresholds, (num,), device, (torch.float32,))
-    tokens = torch.empty(num, dtype=torch.int64, device=device)
-    bad = torch.empty(num, dtype=torch.bool, device=device)
-    _launch(logits, keys, position, row, None, _SHIFT, tokens, bad, pdl, spans, _Stages(edited, flags, thresholds))
+    _launch(logits, keys, position, row, None, SHIFT if any_sampled else _GREEDY, tokens, bad, pdl)
     return tokens, bad
 
 

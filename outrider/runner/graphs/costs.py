@@ -14,7 +14,7 @@ import torch
 from outrider.core import NULL_ROW, Limits
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.kernels.buffers import to_device
-from outrider.kernels.sampling_flags import SEARCHED
+from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -56,13 +56,14 @@ def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = 
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
     """Seconds that the sampler adds for one logit row, by load: with the null row, whose dead tokens these are, as if a
-    request with a temperature, then with filters too, had it."""
+    request with a temperature, then with a top-p too, had it. Not with a top-k, which is
+    slow where all logits are equal, as those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
     plain = GraphKey(requests, requests, 0, False)
     full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
     before = [field[NULL_ROW].clone() for field in (rows.temperature, rows.flags, rows.top_k, rows.top_p)]
     found = []
-    for key, asked in ((plain, (0.0, 0, 0, 1.0)), (plain, (1.0, 0, 0, 1.0)), (full, (1.0, SEARCHED, 50, 0.9))):
+    for key, asked in ((plain, (0.0, 0, 0, 1.0)), (plain, (1.0, 0, 0, 1.0)), (full, (1.0, TOP_P, 0, 0.9))):
         for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), asked, strict=True):
             field[NULL_ROW] = value
         with graphs.borrowed(key) as captured:

@@ -7,8 +7,10 @@ pinned memory, so that queueing never waits for the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -32,6 +34,8 @@ from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 class PendingStep(Future[StepResult]):
     """A queued step. `result()` waits for its copy to the host and reads it."""
 
+    settle: Callable[[StepResult], StepResult] | None = None  # what the host does with a result before it goes out
+
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
@@ -54,7 +58,8 @@ class PendingStep(Future[StepResult]):
             raise _explained(error) from error
         late = self._device_result
         host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
-        return read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
+        result = read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
+        return result if self.settle is None else self.settle(result)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +90,9 @@ class CudaRunner:
                  padding: Padding | None = None) -> None:
         self.device_step = step
         self._limits = limits
+        # With one step in flight, no other is queued before its result is read: grammars may look at the rows then.
+        self._settles = limits.steps_in_flight == 1
+        step.grammars.guesses_early = not self._settles
         self._padding = padding or Padding()
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
@@ -125,6 +133,12 @@ class CudaRunner:
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
+        pending = self._run(batch)
+        if self._settles and batch.form is StepForm.SPLIT:
+            pending.settle = torch.inference_mode()(partial(self.device_step.grammars.settle, batch))
+        return pending
+
+    def _run(self, batch: ScheduledBatch) -> PendingStep:
         if self.graphs is None:
             return self._run_eagerly(batch, self._eager_reason)
         key = self.graphs.keys.key_for(batch, self.device_step.state)

@@ -1,0 +1,98 @@
+"""Probability masses of scaled logits, and their sums over a logit row: those of `sample/filters.py`, to the bit.
+
+A scaled logit is at most 0. Its *distance* from the greatest is the bits of its absolute value, an integer that grows
+with it: kernels compare distances, search among them and weigh the tokens within one. A *weight* is a mass for top-p
+and 1 for top-k; weights are integers, so their sums do not depend on the order of addition.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INFINITE = tl.constexpr(0x7F800000)  # the distance of a scaled logit of -inf
+UNKNOWN = tl.constexpr(0x7FFFFFFF)  # further than any scaled logit
+PIVOTS = 4  # distances that one pass over a logit row weighs
+
+
+@triton.jit
+def probability_mass(scaled):
+    """exp(scaled), scaled <= 0, in units of 2^-40, as int64. Needs a kernel without fusion: the product and the sums
+    are those of `sample.filters.probability_mass`, each rounded by itself."""
+    power = tl.maximum(scaled * 1.4426950216293335, -64.0)
+    whole = tl.floor(power)
+    rest = power - whole
+    value = rest * 0.0002161380834877491 + 0.0012467376654967666
+    value = value * rest + 0.009675532579421997
+    value = value * rest + 0.05548521876335144
+    value = value * rest + 0.24022932350635529
+    value = value * rest + 0.6931470632553101
+    value = value * rest + 1.0
+    mantissa = (value * 8388608.0).to(tl.int32).to(tl.int64)  # 23 bits, exactly; a card is slow to make 64 of a float
+    return (mantissa << 17) >> tl.minimum(-whole, 63.0).to(tl.int32).to(tl.int64)
+
+
+@triton.jit
+def distance_of(scaled):
+    return tl.abs(scaled).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def scaled_at(distance):
+    """The scaled logit at a distance."""
+    return -(distance.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def scaled_logits(own, token, valid, shift, heat, floor):
+    """Scaled logits, -inf where min-p leaves none."""
+    logit = tl.load(own + token, mask=valid, other=float("-inf"))
+    scaled = tl.div_rn(logit - shift, heat)
+    return tl.where(scaled >= floor, scaled, float("-inf"))
+
+
+@triton.jit
+def weights_within(
+    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr
+):
+    """(weight of all tokens, weights of those strictly nearer than each pivot) of tiles [first, last)."""
+    total = tl.zeros([SIZE], dtype=tl.int64)
+    sum0, sum1, sum2, sum3 = total, total, total, total
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
+        distance = distance_of(scaled)
+        weight = tl.where(is_mass, probability_mass(scaled), 1)
+        total += weight
+        sum0 += tl.where(distance < pivot0, weight, 0)
+        sum1 += tl.where(distance < pivot1, weight, 0)
+        sum2 += tl.where(distance < pivot2, weight, 0)
+        sum3 += tl.where(distance < pivot3, weight, 0)
+    return (tl.sum(total, axis=0), tl.sum(sum0, axis=0), tl.sum(sum1, axis=0), tl.sum(sum2, axis=0),
+            tl.sum(sum3, axis=0))  # fmt: skip
+
+
+@triton.jit
+def narrowed(inside, outside, pivot, weight, limit):
+    """(greatest distance known to be kept, least known not to be), after one more pivot has been weighed: a token is
+    kept if the tokens nearer than it weigh less than the limit."""
+    is_kept = weight.to(tl.float64) < limit
+    return (tl.where(is_kept, tl.maximum(inside, pivot), inside),
+            tl.where(is_kept, outside, tl.minimum(outside, pivot)))  # fmt: skip
+
+
+@triton.jit
+def furthest_kept(own, num_tiles, vocab, shift, heat, floor, is_mass, limit, inside, outside, SIZE: tl.constexpr):
+    """The greatest distance that is kept, between one that is and one that is not. Reads the row some ten times."""
+    while outside - inside > 1:
+        step = tl.maximum((outside - inside) // 5, 1)
+        pivot0, pivot1 = inside + step, tl.minimum(inside + 2 * step, outside)
+        pivot2, pivot3 = tl.minimum(inside + 3 * step, outside), tl.minimum(inside + 4 * step, outside)
+        _, sum0, sum1, sum2, sum3 = weights_within(
+            own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
+        )
+        inside, outside = narrowed(inside, outside, pivot0, sum0, limit)
+        inside, outside = narrowed(inside, outside, pivot1, sum1, limit)
+        inside, outside = narrowed(inside, outside, pivot2, sum2, limit)
+        inside, outside = narrowed(inside, outside, pivot3, sum3, limit)
+    return inside
