@@ -20,7 +20,8 @@ from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
-from outrider.runner.graphs.keys import GraphKey
+from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.own_sizes import OwnSizes, measure_own_sizes
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
@@ -97,6 +98,7 @@ class CudaRunner:
         is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
         self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
+        self._own_sizes = OwnSizes()
         self.num_replays = 0
         self.num_eager = 0
         self.num_padded_steps = 0
@@ -107,7 +109,13 @@ class CudaRunner:
         if not is_compiled:
             compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
-        return 0 if self.graphs is None else self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
+        if self.graphs is None:
+            return 0
+        num_captured = self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
+        largest = self.graphs.keys.largest_with_prompts()
+        if largest is not None:
+            self._own_sizes = measure_own_sizes(self.device_step, self.graphs, largest)
+        return num_captured
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
@@ -136,7 +144,21 @@ class CudaRunner:
         key = self.graphs.keys.key_for(batch, self.device_step.state)
         if isinstance(key, Uncaptured):
             return self._run_eagerly(batch, key)
+        own = self._own_sizes.key_for(key, batch.num_tokens)
+        if own is not None:
+            return self._run_unpadded(batch, own, self.graphs.keys)
         return self._run_captured(batch, key, self.graphs)
+
+    def _run_unpadded(self, batch: ScheduledBatch, key: GraphKey, keys: GraphKeys) -> PendingStep:
+        """The step as a graph of its own size would be, launched by the host."""
+        self.num_eager += 1
+        shape, plan = keys.shape(key), keys.plan(key)
+        self._count_padding(batch, shape)
+        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
+        half = self.device_step.forward_half(shape, ints, plan)
+        if key.form is StepForm.SPLIT:
+            self.device_step.host_turn(batch)
+        return PendingStep(batch, self._reported(batch, self.device_step.finish_half(half, plan)), Uncaptured.OWN_SIZE)
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
         self.num_eager += 1
