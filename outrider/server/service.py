@@ -135,6 +135,10 @@ class Service:
             raise bad_value(error, type(body).model_fields) from None
         return asks
 
+    def deadline(self, body: Scheduled) -> float | None:
+        """Seconds that the request may take: its own limit or the server's, whichever is less."""
+        return min((limit for limit in (body.timeout, self.config.request_timeout) if limit is not None), default=None)
+
     # Running
 
     async def run(self, asks: Sequence[Ask], request_id: str) -> Increments:

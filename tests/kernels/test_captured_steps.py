@@ -143,8 +143,8 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
         wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.write_latents, ops.rotate_queries, ops.head_products, ops.choose_positions,
-                       ops.latent_attention, ops.dense_latent_attention):
+        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.rotate_queries, ops.head_products,
+                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention):
             assert tokens_of(rig.run(asks)) == wanted
     assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
