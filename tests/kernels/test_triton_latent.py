@@ -62,8 +62,8 @@ def make_cache(contexts: TokenContexts, width: int, dtype: torch.dtype, integers
 LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2)]
 
 
-@pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), [(3, 12, 4), (16, 16, 8), (70, 20, 4)])
-@pytest.mark.parametrize(("q_tile", "splits"), [(1, 1), (1, 3), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), [(3, 12, 8), (70, 20, 4)])
+@pytest.mark.parametrize(("q_tile", "splits"), [(1, 1), (1, 3), (4, 2)])
 def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, latent_dim: int, rope_dim: int,
                         q_tile: int, splits: int) -> None:
     contexts = make_contexts(device, LENS, columns=8)
@@ -80,10 +80,9 @@ def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, la
 
 
 @pytest.mark.parametrize(("heads", "q_tile", "splits"), [(3, 1, 1), (16, 1, 3), (5, 4, 2)])
-@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
-def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, q_tile: int, splits: int,
-                          integer: torch.dtype) -> None:
+def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, q_tile: int, splits: int) -> None:
     """Token rows that choose beside such that attend to everything, in one tile too."""
+    integer = torch.int64 if heads == 16 else torch.int32
     contexts = make_contexts(device, LENS, columns=8)
     cache = make_cache(contexts, 16, dtype)
     q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
@@ -111,7 +110,7 @@ def choose(contexts: TokenContexts, q: torch.Tensor, weights: torch.Tensor, keys
     return buffer[2:-2], wanted
 
 
-@pytest.mark.parametrize(("rows", "splits", "in_registers"), [(1, 1, 16), (2, 3, 16), (4, 2, 4)])
+@pytest.mark.parametrize(("rows", "splits", "in_registers"), [(1, 3, 16), (4, 2, 4)])
 @pytest.mark.parametrize("integers", [False, True], ids=["numbers", "ties"])
 def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, in_registers: int,
                                  integers: bool) -> None:

@@ -156,6 +156,8 @@ def test_token_ids_come_back_on_request(client: openai.OpenAI, served: Served) -
 
 
 def test_tokenize_and_detokenize(served: Served) -> None:
+    info = served.http.get("/tokenizer_info").json()
+    assert info["model_max_length"] == 200 and "messages" in info["chat_template"] and "eos_token" in info
     text = "naïve 😀"
     tokens = served.post("/tokenize", prompt=text, return_token_strs=True).json()
     assert tokens["tokens"] == list(text.encode())

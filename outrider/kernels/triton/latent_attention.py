@@ -55,8 +55,7 @@ def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *,
         return LatentConfig(16 if width > 256 else 32, q_tile, 32, 8, 1)
     if num_tokens <= FEW_TOKENS:
         return LatentConfig(32, q_tile, 32, 8, 2)
-    # An entry waits for its page id, so the compiler spends stages before the first buffer pays.
-    return LatentConfig(64, q_tile, 64, 8, 4)
+    return LatentConfig(64, q_tile, 64, 8, 3)  # two programs just fit into a multiprocessor's shared memory
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
