@@ -89,6 +89,16 @@ def test_activations(kernels: str, width: int) -> None:
     torch.testing.assert_close(ops.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 31, 64])
+def test_scales_and_caps(kernels: str, width: int) -> None:
+    x, gate, one = torch.randn(4, width) * 4, torch.randn(4, width) * 4, torch.randn(4, 1)
+    for each in (gate, one):
+        torch.testing.assert_close(ops.sigmoid_scale(x, each), reference.sigmoid_scale(x, each))
+    torch.testing.assert_close(ops.gelu_scale(gate, x), reference.gelu_scale(gate, x), rtol=1e-5, atol=1e-5)
+    wanted = reference.cap_logits(x.clone(), 3.0)
+    torch.testing.assert_close(ops.cap_logits(x.clone(), 3.0), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_activations_keep_nan(kernels: str) -> None:
     gate_up = torch.tensor([[NAN, 1.0, 1.0, 2.0]])
     assert ops.silu_mul(gate_up).isnan().tolist() == [[True, False]]
