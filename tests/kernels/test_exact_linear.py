@@ -13,7 +13,6 @@ from outrider.kernels.triton.exact_linear import (  # noqa: E402
     exact_gated_linear,
     exact_linear,
     exact_linear_wide,
-    exact_parts,
     exact_tile,
 )
 from outrider.kernels.triton.launch import collecting  # noqa: E402
@@ -38,20 +37,6 @@ def test_every_tile_is_the_product(device: torch.device, dtype: torch.dtype, til
     x, weight, bias = (random(device, dtype, *shape, seed=i) for i, shape in enumerate([(rows, 90), (50, 72), (50,)]))
     found = exact_linear(x[:, 9:81], weight, bias, tile=tile)
     assert_close(found, reference.linear(x[:, 9:81].double(), weight.double(), bias.double()), dtype)
-
-
-def test_parts_of_the_inner_dimension_are_added_in_order(device: torch.device, dtype: torch.dtype) -> None:
-    """By programs of their own for few token rows, and by one program for many."""
-    x, weight = random(device, dtype, 300, 256), random(device, dtype, 24, 256, seed=1)
-    tile = ExactTile(32, 32, 32, 4, 2)
-    many = exact_linear(x, weight, tile=tile, parts=4)
-    assert_close(many, reference.linear(x.double(), weight.double()), dtype)
-    for rows in (1, 70):
-        assert torch.equal(exact_linear(x[:rows], weight, tile=tile, parts=4), many[:rows])
-    chains = [exact_linear_wide(part.contiguous(), own.contiguous())
-              for part, own in zip(x.split(64, dim=1), weight.split(64, dim=1), strict=True)]
-    assert torch.equal((((chains[0] + chains[1]) + chains[2]) + chains[3]).to(dtype), many)
-    assert [exact_parts(n, k) for n, k in ((2560, 10240), (4096, 4096), (6144, 4096), (4096, 4100))] == [4, 2, 1, 1]
 
 
 def test_rows_have_the_same_bits_in_every_number(device: torch.device, dtype: torch.dtype) -> None:
