@@ -18,6 +18,8 @@ TITLES = {
     "gemma4-4b-assistant": "gemma4-4b + assistant", "nemotronh": "nemotronh-15b-a2b",
     "nemotronh-mtp": "nemotronh-15b-a2b + MTP", "nemotronh-spread": "nemotronh-15b-a2b, spread routing",
     "nemotronh-mtp-spread": "nemotronh-15b-a2b + MTP, spread routing",
+    "dsv32": "dsv32-8b-a2b", "dsv32-mtp": "dsv32-8b-a2b + MTP", "dsv32-spread": "dsv32-8b-a2b, spread routing",
+    "dsv32-mtp-spread": "dsv32-8b-a2b + MTP, spread routing",
 }  # fmt: skip
 KEPT = ("mean_run", "distinct_experts")
 START = "from making the engine to its first token, kernels compiled anew; process_s: from the start of the process"

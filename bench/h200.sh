@@ -5,7 +5,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:?a folder for the results}
 shift
-names=${*:-qwen06b llama8b llama8b-eagle3 gemma4-4b gemma4-4b-assistant nemotronh nemotronh-mtp nemotronh-spread nemotronh-mtp-spread qwen06b-parameters llama8b-prompts}
+names=${*:-qwen06b llama8b llama8b-eagle3 gemma4-4b gemma4-4b-assistant nemotronh nemotronh-mtp nemotronh-spread nemotronh-mtp-spread dsv32 dsv32-mtp dsv32-spread dsv32-mtp-spread qwen06b-parameters llama8b-prompts}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 shapes=1x128x256,8x128x256,64x128x256,256x128x256
@@ -45,6 +45,11 @@ for name in $names; do
         nemotronh-mtp) measure "$name" nemotronh-15b-a2b "$shapes" --speculative-config "$(drafts mtp)" ;;
         nemotronh-spread) measure "$name" nemotronh-15b-a2b "$shapes" --routing spread ;;
         nemotronh-mtp-spread) measure "$name" nemotronh-15b-a2b "$shapes" --routing spread \
+            --speculative-config "$(drafts mtp)" ;;
+        dsv32) measure "$name" dsv32-8b-a2b "$shapes" ;;
+        dsv32-mtp) measure "$name" dsv32-8b-a2b "$shapes" --speculative-config "$(drafts mtp)" ;;
+        dsv32-spread) measure "$name" dsv32-8b-a2b "$shapes" --routing spread ;;
+        dsv32-mtp-spread) measure "$name" dsv32-8b-a2b "$shapes" --routing spread \
             --speculative-config "$(drafts mtp)" ;;
         qwen06b-parameters) # each alone, all of them together, and one such request among greedy ones
             all="--top-k 50 --top-p 0.9 --min-p 0.01 $penalties --min-tokens 8 --logprobs 5"

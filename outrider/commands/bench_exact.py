@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from dataclasses import asdict, dataclass, replace
 
 from outrider.commands.bench import Shape, Workload, workloads
@@ -15,6 +16,8 @@ from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import run_prompts
 from outrider.config import EngineConfig
+
+log = logging.getLogger("outrider")
 
 SHORT_PROMPT = 16  # tokens, before answers that are timed
 
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(config, needs_text=False)
     room = loaded.model.max_positions if config.max_model_len is None else config.max_model_len
     prompt_len = min(args.prompt_len, room - 2)
-    decoding = [Shape(f"{size}", size, SHORT_PROMPT, args.max_tokens) for size in sizes]
+    decoding = [Shape("decoding", size, SHORT_PROMPT, args.max_tokens) for size in sizes]
     shapes = [*decoding, Shape("prompt", 1, prompt_len, 1)]
     work = workloads(shapes, config.seed, loaded.model.vocab_size)[1]
     default, exact = (_speeds(loaded, replace(config, exact=mode), work, args.rounds) for mode in (False, True))
@@ -62,4 +65,6 @@ def _speeds(loaded: Loaded, config: EngineConfig, work: list[Workload], rounds: 
             seconds = min(run_prompts(llm, asks).seconds for _ in range(rounds))
             shape = each.shape
             speeds.append(shape.batch * (shape.prompt_len if shape.output_len == 1 else shape.output_len) / seconds)
+            mode = "exact" if config.exact else "default"
+            log.info("%s, %s, batch %d: %.1f tok/s", mode, shape.name, shape.batch, speeds[-1])
     return speeds

@@ -17,7 +17,7 @@ from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
-from outrider.server.settings import LOG_LEVELS, ServerConfig
+from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 ENGINE_HELP = {
     "tokenizer": "a folder, a .gguf file or a hub id with the tokenizer, instead of the model's own",
@@ -28,7 +28,7 @@ ENGINE_HELP = {
     "max_model_len": "longest request in tokens, prompt and answer",
     "max_num_seqs": "most requests in one step",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
-    "max_step_ms": "GPU: longest step with prompts while other requests wait for tokens; serve: 25, otherwise no limit",
+    "max_step_ms": "GPU: longest step with prompts while other requests wait for tokens; serve: 24, otherwise no limit",
     "page_size": "tokens of the smallest page",
     "num_pages": "pages of the cache",
     "kv_cache_memory_bytes": "bytes of the cache",
@@ -92,6 +92,9 @@ SERVER_HELP = {
     "pooling": "which hidden states an embedding is, unless its request says",
     "tool_call_parser": "how the model writes tool calls",
     "reasoning_parser": "how the model marks its reasoning",
+    "enable_log_requests": "log one line for every request that ended",
+    "log_format": "lines of text, or one JSON object a line",
+    "otlp_traces_endpoint": "send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces",
     "uvicorn_log_level": "what the HTTP server logs",
 }
 CHOICES: dict[str, Sequence[str]] = {
@@ -99,6 +102,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "load_format": [*LOAD_FORMATS, *VALUES["load_format"]],
     "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
+    "log_format": LOG_FORMATS,
     "uvicorn_log_level": LOG_LEVELS,
     "pooling": ("last", "mean"),
     "tool_call_parser": sorted(TOOL_FORMATS),

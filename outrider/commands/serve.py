@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
 
         from outrider.server.app import build_app
         from outrider.server.engine_host import EngineHost, Failed
+        from outrider.server.logs import set_up_logs
         from outrider.server.service import Service
+        from outrider.server.tracing import Tracing
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
     if args.config is not None:
@@ -45,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
                       stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker)
-    service = Service(host, config, names, chat_template(config))
+    endpoint = config.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
+    set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
+    service = Service(host, config, names, chat_template(config), tracing)
     server = uvicorn.Server(uvicorn.Config(
-        build_app(service), log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
+        build_app(service), log_level=config.uvicorn_log_level, lifespan="on", server_header=False, log_config=None,
         timeout_graceful_shutdown=int(config.shutdown_timeout), access_log=config.uvicorn_log_level != "warning"))
 
     def stop() -> None:
@@ -65,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             server.run(sockets=[own])
         finally:
             host.close()
+            if tracing is not None:
+                tracing.close()
     if isinstance(host.state, Failed):
         raise host.state.error
     return 0

@@ -274,7 +274,8 @@ def _print(rows: list[Row], as_json: bool, loaded: Loaded, is_exact: bool) -> No
     print(f"\n{len(rows) - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
           + (f"; {untried} not tried" if untried else "") + (f"; {len(faults)} FAULTS" if faults else ""))
     if is_exact:
-        print(summary(sum(row.compared for row in rows), len(rows), sum(row.differing_bits for row in rows)))
+        occurred = [name for name in rows[0].happened if any(row.happened[name] for row in rows)]
+        print(summary(sum(row.compared for row in rows), len(rows), sum(row.differing_bits for row in rows), occurred))
     if faults:
         print("outrider: error: tokens depend on how they were computed; please report the text above with the output "
               "of `outrider env`", file=sys.stderr)

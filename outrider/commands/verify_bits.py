@@ -39,9 +39,9 @@ def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int
                             f"{one.get(token)!r} in the reference and {other.get(token)!r} here")
 
 
-def summary(num_tokens: int, num_runs: int, num_differing: int) -> str:
-    """The line that a user can show around."""
+def summary(num_tokens: int, num_runs: int, num_differing: int, happened: Sequence[str]) -> str:
+    """The line that a user can show around. happened: the events that occurred in some run."""
     if num_differing:
         return f"exact: {num_differing} requests differ in bits"
-    return (f"exact: {num_tokens} tokens in {num_runs} runs (batches, chunks, prefix hits, preemptions, drafts) have "
-            f"the log-probabilities of the same requests alone, bit for bit")
+    return (f"exact: {num_tokens} tokens in {num_runs} runs ({', '.join(happened)}) have the log-probabilities of the "
+            "same requests alone, bit for bit")

@@ -107,6 +107,7 @@ class Uncaptured(enum.Enum):
     SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"
+    OWN_SIZE = "large steps with prompts that padding to a graph's size would lengthen"
     NO_MEMORY = "no memory for a capture"
     TOO_MANY_CAPTURES = "too many sizes captured already"
 

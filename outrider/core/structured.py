@@ -84,7 +84,8 @@ class StructuredOutputsParams:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def to_plain(self) -> StructuredOutputsParams:
-        """The same as texts of bounded size, which no caller can change. Raises ValueError for what is too large."""
+        """A copy that holds texts of bounded size, which no caller can change. Raises ValueError for what is too
+        large."""
         own = self
         if self.json is not None:
             own = replace(self, json=self._schema_text())

@@ -30,6 +30,14 @@ class TokenContexts(NamedTuple):
         return TokenContexts(self.page_table, self.request_of[rows], self.first[rows], self.stop[rows])
 
 
+def visible_ranges(positions: Tensor, slots: Tensor, request_of: Tensor, lengths: Tensor,
+                   starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(first, stop) of `TokenContexts` for token rows at these positions. They see their requests' keys up to their
+    own, from `starts` [requests] on where that is given; token rows without a slot see nothing."""
+    first = torch.zeros_like(positions) if starts is None else starts[request_of]
+    return first, torch.where(slots >= 0, torch.minimum(positions + 1, lengths[request_of]), 0)
+
+
 def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
     """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
     is_live = (slots >= 0)[:, None]
@@ -57,7 +65,8 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenCo
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
                      latent_dim: int) -> Tensor:
-    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing.
+    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing. They are those that
+    `choose_positions` writes: all positions of contexts that have no more than can be chosen.
 
     q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
     heads, its latent part their value. Returns [tokens, heads, latent]."""

@@ -96,8 +96,8 @@ def round_activations(x: Tensor) -> Tensor:
 
 class QuantizedProduct:
     """x [tokens, inputs] -> x @ weight.T + bias. Many token rows go to the library, with `weight`, the same numbers in
-    float32, where there is one, and by tiles dequantised into scratch where not; only the products of few token rows
-    know activation bits."""
+    float32, where there is one, and by tiles dequantised into scratch where not. With 8 activation bits the native
+    product serves any number of token rows: a token row must be rounded alike in prompts and in decoding."""
 
     def __init__(
         self, rows: QuantizedRows, bias: Tensor | None, weight: Tensor | None = None, activation_bits: int = 32
@@ -105,12 +105,13 @@ class QuantizedProduct:
         self.rows, self.bias, self.weight = rows, bias, weight
         self.matrix = rows.matrix(bias, activation_bits)
         self._exact = rows.matrix(bias)
-        self.few_rows = range(1, NATIVE_MAX_ROWS + 1)
+        self._always_native = activation_bits == 8
+        self.use_native_for_all(False)
         self.extra_bytes = rows.data.nbytes
 
     def use_native_for_all(self, all_rows: bool) -> None:
         """Whether the native product serves any number of token rows. A token row then has the same bits in each."""
-        self.few_rows = range(1, sys.maxsize if all_rows else NATIVE_MAX_ROWS + 1)
+        self.few_rows = range(1, sys.maxsize if all_rows or self._always_native else NATIVE_MAX_ROWS + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] in self.few_rows:

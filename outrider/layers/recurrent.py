@@ -80,7 +80,9 @@ class ConvMixer(Module, ABC):
         width, rows, parts = self.spec.conv_width, state[None], []
         for token in range(seen.shape[0] - width + 1):
             window = seen[None, token : token + width]
-            stepped = self.step(rows, window[:, :-1], window[:, -1], tuple(gate[token, None] for gate in gates))
+            # Gates are copied: a library may look at where a row lies in memory.
+            own = tuple(gate[token, None].clone() for gate in gates)
+            stepped = self.step(rows, window[:, :-1], window[:, -1], own)
             rows = stepped.state
             parts.append(stepped.y)
         return torch.cat(parts), rows[0]

@@ -106,14 +106,11 @@ class MTPHead(DraftHead):
 
     def _joined(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, 2 x hidden] the norms of embedding and hidden state."""
-        embedding, hidden_first = self.target.embed_tokens, not self.description.embedding_first
-        if self.description.zeroes_first_embedding:
-            embedded = torch.where((slots > 1)[:, None], embedding(tokens), 0)
-            parts = (self.embedding_norm(embedded), self.hidden_norm(hidden))
-            return torch.cat(parts[::-1] if hidden_first else parts, dim=-1)
+        embedding, description = self.target.embed_tokens, self.description
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
         return ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale, gains=gains,
-                                  eps=self.description.eps, hidden_first=hidden_first)[0]
+                                  eps=description.eps, hidden_first=not description.embedding_first,
+                                  slots=slots if description.zeroes_first_embedding else None)[0]
 
 
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}

@@ -91,13 +91,13 @@ class RunningWorker(Runner, Protocol):
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar."""
+    """Follows one output through its grammar."""
 
     @property
     def error(self) -> str | None: ...
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """By tokens that are part of the output for good."""
+        """Follow tokens that are part of the output for good."""
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
         """The first drafts, as far as the grammar allows them and the text goes on after them."""

@@ -116,6 +116,15 @@ def _text_routes(service: Service) -> APIRouter:
         return {"count": len(ids), "max_model_len": service.host.llm.engine.limits.max_len, "tokens": ids,
                 "token_strs": strings}
 
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What clients that tokenize through the server ask first."""
+        tokenizer = service.tokenizer
+        ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        names = {name: None if i is None else tokenizer.id_to_token(i) for name, i in ids.items()}
+        return names | {"chat_template": tokenizer.chat_templates.get("default"),
+                        "model_max_length": service.host.llm.engine.limits.max_len}
+
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)

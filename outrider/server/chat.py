@@ -24,7 +24,7 @@ PROMPT_END = 16  # tokens of the prompt in which a template may have opened a re
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
     model, asks, choices = await prepare_chat(service, body, tenant)
     run = _Chat(service, body, asks, model, choices)
-    timeout = service.config.request_timeout
+    timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.server.errors import ApiError
 from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, new_id
@@ -20,10 +21,15 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     model = service.check_model(body.model)
     service.check_load()
     prompts = await service.encode_prompts(body.prompt, "prompt")
-    asks = await service.asks(body, prompts, tenant, logprobs=body.logprobs,
+    more: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo:
+        if body.stream:
+            raise ApiError(400, "echo is for answers that are not streamed", param="echo")
+        more["prompt_logprobs"] = body.prompt_logprobs if body.logprobs is None else body.logprobs
+    asks = await service.asks(body, prompts, tenant, **more,
                               max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     run = _Completion(service, body, asks, model)
-    timeout = service.config.request_timeout
+    timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
@@ -80,14 +86,28 @@ class _Completion:
     def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
                                   "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        offset = 0
+        if self._body.echo:
+            prompt = self._service.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            choice["text"], offset = prompt + sample.text, len(prompt)
         if sample.logprobs is not None:
-            choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs, 0)
+            choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs, offset)
             del choice["logprobs"]["next_offset"]
-        if output.prompt_logprobs is not None:
+            if self._body.echo and output.prompt_logprobs is not None:
+                before = self._prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs)
+                choice["logprobs"] = {name: before[name] + own for name, own in choice["logprobs"].items()}
+        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_to_json(output.prompt_logprobs)
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
         return choice
+
+    def _prompt_logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob] | None]) -> dict[str, list[Any]]:
+        """As `_logprobs`, of the prompt: its first token has none."""
+        first = self._service.tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+        rest = self._logprobs(token_ids[1:], [entry for entry in entries if entry is not None], len(first))
+        return {"tokens": [first, *rest["tokens"]], "token_logprobs": [None, *rest["token_logprobs"]],
+                "top_logprobs": [None, *rest["top_logprobs"]], "text_offset": [0, *rest["text_offset"]]}
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]], offset: int) -> dict[str, Any]:
         tokens, values, top, offsets = [], [], [], []

@@ -41,7 +41,7 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: st
     except ValueError as error:
         raise bad_value(error, EmbeddingRequest.model_fields) from None
     asks = service.checked_asks(body, prompts, params, tenant)
-    return JsonWork(_answer(service, body, asks, model), service.config.request_timeout)
+    return JsonWork(_answer(service, body, asks, model), service.deadline(body))
 
 
 async def _answer(service: Service, body: EmbeddingRequest, asks: Sequence[Ask], model: str) -> dict[str, Any]:

@@ -168,7 +168,7 @@ async def whole_outputs(parts: Increments, asks: Sequence[Ask], usage: Usage) ->
 async def _timed(llm: AsyncLLM, ask: Ask, request_id: str,
                  metrics: ServerMetrics) -> AsyncGenerator[list[OutputIncrement], None]:
     assert isinstance(ask.params, SamplingParams)
-    timer = metrics.timer(len(ask.token_ids), ask.params)
+    timer = metrics.timer(request_id, len(ask.token_ids), ask.params)
     try:
         async with aclosing(llm.increments(ask.prompt, ask.params, request_id, priority=ask.priority)) as parts:
             async for increments in parts:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from outrider.server.errors import ApiError
+from outrider.server.tracing import TRACE_PARENT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,6 +38,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        TRACE_PARENT.set(_header(scope, b"traceparent").decode("latin-1") or None)
         try:
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             receive = await self._with_body(scope, receive)

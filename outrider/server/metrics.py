@@ -9,10 +9,13 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.server.logs import log_request
+from outrider.server.tracing import Tracing
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
                80.0, 160.0, 640.0)
@@ -46,7 +49,8 @@ class Histogram:
 class ServerMetrics:
     """Belongs to one event loop."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
+        self.model_name, self.tracing = model_name, tracing
         self._labels = f'model_name="{_escaped(model_name)}",engine="0"'
         self.first_token = Histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)
         self.between = Histogram("inter_token_latency_seconds", "Time between runs of tokens.", BETWEEN_TOKENS)
@@ -64,8 +68,8 @@ class ServerMetrics:
         self.ends: Counter[str] = Counter()
         self.num_preemptions = 0
 
-    def timer(self, prompt_len: int, params: SamplingParams) -> RequestTimer:
-        return RequestTimer(self, prompt_len, params)
+    def timer(self, request_id: str, prompt_len: int, params: SamplingParams) -> RequestTimer:
+        return RequestTimer(self, request_id, prompt_len, params)
 
     def text(self, engine: Engine | None, num_refused: int, num_restarts: int) -> str:
         lines: list[str] = []
@@ -121,8 +125,9 @@ class ServerMetrics:
 class RequestTimer:
     """Times of one prompt, from its arrival to the end of its last sample."""
 
-    def __init__(self, metrics: ServerMetrics, prompt_len: int, params: SamplingParams) -> None:
-        self._metrics, self._prompt_len, self._max_tokens = metrics, prompt_len, params.max_tokens
+    def __init__(self, metrics: ServerMetrics, request_id: str, prompt_len: int, params: SamplingParams) -> None:
+        self._metrics, self._request_id = metrics, request_id
+        self._prompt_len, self._max_tokens = prompt_len, params.max_tokens
         self._began = time.perf_counter()
         self._first: float | None = None
         self._last = self._began
@@ -148,6 +153,7 @@ class RequestTimer:
         """The request is over, finished or not."""
         if len(self._ends) < len(self._num_tokens):
             self._metrics.ends["abort"] += 1
+            log_request(request_id=self._request_id, finish_reason="abort", **self._counts())
 
     def _finish(self, counted: RequestMetrics, decode_seconds: float) -> None:
         metrics, longest = self._metrics, max(self._num_tokens)
@@ -168,6 +174,22 @@ class RequestTimer:
             metrics.max_tokens.observe(self._max_tokens)
         metrics.num_preemptions += counted.num_preemptions
         metrics.ends.update(self._ends)
+        log_request(request_id=self._request_id, finish_reason=",".join(self._ends), **self._counts(),
+                    cached_tokens=counted.num_cached_tokens, draft_tokens=counted.num_draft_tokens,
+                    accepted_tokens=counted.num_accepted_tokens)
+        if metrics.tracing is not None:
+            metrics.tracing.record(counted, {
+                "gen_ai.request.id": self._request_id, "gen_ai.response.model": metrics.model_name,
+                "gen_ai.usage.prompt_tokens": self._prompt_len,
+                "gen_ai.usage.completion_tokens": sum(self._num_tokens),
+                "gen_ai.response.finish_reasons": self._ends, "outrider.cached_tokens": counted.num_cached_tokens,
+                "outrider.draft_tokens": counted.num_draft_tokens,
+                "outrider.accepted_tokens": counted.num_accepted_tokens})
+
+    def _counts(self) -> dict[str, Any]:
+        first = None if self._first is None else round(self._first - self._began, 6)
+        return {"prompt_tokens": self._prompt_len, "output_tokens": sum(self._num_tokens), "first_token_seconds": first,
+                "seconds": round(time.perf_counter() - self._began, 6)}
 
 
 def _head(name: str, help_text: str, kind: str) -> Iterable[str]:

@@ -78,6 +78,8 @@ class Scheduled(Body):
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
+    timeout: float | None = Field(default=None, gt=0, description="seconds that the request may take, if the server's "
+                                                                  "own limit is not less")
 
 
 class JsonSchema(Body):
@@ -186,6 +188,7 @@ class CompletionRequest(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None
     logprobs: int | None = None
+    echo: bool | None = Field(default=None, description="the answer begins with the prompt")
 
 
 class TextPart(Body):

@@ -22,6 +22,7 @@ from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ChatMessage, Sampled, Scheduled, Tool
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
+from outrider.server.tracing import Tracing
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a body has fields for
 
@@ -30,12 +31,12 @@ class Service:
     """Belongs to one event loop."""
 
     def __init__(self, host: EngineHost, config: ServerConfig, model_names: Sequence[str],
-                 chat_template: str | None = None) -> None:
+                 chat_template: str | None = None, tracing: Tracing | None = None) -> None:
         self.host = host
         self.config = config
         self.model_names = tuple(model_names)
         self.admission = Admission(config.max_num_queued_reqs)
-        self.metrics = ServerMetrics(self.model_names[0])
+        self.metrics = ServerMetrics(self.model_names[0], tracing)
         self._chat_template = chat_template
         self._created = int(time.time())
 
@@ -133,6 +134,10 @@ class Service:
         except ValueError as error:
             raise bad_value(error, type(body).model_fields) from None
         return asks
+
+    def deadline(self, body: Scheduled) -> float | None:
+        """Seconds that the request may take: its own limit or the server's, whichever is less."""
+        return min((limit for limit in (body.timeout, self.config.request_timeout) if limit is not None), default=None)
 
     # Running
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -29,6 +30,9 @@ class ServerConfig:
     pooling: Annotated[str, OneOf(("last", "mean"))] = "last"  # of embeddings, unless a request says
     tool_call_parser: Annotated[str, OneOf(sorted(TOOL_FORMATS))] | None = None  # none: requests with tools are refused
     reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
+    enable_log_requests: bool = False  # one line for every request that ended
+    log_format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
+    otlp_traces_endpoint: Text | None = None  # of an OpenTelemetry collector; none: no traces
     uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"
 
     def __post_init__(self) -> None:

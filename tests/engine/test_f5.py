@@ -36,6 +36,7 @@ def assert_mask(case: Case, backend: FlexBackend, layer: AttentionLayer, view: B
     counts, indices, size = mask.kv_num_blocks[0, 0], mask.kv_indices[0, 0], plan.tiles.size
     assert counts.shape == (len(plan.tiles.request),) and indices.shape[0] == len(counts)
     assert (counts < indices.shape[1]).all(), "a kernel reads one index ahead"
+    assert len(counts) >= 2, "a single tile would be compiled apart"
     place_of = {int(place): token for token, place in enumerate(plan.tiles.place) if plan.tiles.token_is_live[token]}
     assert len(place_of) == int(view.live.sum())
     for tile, count in enumerate(counts.tolist()):

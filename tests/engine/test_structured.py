@@ -242,6 +242,7 @@ BAD = {
     "regex": (form(regex="(a"), "structured_outputs.regex cannot be compiled: .*unclosed group"),
     "grammar": (form(grammar="start: nothing"), "structured_outputs.grammar cannot be compiled: .*nothing"),
     "GBNF": (form(grammar='root ::= ("a"'), "structured_outputs.grammar cannot be read"),
+    "long GBNF": (form(grammar="\n".join(f"a{i} ::= a{i + 1}" for i in range(900))), "GBNF grammar has at most 8192"),
     "no text": (form(grammar="start: start"), "no text has this form"),
     "endless": (form(json={"$ref": "#"}), "no text has this form"),
     "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes; at most 262144"),

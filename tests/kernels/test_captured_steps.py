@@ -143,8 +143,8 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
         wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.write_latents, ops.rotate_queries, ops.head_products, ops.choose_positions,
-                       ops.latent_attention, ops.dense_latent_attention):
+        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.rotate_queries, ops.head_products,
+                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention):
             assert tokens_of(rig.run(asks)) == wanted
     assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
@@ -198,15 +198,17 @@ def both_ways_with(asks: list[Ask], preempts: bool = False, **settings: Any) -> 
     return captured, rig
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
-def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, tmp_path: Path) -> None:
-    """Each alone and all together, beside requests that ask for nothing; everyone is preempted once."""
+# Not EAGLE-3 with preemption: a resumed request that finds its pages again has slots of the head to fill, by a step
+# that is not captured.
+@pytest.mark.parametrize(("drafter", "preempts"), [("none", True), ("ngram", True), ("eagle3", False)])
+def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, preempts: bool, tmp_path: Path) -> None:
+    """Each alone and all together, beside requests that ask for nothing."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     if drafter != "none":
         settings["speculative_config"] = config_of(drafter, "llama", tmp_path)
-    captured, rig = both_ways_with(asks_with(*PARAMETERS), preempts=True, **settings)
+    captured, rig = both_ways_with(asks_with(*PARAMETERS), preempts, **settings)
     assert {key.sampler for key in captured.met} >= {SamplerForm.PENALISED}
-    assert rig.scheduler.stats.num_preemptions > 0
+    assert (rig.scheduler.stats.num_preemptions > 0) == preempts
     drafted = sum(part.num_drafted for result in rig.results for part in result.requests)
     assert (drafted > 0) == (drafter != "none")
     if drafter == "ngram":

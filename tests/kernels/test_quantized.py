@@ -113,7 +113,7 @@ def test_eight_activation_bits_round_the_token_rows_and_nothing_else(
     rows, weight = make(kind, *shape)
     bias = torch.randn(shape[0]) if has_bias else None
     product = QuantizedProduct(rows, bias, activation_bits=8)
-    for n in ROWS:
+    for n in (*ROWS, 67):
         x = torch.randn(n, shape[1] + 3)[:, 3:]
         x[0, :32] = 0  # a block without a largest number
         x[-1, -32:] = torch.arange(-16, 16) * 127.0  # the largest numbers that eight bits hold, of both signs
@@ -121,7 +121,8 @@ def test_eight_activation_bits_round_the_token_rows_and_nothing_else(
         want = torch.nn.functional.linear(round_activations(x.contiguous()).double(), weight.double())
         want = want if bias is None else want + bias
         torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()))
-        assert torch.equal(got[:1], product(x[:1])), "a row depends on the number of rows"
+        for row in (0, n // 2, n - 1):
+            assert torch.equal(got[row], product(x[row : row + 1])[0]), "a row depends on the number of rows"
     assert 0 < product.rounding_error() < 0.05
     assert QuantizedProduct(rows, bias).rounding_error() == 0
 

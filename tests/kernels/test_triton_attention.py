@@ -148,6 +148,15 @@ def test_requests_with_one_split_beside_some_with_several(device: torch.device, 
     assert_close(decode(batch, num_splits=4), expected(batch))
 
 
+def test_splits_of_many_keys_are_read_in_more_stages(device: torch.device, dtype: torch.dtype) -> None:
+    """One split beyond 512 keys beside shorter ones: the other loop has the same results, bit for bit."""
+    batch = make_batch(device, dtype, [(600, 1, 1), (37, 1, 1), (560, 2, 2)], heads=2, kv_heads=1)
+    plain, deep = (replace(SMALL, long_stages=stages) for stages in (0, 4))
+    actual = decode(batch, num_splits=1, config=deep)
+    assert_close(actual, expected(batch))
+    assert torch.equal(actual, decode(batch, num_splits=1, config=plain))
+
+
 def listed(batch: Batch, **options: Any) -> torch.Tensor:
     """Decoding by a list of the splits that there are, short ones."""
     num_heads, head_dim = batch.q.shape[1:]

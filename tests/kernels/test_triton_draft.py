@@ -329,12 +329,15 @@ def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: t
     tokens, table, hidden = torch.tensor([3, 0, 9, 9, 1], device=device), some(10, 48), some(5, 96)[:, 48:]
     options: dict[str, Any] = {"scale": scale, "hidden_first": hidden_first, "eps": 1e-5}
     options["gains"] = (some(48).float(), some(48)) if gained else None
+    options["slots"] = torch.tensor([0, 2, 1, 5, 9], device=device) if hidden_first else None
     with ops.using("reference", ops.join_embedding):
         wanted, wanted_part = ops.join_embedding(tokens, table, hidden, **options)
     with ops.using("triton"):
         made, part = ops.join_embedding(tokens, table, hidden, **options)
     torch.testing.assert_close(made, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert gained or torch.equal(made, wanted)
+    is_shown = [False, True, False, True, True] if hidden_first else [True] * 5
+    assert (made[:, 48:].abs().sum(1) > 0).tolist() == is_shown
     torch.testing.assert_close(part, wanted_part, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     empty, _ = triton.join_embedding(tokens[:0], table, hidden[:0])
     assert empty.shape == (0, 96)

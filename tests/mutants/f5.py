@@ -7,7 +7,7 @@ from outrider.core import Limits
 from outrider.mixers.paged.flex_backend import PROMPT_TILE, FlexExtents
 
 NAME = "f5: index buffer sized by the longest context"
-TESTS = ["tests/engine/test_f5.py"]
+TESTS = ["tests/engine/test_f5.py", "-k", "captured or buffers"]
 
 
 def apply() -> None:

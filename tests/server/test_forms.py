@@ -164,7 +164,7 @@ def takes(form: StructuredOutputsParams, text: str) -> bool:
     ("<think>\n\n</think>\n\n", ["no"]),
 ])  # fmt: skip
 def test_a_form_follows_the_reasoning(prompt_end: str, texts: list[str]) -> None:
-    """What the grammar takes: texts of their form, and none that has text behind or before it."""
+    """The grammar takes texts of their form, and none that has text behind or before it."""
     asked = body(structured_outputs={"choice": ["yes", "no"]})
     form = chat_form(asked, None, "qwen3", prompt_end, chat_tokenizer())
     assert form is not None and all(takes(form, text) for text in texts)

@@ -50,7 +50,7 @@ def guarded() -> Iterator[Served]:
     ("response_format", {"type": "yaml"}, "response_format"), ("guided_json", {}, "use structured_outputs"),
     ("structured_outputs", {"regx": "a"}, "did you mean regex"), ("structured_outputs", {}, "exactly one of"),
     ("structured_outputs", {"regex": "a"}, "no end token"),
-    ("echo", True, "echo is not supported"), ("priority", 2**40, "priority must be"), ("seed", 2**70, "seed must be"),
+    ("echo", "yes", "echo"), ("priority", 2**40, "priority must be"), ("seed", 2**70, "seed must be"),
     ("suffix", "end", "suffix is not supported"), ("speculative", -2, "speculative"), ("cache_salt", 5, "cache_salt"),
 ])  # fmt: skip
 def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, words: str) -> None:
@@ -187,6 +187,13 @@ def test_a_deadline_ends_a_request(guarded: Served, stream: bool) -> None:
     assert answer.status_code == (200 if stream else 504)
     assert not stream or answer.text.endswith("data: [DONE]\n\n")
     guarded.assert_idle()
+
+
+def test_a_request_may_have_a_deadline_of_its_own(served: Served) -> None:
+    slow = {"prompt": "x", "max_tokens": 190, "ignore_eos": True, "timeout": 0.001}
+    assert "0.001 seconds" in served.error("/v1/completions", 504, **slow)["message"]
+    assert served.error("/v1/completions", prompt="x", timeout=0)["param"] == "timeout"
+    served.assert_idle()
 
 
 def test_no_web_page_may_call_it_unless_allowed(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -107,6 +108,23 @@ def test_log_probabilities_of_chats(client: openai.OpenAI) -> None:
     assert [entry for part in parts if part for entry in part.content] == whole
 
 
+def test_the_prompt_comes_back_with_its_log_probabilities(client: openai.OpenAI, served: Served) -> None:
+    """As evaluations score given texts: the prompt's own log-probabilities, and one token more."""
+    options: Any = {"model": MODEL, "prompt": "abc", "max_tokens": 2, "temperature": 0, "logprobs": 2}
+    plain = client.completions.create(**options, extra_body={"prompt_logprobs": 2})
+    echoed = client.completions.create(**options, echo=True)
+    choice, logprobs = echoed.choices[0], echoed.choices[0].logprobs
+    assert choice.text == "abc" + plain.choices[0].text and logprobs is not None
+    assert logprobs.tokens[:3] == ["a", "b", "c"] and logprobs.text_offset == [0, 1, 2, 3, 3 + len(logprobs.tokens[3])]
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    given = plain.choices[0].model_extra["prompt_logprobs"]
+    ids = served.post("/tokenize", prompt="abc").json()["tokens"]
+    for i in (1, 2):
+        assert logprobs.token_logprobs[i] == pytest.approx(given[i][str(ids[i])]["logprob"], abs=1e-4)
+    assert logprobs.token_logprobs[3:] == plain.choices[0].logprobs.token_logprobs
+    assert served.error("/v1/completions", prompt="a", echo=True, stream=True)["param"] == "echo"
+
+
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI) -> None:
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
@@ -138,6 +156,8 @@ def test_token_ids_come_back_on_request(client: openai.OpenAI, served: Served) -
 
 
 def test_tokenize_and_detokenize(served: Served) -> None:
+    info = served.http.get("/tokenizer_info").json()
+    assert info["model_max_length"] == 200 and "messages" in info["chat_template"] and "eos_token" in info
     text = "naïve 😀"
     tokens = served.post("/tokenize", prompt=text, return_token_strs=True).json()
     assert tokens["tokens"] == list(text.encode())

@@ -31,7 +31,7 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def poisoned(*size: Any, **options: Any) -> torch.Tensor:
         made = empty(*size, **options)
-        return made.fill_(POISON) if options.get("dtype") == torch.int64 else made
+        return made.fill_(POISON) if options.get("dtype") in (torch.int32, torch.int64) else made
 
     monkeypatch.setattr(torch, "empty", poisoned)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers.batch import DecodeQueries, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
@@ -67,6 +68,19 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
     shape = made.shape(key)
     assert shape.max_drafts >= max(num_drafts) and shape.queries == DecodeQueries(1 + shape.max_drafts)
     assert len(pack_captured(batch, shape)) == sum(shape.field_sizes) and shape.logit_rows_are_tokens
+
+
+def test_large_steps_with_prompts_run_at_their_own_size() -> None:
+    """Where launches take 10 ms and a token 0.01 ms, from 2000 tokens on, unless there is little padding to save."""
+    sizes, key = OwnSizes.from_costs(10e-3, 10e-6), GraphKey(4, 4096, 0, False, has_prompts=True)
+    for num_tokens, own in ((3500, 3520), (3968, 3968), (2000, 2048)):
+        assert sizes.key_for(key, num_tokens) == replace(key, tokens=own)
+    assert sizes.key_for(key, 3969) is None and sizes.key_for(key, 1999) is None
+    assert sizes.key_for(replace(key, has_prompts=False), 3500) is None
+    assert OwnSizes().key_for(key, 3500) is None, "nobody has measured"
+    largest = graphs().largest_with_prompts()
+    assert largest == next(graphs().at_start(takes_checkpoints=False)) and largest is not None and largest.tokens == 512
+    assert graphs(takes_prompts=False).largest_with_prompts() is None
 
 
 @pytest.mark.parametrize(("batch", "state", "reason"), [

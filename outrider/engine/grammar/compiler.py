@@ -11,7 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from outrider.engine.text import Tokenizer
 
 COMPILE_SECONDS = 10.0
 NUM_KEPT = 64  # compiled grammars
+NUM_STARTING = 4  # matchers that are made at the same time
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
 MAX_PROBES = 200  # schemas that are compiled to find the place of a mistake
 MAX_MESSAGE = 400
@@ -40,6 +41,7 @@ class GrammarCompiler:
         self._eos_ids = tuple(eos_ids)
         self._announce = announce
         self._lock = threading.Lock()
+        self._starting = ThreadPoolExecutor(NUM_STARTING, thread_name_prefix="outrider-grammar")
         self._tokenizer: Any = None  # an LLTokenizer
         self._executor: Any = None  # an LLExecutor
         self._kept: OrderedDict[str, Any] = OrderedDict()  # LLMatchers at the start of their texts, by grammar
@@ -55,25 +57,14 @@ class GrammarCompiler:
         self._compiled(asked)
 
     def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
-        """A matcher at the start of its text, in a while."""
-        made: Future[TokenMatcher] = Future()
+        """A matcher at the start of its text, in a while: a worker's own thread must not wait for it."""
+        return self._starting.submit(self._start, asked)
 
-        def work() -> None:
-            try:
-                first = self._compiled(asked)
-                with self._lock:  # a matcher is for one thread at a time
-                    own = first.deep_copy()
-                made.set_result(TokenMatcher(own, self._tokenizer, self._eos_ids))
-            except BaseException as error:
-                made.set_exception(error)
-
-        from outrider.engine.grammar.texts import grammar_text
-
-        if grammar_text(asked) in self._kept:
-            work()
-        else:
-            threading.Thread(target=work, name="outrider-grammar-start", daemon=True).start()
-        return made
+    def _start(self, asked: StructuredOutputsParams) -> TokenMatcher:
+        first = self._compiled(asked)
+        with self._lock:  # a matcher is for one thread at a time
+            own = first.deep_copy()
+        return TokenMatcher(own, self._tokenizer, self._eos_ids)
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
         """Masks [n, words] of matchers: each fills its own at an index, then one after each of its drafts, all of which

@@ -28,7 +28,7 @@ class TokenMatcher:
         return self.inner.get_error() or None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """By tokens that are part of the output for good. An end token ends the text and moves nothing."""
+        """Follow tokens that are part of the output for good. An end token ends the text and moves nothing."""
         tokens = self._before_end(token_ids)
         if tokens and self._refused is None:
             num_consumed = self.inner.try_consume_tokens(list(takewhile(self._is_known, tokens)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher
@@ -11,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.core.structured import StructuredOutputsParams
 
+MAX_GBNF_LENGTH = 1 << 13  # characters: the time of a conversion grows with the square
 ANY_OBJECT = '{"type": "object"}'
 # Keywords of a schema that hold schemas: by name, in a list, or one alone.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -31,8 +33,16 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
     if asked.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in asked.choice))
     assert asked.grammar is not None
+    return LLMatcher.grammar_from_lark(_lark(asked.grammar))
+
+
+@lru_cache(maxsize=64)
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's form, from GBNF if need be."""
+    if "::=" in grammar and len(grammar) > MAX_GBNF_LENGTH:
+        raise ValueError(f"a GBNF grammar has at most {MAX_GBNF_LENGTH} characters: write a longer one in Lark's form")
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(asked.grammar))
+        return any_to_lark(grammar)
     except Exception as error:  # the converter has an exception of its own for every kind of mistake
         raise ValueError(str(error) or type(error).__name__) from None
 

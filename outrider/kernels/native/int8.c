@@ -18,9 +18,16 @@ typedef struct {
     float scale, sum;
 } Inputs;
 
+/* The same 32 inputs of four token rows, four inputs of each in turn. */
+typedef struct {
+    int8_t q[BLOCK / 4][4][4];
+    float scale[4], sum[4];
+} Inputs4;
+
 typedef struct {
     Matrix w;
-    const Inputs *x; /* [tokens, blocks] */
+    const Inputs4 *quads; /* [tokens / 4, blocks] */
+    const Inputs *x;      /* [tokens % 4, blocks] */
     float *y;
     int64_t blocks, tokens;
 } Product8;
@@ -36,6 +43,15 @@ static void round_inputs(const float *x, Inputs *out) {
     }
     out->scale = largest / 127.0f;
     out->sum = out->scale * (float)sum;
+}
+
+static void round_four(const float *x, int64_t stride, Inputs4 *out) {
+    for (int r = 0; r < 4; r++) {
+        Inputs one;
+        round_inputs(x + r * stride, &one);
+        for (int i = 0; i < BLOCK; i++) out->q[i / 4][r][i % 4] = one.q[i];
+        out->scale[r] = one.scale, out->sum[r] = one.sum;
+    }
 }
 
 INLINE int block_bytes(const int kind) { return kind == INT8_Q8_0 ? 34 : kind == INT8_Q4_0 ? 18 : 20; }
@@ -76,6 +92,18 @@ INLINE Four dots(const Weights8 *w, const Inputs *x) {
     UNROLL for (int c = 0; c < COLS; c++)
         sums[c] = vdotq_s32(vdotq_s32(vdupq_n_s32(0), w->low[c], low), w->high[c], high);
     return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(sums[0], sums[1]), vpaddq_s32(sums[2], sums[3])));
+}
+INLINE Four load_four(const float *at) { return vld1q_f32(at); }
+
+/* Weight row c with four token rows. Sums begin at a number whose bits, read as a float, are those of 3 * 2^22 plus the
+ * sum: to take that away is quicker than to convert an integer. */
+INLINE Four dots_of_four(const Weights8 *w, const int c, const Inputs4 *x) {
+    int32x4_t sum = vreinterpretq_s32_f32(vdupq_n_f32(0x1.8p23f));
+#define LANE(part, first, lane) sum = vdotq_laneq_s32(sum, vld1q_s8(x->q[first + lane][0]), part[c], lane)
+    LANE(w->low, 0, 0), LANE(w->low, 0, 1), LANE(w->low, 0, 2), LANE(w->low, 0, 3);
+    LANE(w->high, 4, 0), LANE(w->high, 4, 1), LANE(w->high, 4, 2), LANE(w->high, 4, 3);
+#undef LANE
+    return vreinterpretq_f32_s32(sum) - 0x1.8p23f;
 }
 #else
 typedef float Four __attribute__((vector_size(16)));
@@ -137,38 +165,101 @@ INLINE Four dots(const Weights8 *w, const Inputs *x) {
     UNROLL for (int c = 0; c < COLS; c++) out[c] = (float)dot(w->numbers[c], x->q);
     return out;
 }
+
+INLINE Four load_four(const float *at) {
+    Four out;
+    memcpy(&out, at, sizeof out);
+    return out;
+}
+
+/* Weight row c with four token rows. */
+INLINE Four dots_of_four(const Weights8 *w, const int c, const Inputs4 *x) {
+    const int8_t *numbers = w->numbers[c];
+#if defined(__AVX2__)
+    __m256i sums = _mm256_setzero_si256();
+    UNROLL for (int g = 0; g < BLOCK / 4; g += 2) { /* four inputs of each token row, then the next four */
+        int32_t first, second;
+        memcpy(&first, numbers + 4 * g, 4), memcpy(&second, numbers + 4 * g + 4, 4);
+        __m256i a = _mm256_set_m128i(_mm_set1_epi32(second), _mm_set1_epi32(first));
+        __m256i b = _mm256_loadu_si256((const __m256i *)x->q[g]);
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return (Four)_mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
+#else
+    int sums[4] = {0};
+    for (int g = 0; g < BLOCK / 4; g++)
+        for (int r = 0; r < 4; r++)
+            for (int i = 0; i < 4; i++) sums[r] += numbers[4 * g + i] * x->q[g][r][i];
+    return (Four){(float)sums[0], (float)sums[1], (float)sums[2], (float)sums[3]};
+#endif
+}
 #endif
 
-/* Four weight rows, from o on, with token rows [t, t + rows). A missing weight row is the last one again. */
-INLINE void tile(const Product8 *p, int64_t t, int64_t o, const int rows, const int kind) {
-    const Matrix *m = &p->w;
-    const uint8_t *at[COLS];
+/* The weight rows of a tile. A missing one is the last one again. */
+INLINE void find_rows(const Matrix *m, int64_t o, const uint8_t **at) {
     for (int c = 0; c < COLS; c++)
         at[c] = (const uint8_t *)m->data + (o + c < m->outputs ? o + c : m->outputs - 1) * m->row_bytes;
+}
+
+INLINE void next_blocks(const Matrix *m, const uint8_t **at, const int kind) {
+    UNROLL for (int c = 0; c < COLS; c++) {
+        at[c] += block_bytes(kind);
+        __builtin_prefetch(at[c] + COLS * m->row_bytes);
+    }
+}
+
+/* Four weight rows, from o on, with `rows` token rows, from t on, that are not in fours. */
+INLINE void tile(const Product8 *p, int64_t t, int64_t o, const int rows, const int kind) {
+    const Matrix *m = &p->w;
+    int64_t first = p->tokens / 4 * 4;
+    const uint8_t *at[COLS];
+    find_rows(m, o, at);
     Four sums[ROWS];
     UNROLL for (int r = 0; r < rows; r++) sums[r] = (Four){0};
     for (int64_t b = 0; b < p->blocks; b++) {
         Weights8 w = open_blocks(at, kind);
         UNROLL for (int r = 0; r < rows; r++) {
-            const Inputs *x = p->x + (t + r) * p->blocks + b;
+            const Inputs *x = p->x + (t + r - first) * p->blocks + b;
             sums[r] = fused_four(dots(&w, x), w.scale * x->scale, sums[r]);
             if (kind != INT8_Q8_0) sums[r] = fused_four(w.least, x->sum - (Four){0}, sums[r]);
         }
-        UNROLL for (int c = 0; c < COLS; c++) {
-            at[c] += block_bytes(kind);
-            __builtin_prefetch(at[c] + COLS * m->row_bytes);
-        }
+        next_blocks(m, at, kind);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLS && o + c < m->outputs; c++)
             p->y[(t + r) * m->outputs + o + c] = sums[r][c] + (m->bias ? m->bias[o + c] : 0.0f);
 }
 
+/* Four weight rows, from o on, with `fours` times four token rows, from t on. A lane is a token row here, so that sums
+ * need no adding across lanes; each is rounded and added up as in `tile`, to the same bits. */
+INLINE void tile_fours(const Product8 *p, int64_t t, int64_t o, const int fours, const int kind) {
+    const Matrix *m = &p->w;
+    const uint8_t *at[COLS];
+    find_rows(m, o, at);
+    Four sums[COLS][2];
+    UNROLL for (int c = 0; c < COLS; c++) UNROLL for (int f = 0; f < fours; f++) sums[c][f] = (Four){0};
+    for (int64_t b = 0; b < p->blocks; b++) {
+        Weights8 w = open_blocks(at, kind);
+        UNROLL for (int c = 0; c < COLS; c++) UNROLL for (int f = 0; f < fours; f++) {
+            const Inputs4 *x = p->quads + (t / 4 + f) * p->blocks + b;
+            Four scale = load_four(x->scale) * w.scale[c];
+            sums[c][f] = fused_four(dots_of_four(&w, c, x), scale, sums[c][f]);
+            if (kind != INT8_Q8_0) sums[c][f] = fused_four(w.least[c] - (Four){0}, load_four(x->sum), sums[c][f]);
+        }
+        next_blocks(m, at, kind);
+    }
+    for (int f = 0; f < fours; f++)
+        for (int r = 0; r < 4; r++)
+            for (int c = 0; c < COLS && o + c < m->outputs; c++)
+                p->y[(t + 4 * f + r) * m->outputs + o + c] = sums[c][f][r] + (m->bias ? m->bias[o + c] : 0.0f);
+}
+
 /* All token rows by tiles of eight, four, two and one: code for every number would take long to compile. */
 INLINE void tiles(const Product8 *p, int64_t o, const int kind) {
     int64_t t = 0;
-    for (; t + 8 <= p->tokens; t += 8) tile(p, t, o, 8, kind);
-    if (t + 4 <= p->tokens) tile(p, t, o, 4, kind), t += 4;
+    for (; t + 8 <= p->tokens; t += 8) tile_fours(p, t, o, 2, kind);
+    if (t + 4 <= p->tokens) tile_fours(p, t, o, 1, kind), t += 4;
     if (t + 2 <= p->tokens) tile(p, t, o, 2, kind), t += 2;
     if (t < p->tokens) tile(p, t, o, 1, kind);
 }
@@ -176,18 +267,31 @@ INLINE void tiles(const Product8 *p, int64_t o, const int kind) {
 static _Thread_local void *kept_inputs;
 static _Thread_local size_t inputs_size;
 
+/* Token rows are rounded and multiplied so many at a time: that many stay in a core's cache. */
+#define SLICE8 64
+
 /* Each thread rounds the token rows for itself, so that none waits for them. */
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
-    int64_t blocks = w->inputs / BLOCK;
-    Inputs *inputs = kept(&kept_inputs, &inputs_size, tokens * blocks * sizeof(Inputs));
-    if (!inputs) abort(); /* nothing would run on without so little */
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t b = 0; b < blocks; b++) round_inputs(x + t * x_stride + b * BLOCK, inputs + t * blocks + b);
-    Product8 p = {*w, inputs, y, blocks, tokens};
+static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+    int64_t blocks = w->inputs / BLOCK, fours = tokens / 4, rest = tokens % 4;
+    Inputs4 *quads = kept(&kept_inputs, &inputs_size, blocks * (fours * sizeof(Inputs4) + rest * sizeof(Inputs)));
+    if (!quads) abort(); /* nothing would run on without so little */
+    Inputs *ones = (Inputs *)(quads + fours * blocks);
+    for (int64_t t = 0; t < fours; t++)
+        for (int64_t b = 0; b < blocks; b++)
+            round_four(x + 4 * t * x_stride + b * BLOCK, x_stride, quads + t * blocks + b);
+    for (int64_t t = 0; t < rest; t++)
+        for (int64_t b = 0; b < blocks; b++)
+            round_inputs(x + (4 * fours + t) * x_stride + b * BLOCK, ones + t * blocks + b);
+    Product8 p = {*w, quads, ones, y, blocks, tokens};
 #pragma omp for schedule(dynamic, 12)
     for (int64_t o = 0; o < w->outputs; o += COLS) switch (w->kind) {
         case INT8_Q8_0: tiles(&p, o, INT8_Q8_0); break;
         case INT8_Q4_0: tiles(&p, o, INT8_Q4_0); break;
         default: tiles(&p, o, INT8_Q4_1);
         }
+}
+
+void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t += SLICE8)
+        share_int8_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE8 ? tokens - t : SLICE8);
 }

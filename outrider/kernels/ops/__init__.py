@@ -142,6 +142,9 @@ paged_attention = Operation(
 
 # Latent attention and its indexer
 
+visible_ranges = Operation(
+    latent.visible_ranges, triton_kernel("outrider.kernels.triton.latent_inputs:visible_ranges"), exact=NO_ARITHMETIC
+)
 write_latents = Operation(
     latent_inputs.write_latents,
     triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
@@ -253,10 +256,13 @@ experts = Operation(
 
 def _join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
                     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
-                    hidden_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. The second may be a
-    view of the first, so a caller that goes on with it in place must be done with the first."""
+                    hidden_first: bool = False,
+                    slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. Embeddings at `slots`
+    [tokens] up to 1, where a text begins, are zero. The second may be a view of the first, so a caller that goes on
+    with it in place must be done with the first."""
     embedded = F.embedding(tokens, table)
+    embedded = embedded if slots is None else torch.where((slots > 1)[:, None], embedded, 0)
     embedded = embedded if scale is None else embedded * scale
     if gains is not None:
         embedded, hidden = rms_norm(embedded, gains[0], eps), rms_norm(hidden, gains[1], eps)

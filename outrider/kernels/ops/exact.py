@@ -32,7 +32,7 @@ ROW_BY_ROW = Exactness.ROW_BY_ROW
 
 def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
     """The function of token rows [tokens, ..] as a loop over them. per_row: places of the arguments, beside the first,
-    that have token rows too and are not None."""
+    that may have token rows too. Rows are copied: a library may look at where a row lies in memory."""
 
     @wraps(computed)
     def one_by_one(*args: P.args, **options: P.kwargs) -> R:
@@ -42,7 +42,7 @@ def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
         rows = []
         for row in zip(*split, strict=True):
             for at, value in zip(places, row, strict=True):
-                given[at] = value
+                given[at] = value.clone()
             rows.append(computed(*given, **options))
         return _joined(rows) if rows else computed(*args, **options)
 

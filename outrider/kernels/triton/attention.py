@@ -36,6 +36,7 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
+_LONG_SPLIT = tl.constexpr(512)  # keys
 MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
@@ -51,7 +52,7 @@ def _decode_kernel(
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_STARTS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
-    EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
+    EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -108,13 +109,21 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc, peak, total = attend_keys(
-        queries, acc, peak, total, q_position, begin, highest, lowest, highest,
-        k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
-        page_table + request.to(tl.int64) * table_stride,
-        k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
-        D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
-    )
+    keys, values = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
+    table = page_table + request.to(tl.int64) * table_stride
+    # Many tiles are worth a longer beginning, in which more of them are asked for.
+    if LONG_STAGES > 0 and highest - begin > _LONG_SPLIT:
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, highest, lowest, highest, keys, values, table,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
+        )
+    else:
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, highest, lowest, highest, keys, values, table,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
+        )
 
     is_last = True
     if SPLIT:
@@ -271,7 +280,7 @@ def decode_attention(
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
         D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,
         BLOCK_N=plan.config.block_n, SPLIT=plan.is_split, FILL_PADDING=fill_padding,
-        EARLY_VALUES=plan.config.early_values, PDL=pdl, num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages, **flags, **pdl_options(pdl),
+        EARLY_VALUES=plan.config.early_values, LONG_STAGES=plan.config.long_stages, PDL=pdl,
+        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, **flags, **pdl_options(pdl),
     )
     return out

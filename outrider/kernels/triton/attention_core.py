@@ -35,12 +35,14 @@ def attend_keys(
     k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):
     """Folds keys [begin, end) into (acc, peak, total): the weighted values, the running maximum in base 2, and the
     sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches that all of
-    [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its keys."""
+    [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its keys. STAGES:
+    tiles on their way at a time, instead of the kernel's own number."""
     dim = tl.arange(0, D_PAD)
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         inside = (position >= lowest) & (position < highest)
         if MASKED:

@@ -35,6 +35,7 @@ class DecodeConfig:
     num_stages: int = 5
     min_split: int = COARSE_SPLIT  # keys
     early_values: bool = False  # values are fetched together with their keys
+    long_stages: int = 0  # stages for splits of many keys; 0: no other than for few
 
 
 def decode_config(
@@ -48,7 +49,8 @@ def decode_config(
         num_requests, num_rows = 1 << 30, 1
     if padded_dim <= 128:
         if num_requests <= 8:
-            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True)
+            return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True,
+                                long_stages=5)
         # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:

@@ -2,8 +2,8 @@
 
 Each output is one chain of additions over the inner dimension, from its first column to its last, on tensor cores that
 take 16 columns at a time. Tiles differ in token rows, outputs, in which of the two is the first operand, and in how far
-ahead they load; none of this changes the chain, which `tests/gpu` shows on the card. There is no split over the inner
-dimension. Activations come after rounding, as operations of their own.
+ahead they load; none of this changes the chain (docs/log.md has the tiles that were compared on an H200). There is no
+split over the inner dimension. Activations come after rounding, as operations of their own.
 """
 
 from __future__ import annotations

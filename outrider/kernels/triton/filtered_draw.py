@@ -3,11 +3,11 @@
 A token is drawn by the greatest score, a scaled logit with its noise:
 
     1. score     every span's best token; candidates in rows with a top-k (`candidates.py`)
-    2. pick      the best of all spans; rows that ask for top-p get pivots: the distances of the best, of the best of
-                 those nearer than it, and so on
+    2. pick      the best of all spans, or the token of a row with candidates; rows that ask for top-p get pivots: the
+                 distances of the best, of the best of those nearer than it, and so on
     3. weigh     the weights within the pivots, which say whether the pivots are kept
     4. settle    where the best is not kept, spans are scored again without the tokens that are as far as it, until one
-                 is found that is kept (`rejection.py`); rows with a top-k draw from their candidates
+                 is found that is kept (`rejection.py`)
 
 A top-p of 0.9 rejects one token in ten, whatever the shape of the row. Rows that need a pivot which was not weighed go
 through 3 and 4 again. What is left then is read again by one program for each row, and so are rows with more candidates
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.candidates import draw_candidate, furthest_candidate, has_candidates, list_candidates
@@ -56,6 +57,7 @@ _SEARCHED, _FILTERED = tl.constexpr(flags.SEARCHED), tl.constexpr(flags.FILTERED
 _ROOM = 8192  # candidates of one logit row
 _SEARCH_TILE = 1024
 _MANY_ROWS = 16
+_WEIGH_WARPS = 4
 _SUMS = 1 + PIVOTS
 
 
@@ -131,33 +133,53 @@ def _score_filtered_kernel(
         tl.store(scratch.tokens + place, chosen)
 
 
+@triton.jit
+def _is_listed(scratch, at, flag, top_k, num_groups, ROOM: tl.constexpr):
+    """Whether a row is drawn from candidates: there is a list, and all of them found room."""
+    has_list = has_candidates(flag, top_k, num_groups)
+    return has_list & (tl.load(scratch.num_candidates + at, mask=has_list, other=0) <= ROOM)
+
+
 @kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=SLICES)
 def _pick_filtered_kernel(
-    logits, edited, row, rows, span_greatest, scratch, tokens, bad, thresholds, logit_stride, edited_stride, vocab,
-    num_tiles, num_groups, num_spans, PIVOTS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, edited, row, rows, position, span_greatest, scratch, tokens, bad, thresholds, logit_stride, edited_stride,
+    vocab, num_tiles, num_groups, num_spans, ROOM: tl.constexpr, LISTED: tl.constexpr, PIVOTS: tl.constexpr,
+    SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The best token of all spans, and the pivots of a row that is weighed."""
+    """The token of a row with candidates; else the best token of all spans, and the pivots of a row that is weighed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
     of = tl.load(row + at)
     flag, top_k = tl.load(rows.flags + of), tl.load(rows.top_k + of)
-    if not has_candidates(flag, top_k, num_groups):
+    floor, heat = tl.load(rows.min_p_floor + of), tl.load(rows.temperature + of)
+    # The greatest logits of greedy rows were looked for only where logits are edited.
+    greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
+    if _is_listed(scratch, at, flag, top_k, num_groups, ROOM):
+        is_bad = tl.abs(greatest) == float("inf")
+        chosen = tl.full([], 0, dtype=tl.int32)
+        if not is_bad:
+            values, ids = scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM
+            found = tl.load(scratch.num_candidates + at)
+            furthest = furthest_candidate(flag, top_k, tl.load(rows.top_p + of), values, found, LISTED)
+            word1, word2 = tl.load(position + at).to(tl.uint32), tl.load(rows.sample_index + of).to(tl.uint32)
+            chosen = draw_candidate(furthest, values, ids, found, tl.load(rows.seed + of), word1, word2, LISTED)
+            tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
+        tl.store(bad + at, is_bad)
+        tl.store(tokens + at, chosen.to(tl.int64))
+    elif not has_candidates(flag, top_k, num_groups):
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         span = tl.arange(0, SPANS)
         score = tl.load(scratch.scores + at * num_spans + span, mask=span < num_spans, other=float("-inf"))
         token = tl.load(scratch.tokens + at * num_spans + span, mask=span < num_spans, other=NO_ID)
         _, chosen = best_of(score, token)
-        # The greatest logits of greedy rows were looked for only where logits are edited.
-        heat = tl.load(rows.temperature + of)
-        greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
         logit = tl.load(own + chosen)
         is_bad = (tl.abs(logit) < float("inf")) == 0  # also where it is a NaN
         is_bad = is_bad | (((flag & _EDITED) != 0) & (tl.abs(greatest) == float("inf")))
         tl.store(bad + at, is_bad)
         tl.store(tokens + at, tl.where(is_bad, 0, chosen).to(tl.int64))
         if (flag & _FILTERED) != 0:
-            tl.store(thresholds + at, tl.load(rows.min_p_floor + of))
+            tl.store(thresholds + at, floor)
         if is_weighed(flag, top_k, num_groups):
             shift = tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
             distance = token_distances(own, token, shift, heat, vocab)
@@ -202,16 +224,16 @@ def _weigh_kernel(
 def _settle_kernel(
     logits, edited, row, rows, position, span_greatest, scratch, tokens, bad, thresholds, logit_stride, edited_stride,
     vocab, num_tiles, num_groups, num_spans, span, FIRST: tl.constexpr, LAST: tl.constexpr, THRESHOLDS: tl.constexpr,
-    ROOM: tl.constexpr, PIVOTS: tl.constexpr, LISTED: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
-    PDL: tl.constexpr,
+    ROOM: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program draws the token of one logit row with top-k or top-p, or leaves it to the LAST round."""
+    """One program draws the token of one logit row with top-k or top-p that was not drawn from candidates, or leaves it
+    to the LAST round."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
     of = tl.load(row + at)
-    flag = tl.load(rows.flags + of)
-    takes_part = (flag & _SEARCHED) != 0
+    flag, top_k = tl.load(rows.flags + of), tl.load(rows.top_k + of)
+    takes_part = ((flag & _SEARCHED) != 0) & (not _is_listed(scratch, at, flag, top_k, num_groups, ROOM))
     if not FIRST:
         takes_part = takes_part & (tl.load(scratch.is_pending + at, mask=takes_part, other=0) != 0)
     if takes_part:
@@ -223,28 +245,18 @@ def _settle_kernel(
             tl.store(scratch.is_pending + at, 0)
         if not is_bad:
             heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
-            top_k, top_p = tl.load(rows.top_k + of), tl.load(rows.top_p + of)
-            word1, furthest = tl.load(position + at).to(tl.uint32), tl.full([], 0, dtype=tl.int32)
-            found, is_listed = tl.full([], 0, dtype=tl.int32), has_candidates(flag, top_k, num_groups)
-            if is_listed:
-                found = tl.load(scratch.num_candidates + at)
-            if is_listed & (found <= ROOM):
-                values, ids = scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM
-                furthest = furthest_candidate(flag, top_k, top_p, values, found, LISTED)
-                seed, word2 = tl.load(rows.seed + of), tl.load(rows.sample_index + of).to(tl.uint32)
-                chosen = draw_candidate(furthest, values, ids, found, seed, word1, word2, LISTED)
-            elif LAST | is_weighed(flag, top_k, num_groups):
+            if LAST | is_weighed(flag, top_k, num_groups):
                 chosen, limit, furthest, outside = draw_by_rejection(
-                    own, word1, of, flag, rows, scratch, at, greatest, heat, floor, vocab, num_tiles, num_groups,
-                    num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
+                    own, tl.load(position + at).to(tl.uint32), of, flag, rows, scratch, at, greatest, heat, floor,
+                    vocab, num_tiles, num_groups, num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
                 )  # fmt: skip
                 if THRESHOLDS:
                     if tl.load(rows.num_logprobs + of) >= 0:
                         furthest = furthest_kept(own, num_tiles, vocab, greatest, heat, floor, (flag & _TOP_P) != 0,
                                                  limit, furthest, outside, 4 * QUADS)  # fmt: skip
+                    tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
             else:
                 tl.store(scratch.is_pending + at, 1)
-            tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
         tl.store(bad + at, is_bad)
         tl.store(tokens + at, chosen.to(tl.int64))
 
@@ -285,16 +297,17 @@ def draw_filtered(
         GROUPS=next_power_of_two(num_groups), GROUP=GROUP, num_warps=4, **options,
     )
     _pick_filtered_kernel[(num,)](
-        *common, spans.greatest, scratch, *drawn, *sizes, num_spans, PIVOTS=PIVOTS, num_warps=1, **options
+        *common, position, spans.greatest, scratch, *drawn, *sizes, num_spans, ROOM=_ROOM, LISTED=_SEARCH_TILE,
+        PIVOTS=PIVOTS, num_warps=4, **options,
     )
     for is_first, is_last in _rounds(num, thresholds) if any_searched else ():
         _weigh_kernel[spans.grid](
             *common, spans.greatest, scratch, *sizes, spans.length, FIRST=is_first, PIVOTS=PIVOTS, SIZE=TILE,
-            num_warps=4, **options,
+            num_warps=_WEIGH_WARPS, **options,
         )
         _settle_kernel[(num,)](
             *common, position, spans.greatest, scratch, *drawn, *sizes, num_spans, spans.length, FIRST=is_first,
-            LAST=is_last, THRESHOLDS=thresholds, ROOM=_ROOM, PIVOTS=PIVOTS, LISTED=_SEARCH_TILE, QUADS=QUADS,
+            LAST=is_last, THRESHOLDS=thresholds, ROOM=_ROOM, PIVOTS=PIVOTS, QUADS=QUADS,
             num_warps=4, **options,
         )
     return drawn

@@ -62,6 +62,8 @@ def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, p
         return
     if num_tokens <= 64:
         block_t, block_n, warps = max(16, next_power_of_two(num_tokens)), 64, 4
+    elif num_tokens <= 1024:  # enough programs for all multiprocessors
+        block_t, block_n, warps = 64, 64, 4
     else:
         block_t, block_n, warps = 128, 128, 8
     if x.element_size() > 2:

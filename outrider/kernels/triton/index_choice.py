@@ -1,7 +1,7 @@
 """The best top-k positions of each token row, by scores that `index_scores` left, without a sort.
 
 The bins say in which of them the last chosen score lies. One pass over the scores lists the positions in that bin, the
-candidates; then the smallest pair (score, lower position first) that is still chosen is searched among them, and a
+candidates; then the least score that is still chosen, and the last position chosen with it, are searched among them. A
 second pass writes the chosen positions in their order. Both passes are divided into segments of a token row, so a few
 long contexts use the whole card. No result depends on the order in which programs run.
 """
@@ -28,26 +28,34 @@ from outrider.kernels.triton.index_scores import BINS, ScoreConfig, bin_of, inde
 from outrider.kernels.triton.launch import kernel
 
 MAX_SCORES = 1 << 26  # scores, and candidates, that exist at a time
-SEGMENT = 4096  # positions
+SEGMENT = 1024  # positions
 CANDIDATES = 2048  # that a program keeps in registers
+_GROUPS = tl.constexpr(64)  # of bins
 MAX_POSITIONS = 1 << 22
-_PLACES = tl.constexpr(MAX_POSITIONS)
 _NONE = tl.constexpr(NOT_CHOSEN)
-_LOWEST = tl.constexpr(-(1 << 62))
 _INTS = ["first", "stop", "chosen"]
 _VARYING = ["num_splits", "top_k", "num_segments"]
 
 
 @triton.jit
-def _rank_key(score, position):
-    """Integers in the order of (score, lower position first)."""
-    return ordered(score).to(tl.int64) * _PLACES + (_PLACES - 1 - position)
+def _last_bin(bins, top_k, COUNTS: tl.constexpr):
+    """(the bin of the top_k-th best score, how many of the best lie in it), by groups of bins first."""
+    SIZE: tl.constexpr = COUNTS // _GROUPS
+    group, member = tl.arange(0, _GROUPS), tl.arange(0, SIZE)
+    in_group = tl.sum(tl.load(bins + group[:, None] * SIZE + member[None, :]), axis=1)
+    upwards = tl.sum(tl.where(group[None, :] >= group[:, None], in_group[None, :], 0), axis=1)
+    own = tl.max(tl.where(upwards >= top_k, group, 0), axis=0)
+    missing = top_k - tl.sum(tl.where(group > own, in_group, 0), axis=0)
+    count = tl.load(bins + own * SIZE + member)
+    upwards = tl.sum(tl.where(member[None, :] >= member[:, None], count[None, :], 0), axis=1)
+    last = tl.max(tl.where(upwards >= missing, member, 0), axis=0)
+    return own * SIZE + last, missing - tl.sum(tl.where(member > last, count, 0), axis=0)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _candidates_kernel(
-    first, stop, scores, bins, candidates, num_candidates, threshold_bin, num_missing, num_above, scores_stride,
-    num_splits, top_k, num_segments,
+    first, stop, scores, bins, candidates, num_candidates, num_missing, num_above, scores_stride, num_splits, top_k,
+    num_segments,
     COUNTS: tl.constexpr, SEG: tl.constexpr, PDL: tl.constexpr,
 ):
     """Finds the bin of the last chosen score. Lists the positions in it, and counts those above it by segment."""
@@ -57,14 +65,9 @@ def _candidates_kernel(
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
     if high - low > top_k:
-        index = tl.arange(0, COUNTS)
-        count = tl.load(bins + row * COUNTS + index)
-        at_least = tl.cumsum(count, axis=0, reverse=True)
-        last_bin = tl.max(tl.where(at_least >= top_k, index, -1), axis=0)
+        last_bin, missing = _last_bin(bins + row * COUNTS, top_k, COUNTS)
         if tl.program_id(1) == 0:
-            above = tl.sum(tl.where(index > last_bin, count, 0), axis=0)
-            tl.store(threshold_bin + row, last_bin)
-            tl.store(num_missing + row, top_k - above)
+            tl.store(num_missing + row, missing)
         for segment in range(low // SEG + tl.program_id(1), tl.cdiv(high, SEG), num_splits):
             position = segment * SEG + tl.arange(0, SEG)
             visible = (position >= low) & (position < high)
@@ -78,59 +81,80 @@ def _candidates_kernel(
 
 
 @triton.jit
-def _load_keys(candidates, scores, start, count, SIZE: tl.constexpr):
-    """Rank keys of candidates [start, start + SIZE); those past the last are lower than all others."""
+def _load_candidates(candidates, scores, start, count, SIZE: tl.constexpr):
+    """(position, ordered score, whether there is one) of candidates [start, start + SIZE)."""
     index = start + tl.arange(0, SIZE)
-    position = tl.load(candidates + index, mask=index < count, other=0)
-    score = tl.load(scores + position, mask=index < count, other=0.0)
-    return tl.where(index < count, _rank_key(score, position), _LOWEST), position
+    exists = index < count
+    position = tl.load(candidates + index, mask=exists, other=0)
+    return position, ordered(tl.load(scores + position, mask=exists, other=0.0)), exists
 
 
 @triton.jit
-def _search_in_registers(keys, num_missing):
-    """The num_missing-th largest of distinct keys."""
-    high = tl.max(keys, axis=0)
-    low = tl.min(tl.where(keys == _LOWEST, high, keys), axis=0)
-    while low < high:
+def _is_chosen(order, position, least, last_place):
+    """Whether a score is among the best: above the least one, or equal to it and no further than its last place."""
+    return (order > least) | ((order == least) & (position <= last_place))
+
+
+@triton.jit
+def _search_in_registers(position, order, exists, missing):
+    """(least chosen score, last position that is chosen with it) of candidates, of which `missing` are chosen."""
+    high = tl.max(tl.where(exists, order, -2147483648), axis=0)
+    low = tl.min(tl.where(exists, order, 2147483647), axis=0)
+    while low < high:  # a bin is narrow: no sum overflows
         middle = low + (high - low + 1) // 2
-        is_enough = tl.sum((keys >= middle).to(tl.int32), axis=0) >= num_missing
+        is_enough = tl.sum((exists & (order >= middle)).to(tl.int32), axis=0) >= missing
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
-    return low
+    is_tied = exists & (order == low)
+    missing -= tl.sum((exists & (order > low)).to(tl.int32), axis=0)
+    first = tl.min(tl.where(is_tied, position, 2147483647), axis=0)
+    last = tl.max(tl.where(is_tied, position, 0), axis=0)
+    if tl.sum(is_tied.to(tl.int32), axis=0) > missing:
+        while first < last:
+            middle = first + (last - first) // 2
+            is_enough = tl.sum((is_tied & (position <= middle)).to(tl.int32), axis=0) >= missing
+            last = tl.where(is_enough, middle, last)
+            first = tl.where(is_enough, first, middle + 1)
+    return low, last
 
 
 @triton.jit
-def _count_keys(candidates, scores, count, least, before, SIZE: tl.constexpr):
-    """How many candidates at positions below `before` have keys of at least `least`."""
+def _count_chosen(candidates, scores, count, least, last_place, before, SIZE: tl.constexpr):
+    """How many candidates at positions below `before` are chosen."""
     total = 0
     for start in range(0, count, SIZE):
-        keys, position = _load_keys(candidates, scores, start, count, SIZE)
-        total += tl.sum(((keys >= least) & (position < before)).to(tl.int32), axis=0)
+        position, order, exists = _load_candidates(candidates, scores, start, count, SIZE)
+        is_own = exists & _is_chosen(order, position, least, last_place) & (position < before)
+        total += tl.sum(is_own.to(tl.int32), axis=0)
     return total
 
 
 @triton.jit
-def _search_in_memory(candidates, scores, count, num_missing, SIZE: tl.constexpr):
-    """Like `_search_in_registers`, for more candidates than fit there."""
-    keys, _ = _load_keys(candidates, scores, 0, count, SIZE)
-    high = tl.max(keys, axis=0)
-    low = tl.min(keys, axis=0)
-    for start in range(SIZE, count, SIZE):
-        keys, _ = _load_keys(candidates, scores, start, count, SIZE)
-        high = tl.maximum(high, tl.max(keys, axis=0))
-        low = tl.minimum(low, tl.min(tl.where(keys == _LOWEST, high, keys), axis=0))
+def _search_in_memory(candidates, scores, count, missing, end, SIZE: tl.constexpr):
+    """Like `_search_in_registers`, for more candidates than fit there; all positions are below `end`."""
+    low, high = 2147483647, -2147483647
+    for start in range(0, count, SIZE):
+        position, order, exists = _load_candidates(candidates, scores, start, count, SIZE)
+        high = tl.maximum(high, tl.max(tl.where(exists, order, -2147483647), axis=0))
+        low = tl.minimum(low, tl.min(tl.where(exists, order, 2147483647), axis=0))
     while low < high:
         middle = low + (high - low + 1) // 2
-        is_enough = _count_keys(candidates, scores, count, middle, _PLACES, SIZE) >= num_missing
+        is_enough = _count_chosen(candidates, scores, count, middle, end, end, SIZE) >= missing
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
-    return low
+    first, last = 0, end - 1
+    while first < last:
+        middle = first + (last - first) // 2
+        is_enough = _count_chosen(candidates, scores, count, low, middle, end, SIZE) >= missing
+        last = tl.where(is_enough, middle, last)
+        first = tl.where(is_enough, first, middle + 1)
+    return low, last
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _choice_kernel(
-    first, stop, scores, candidates, num_candidates, threshold_bin, num_missing, num_above, chosen, scores_stride,
-    chosen_stride, num_splits, top_k, num_segments,
+    first, stop, scores, candidates, num_candidates, num_missing, num_above, chosen, scores_stride, chosen_stride,
+    num_splits, top_k, num_segments,
     SEG: tl.constexpr, SEGMENTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -146,27 +170,27 @@ def _choice_kernel(
     else:
         own, listed = scores + row * scores_stride, candidates + row * scores_stride
         count = tl.load(num_candidates + row)
-        last_bin = tl.load(threshold_bin + row)
-        keys, at = _load_keys(listed, own, 0, count, SIZE)
+        missing = tl.load(num_missing + row)
+        at, order, exists = _load_candidates(listed, own, 0, count, SIZE)
         if count <= SIZE:
-            least = _search_in_registers(keys, tl.load(num_missing + row))
+            least, last_place = _search_in_registers(at, order, exists, missing)
         else:
-            least = _search_in_memory(listed, own, count, tl.load(num_missing + row), SIZE)
+            least, last_place = _search_in_memory(listed, own, count, missing, high, SIZE)
         number = tl.arange(0, SEGMENTS)
         is_there = (number >= low // SEG) & (number < tl.cdiv(high, SEG))
         above = tl.load(num_above + row * num_segments + number, mask=is_there, other=0)
         for segment in range(low // SEG + tl.program_id(1), tl.cdiv(high, SEG), num_splits):
             before = tl.sum(tl.where(number < segment, above, 0), axis=0)
             if count <= SIZE:
-                before += tl.sum(((keys >= least) & (at < segment * SEG)).to(tl.int32), axis=0)
+                is_before = exists & _is_chosen(order, at, least, last_place) & (at < segment * SEG)
+                before += tl.sum(is_before.to(tl.int32), axis=0)
             else:
-                before += _count_keys(listed, own, count, least, segment * SEG, SIZE)
+                before += _count_chosen(listed, own, count, least, last_place, segment * SEG, SIZE)
             position = segment * SEG + tl.arange(0, SEG)
             visible = (position >= low) & (position < high)
-            score = tl.load(own + position, mask=visible, other=0.0)
-            bin_index = bin_of(ordered(score))
-            is_chosen = (bin_index > last_bin) | ((bin_index == last_bin) & (_rank_key(score, position) >= least))
-            is_chosen = visible & is_chosen
+            # Scores above the last bin are above the least one, too.
+            own_order = ordered(tl.load(own + position, mask=visible, other=0.0))
+            is_chosen = visible & _is_chosen(own_order, position, least, last_place)
             place = before + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
             tl.store(to + place, position, mask=is_chosen & (place < top_k))
 
@@ -186,7 +210,7 @@ def choose_positions(
     device, int32 = q.device, torch.int32
     scores = torch.empty(step, num_keys, dtype=torch.float32, device=device)
     candidates = torch.empty(step, num_keys, dtype=int32, device=device)
-    found = torch.empty(2 + num_segments, step, dtype=int32, device=device)
+    found = torch.empty(1 + num_segments, step, dtype=int32, device=device)
     for begin in range(0, num_tokens, step):
         rows = slice(begin, min(begin + step, num_tokens))
         own, count = contexts.cut(rows), rows.stop - rows.start
@@ -194,16 +218,16 @@ def choose_positions(
         bins, num_candidates = counted[: count * BINS], counted[count * BINS :]
         index_scores(q[rows], weights[rows], keys, own, top_k, scores, bins, config=config, num_splits=num_splits,
                      pdl=pdl)
-        splits = num_splits or max(1, min(num_segments, 4 * num_sms(device) // count))
-        common = (num_candidates, found[0], found[1], found[2:])
+        splits = num_splits or max(1, min(num_segments, 8 * num_sms(device) // count))
+        common = (num_candidates, found[0], found[1:])
         _candidates_kernel[(count, splits)](
             own.first, own.stop, scores, bins, candidates, *common, scores.stride(0), splits, top_k, num_segments,
-            COUNTS=BINS, SEG=segment, PDL=pdl, num_warps=8, **pdl_options(pdl),
+            COUNTS=BINS, SEG=segment, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )
         _choice_kernel[(count, splits)](
             own.first, own.stop, scores, candidates, *common, chosen[rows], scores.stride(0), chosen.stride(0), splits,
             top_k, num_segments, SEG=segment, SEGMENTS=next_power_of_two(num_segments), SIZE=in_registers, PDL=pdl,
-            num_warps=8, **pdl_options(pdl),
+            num_warps=2, **pdl_options(pdl),
         )
 
 

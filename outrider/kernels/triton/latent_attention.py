@@ -29,7 +29,7 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-MAX_ROWS = 64  # rows of a program's products: more sums than these do not fit into the registers
+MAX_ROWS = 32  # rows of a program's products; with 64, some tiles of Triton 3.6 read memory that is not theirs
 MOST_SPLITS = 64  # of one token row
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
@@ -49,12 +49,13 @@ class LatentConfig:
 
 def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *, is_dense: bool) -> LatentConfig:
     """Chosen for 16 bits on an H200. Token rows share a tile only where all of them attend to everything."""
-    block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
     is_prompt = is_dense and num_tokens > 4 * FEW_TOKENS
-    q_tile = max(1, MAX_ROWS // block_h) if is_prompt and num_heads == block_h else 1
+    q_tile = 2 if is_prompt and num_heads == MAX_ROWS // 2 else 1
     if itemsize > 2:
         return LatentConfig(16 if width > 256 else 32, q_tile, 32, 8, 1)
-    return LatentConfig(32, q_tile, 32 if num_tokens <= FEW_TOKENS else 128, 8, 2)
+    if num_tokens <= FEW_TOKENS:
+        return LatentConfig(32, q_tile, 32, 8, 2)
+    return LatentConfig(64, q_tile, 64, 8, 3)  # two programs just fit into a multiprocessor's shared memory
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
@@ -78,12 +79,10 @@ def _latent_attention_kernel(
     request = tl.load(request_of + token, mask=token < num_tokens, other=0).to(tl.int32)
     low = tl.load(first + token, mask=token < num_tokens, other=0).to(tl.int32)
     high = tl.load(stop + token, mask=token < num_tokens, other=0).to(tl.int32)
-    is_seen = tl.arange(0, L_PAD) < L
-    latent = tl.arange(0, L_PAD)[None, :]
-    rope = tl.arange(0, R_PAD)[None, :]
+    latent, rope = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     at = q + token.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
-    q_latent = tl.load(at + latent, mask=exists[:, None] & is_seen[None, :], other=0.0)
-    q_rope = tl.load(at + L + rope, mask=exists[:, None] & (rope < R), other=0.0)
+    q_latent = tl.load(at + latent[None, :], mask=exists[:, None] & (latent < L)[None, :], other=0.0)
+    q_rope = tl.load(at + L + rope[None, :], mask=exists[:, None] & (rope < R)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, L_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -93,6 +92,11 @@ def _latent_attention_kernel(
         leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
         owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
         is_own = (served == 0) & (request == owner)
+        if CHOSEN:  # a token row with a choice of its own is served alone
+            chooses = high - low > max_count
+            is_long = tl.sum(tl.where((row == leader) & chooses, 1, 0), axis=0) > 0
+            is_own = is_own & tl.where(is_long, row // BLOCK_H == leader // BLOCK_H, ~chooses)
+            own = positions + (tl.program_id(1) * Q_TILE + leader // BLOCK_H).to(tl.int64) * positions_stride
         served = tl.where(is_own, 1, served)
         lowest = tl.min(tl.where(is_own & (high > low), low, 2147483647), axis=0)
         highest = tl.max(tl.where(is_own & (high > low), high, 0), axis=0)
@@ -103,21 +107,18 @@ def _latent_attention_kernel(
         for start in range(split * size, end, BLOCK_N):
             index = start + tl.arange(0, BLOCK_N)
             inside = index < end
+            position = lowest + index
             if CHOSEN:
-                own = positions + (tl.program_id(1) * Q_TILE).to(tl.int64) * positions_stride
-                position = tl.load(own + index, mask=inside, other=-1).to(tl.int32)
-                inside = position >= 0
-            else:
-                position = lowest + index
+                listed = tl.load(own + index, mask=inside & is_long, other=0).to(tl.int32)
+                position = tl.where(is_long, listed, position)
             page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
             entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
-            k_latent = tl.load(entry + latent, mask=inside[:, None] & is_seen[None, :], other=0.0)
-            k_rope = tl.load(entry + L + rope, mask=inside[:, None] & (rope < R), other=0.0)
+            k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
+            k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
             score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
             score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
             visible = inside[None, :] & is_own[:, None]
-            if not CHOSEN:
-                visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             score = tl.where(visible, score, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, axis=1))
             # A row that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
@@ -129,12 +130,12 @@ def _latent_attention_kernel(
             peak = new_peak
     divisor = tl.where(total > 0, total, 1.0)
     result = acc / divisor[:, None]
-    to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent
+    to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent[None, :]
     if SPLIT:
         to += split * out_split_stride
         lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
         tl.store(part_lse + (token.to(tl.int64) * HEADS + head) * num_splits + split, lse, mask=exists)
-    tl.store(to, result.to(out.dtype.element_ty), mask=exists[:, None] & is_seen[None, :])
+    tl.store(to, result.to(out.dtype.element_ty), mask=exists[:, None] & (latent < L)[None, :])
 
 
 @kernel(do_not_specialize=["num_splits"])
@@ -170,8 +171,8 @@ def latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
     latent_dim: int, *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`. The chosen positions of a token row come before NOT_CHOSEN, and there are
-    no more of them than its context has."""
+    """See `kernels.latent.latent_attention`. Reads the positions of token rows that have to choose alone: a context
+    with no more positions than can be chosen is attended whole."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, config,
@@ -196,8 +197,6 @@ def _attention(
     num_tokens, num_heads, width = _check(name, q, cache, contexts, latent_dim)
     is_dense = positions is None
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=is_dense)
-    require(is_dense or config.q_tile == 1, name, "config", "has tiles of several token rows, which choose for"
-            " themselves")
     block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
     grid = (triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile))
     splits = num_splits or _num_splits(grid[0] * grid[1], max_count, config, num_sms(q.device))

@@ -23,6 +23,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 _HEADS = 8  # heads per program
+_INTS = ["positions", "slots", "request_of", "lengths", "starts"]
 
 
 @triton.jit
@@ -240,6 +241,45 @@ def rotate_queries(
         REST_PAD=next_power_of_two(max(1, index_dim - rot)), INDEX_PAIRS=index_in_pairs, BLOCK_H=_HEADS, PDL=pdl,
         num_warps=4, **pdl_options(pdl),
     )
+
+
+@kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INTS)
+def _ranges_kernel(positions, slots, request_of, lengths, starts, first, stop, num_tokens, HAS_STARTS: tl.constexpr,
+                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < num_tokens
+    request = tl.load(request_of + token, mask=exists, other=0)
+    begin = tl.zeros([BLOCK], dtype=tl.int64)
+    if HAS_STARTS:
+        begin = tl.load(starts + request, mask=exists, other=0)
+    end = tl.minimum(tl.load(positions + token, mask=exists, other=0) + 1,
+                     tl.load(lengths + request, mask=exists, other=0))  # fmt: skip
+    is_live = tl.load(slots + token, mask=exists, other=-1) >= 0
+    tl.store(first + token, begin, mask=exists)
+    tl.store(stop + token, tl.where(is_live, end, 0), mask=exists)
+
+
+def visible_ranges(
+    positions: torch.Tensor, slots: torch.Tensor, request_of: torch.Tensor, lengths: torch.Tensor,
+    starts: torch.Tensor | None, *, pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.latent.visible_ranges`."""
+    name, device, int64 = "visible_ranges", positions.device, (torch.int64,)
+    pdl = uses_pdl(device) if pdl is None else pdl
+    for argument, tensor in (("positions", positions), ("slots", slots), ("request_of", request_of)):
+        require_tensor(name, argument, tensor, (positions.shape[0],), device, int64)
+    require_tensor(name, "lengths", lengths, (None,), device, int64)
+    if starts is not None:
+        require_tensor(name, "starts", starts, tuple(lengths.shape), device, int64)
+    first, stop = torch.empty_like(positions), torch.empty_like(positions)
+    if len(positions):
+        _ranges_kernel[(triton.cdiv(len(positions), 256),)](
+            positions, slots, request_of, lengths, lengths if starts is None else starts, first, stop, len(positions),
+            HAS_STARTS=starts is not None, BLOCK=256, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        )
+    return first, stop
 
 
 def _check_rope(name: str, rope: RopeRows, num_tokens: int, device: torch.device) -> tuple[int, int]:

@@ -20,14 +20,15 @@ from outrider.kernels.triton.common import next_power_of_two, pdl_options, relea
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import load_counts, save_rows
 
-BLOCK = tl.constexpr(32)  # tokens of a chunk that are added to the state at once
-
 
 class LongRuns(NamedTuple):
     """Which runs are computed this way, and how."""
 
     chunk: int = 128  # tokens
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
+    add_splits: int = 2  # programs that share the rows of a head's state
+    add_block: int = 32  # tokens that are added to the state at once
+    add_stages: int = 2
     add_warps: int = 4
     output_warps: int = 8
 
@@ -50,9 +51,9 @@ class Columns(NamedTuple):
 
 
 @triton.jit
-def _columns_of(head, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
+def _columns_of(head, first_dim, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
                 D_TILE: tl.constexpr, N_TILE: tl.constexpr):  # fmt: skip
-    dim, n = tl.arange(0, D_TILE), tl.arange(0, N_TILE)
+    dim, n = first_dim + tl.arange(0, D_TILE), tl.arange(0, N_TILE)
     has_dim, has_n = dim < DIM, n < N
     b = HEADS * DIM + head // (HEADS // GROUPS) * N + n
     return Columns(head * DIM + dim, b, b + GROUPS * N, n, has_dim, has_n, dim[:, None] * N + n[None, :],
@@ -101,37 +102,42 @@ def _add_kernel(
     counts, requests, convolved, dt, decay, added, kept,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CONV_DIM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    CONV_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk adds to a state that was zero, and how much it keeps of one that was not."""
+    """What a chunk adds to a state that was zero, and how much it keeps of one that was not. SPLITS programs share the
+    rows of a head; BLOCK tokens are added at once."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    head, number = tl.program_id(0), tl.program_id(1)
+    head, number = tl.program_id(0) // SPLITS, tl.program_id(1)
     request, chunk = _find_chunk(counts, number, requests, CHUNK, MORE_THAN, PAD)
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        columns = _columns_of(head, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
+        columns = _columns_of(head, tl.program_id(0) % SPLITS * D_TILE, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
         factor = tl.load(decay + head)
         first = requests * WINDOW + start + chunk * CHUNK
         count = tl.minimum(known - chunk * CHUNK, CHUNK)
+        every = tl.arange(0, CHUNK)
+        steps = tl.load(dt + (first + every).to(tl.int64) * HEADS + head, mask=every < count, other=0.0)
         total = tl.zeros([D_TILE, N_TILE], dtype=tl.float32)
-        after = 0.0
-        for block in tl.static_range(CHUNK // BLOCK):
-            t = CHUNK - (block + 1) * BLOCK + tl.arange(0, BLOCK)
+        for begin in tl.range(0, CHUNK, BLOCK, num_stages=STAGES):
+            place = tl.arange(0, BLOCK)
+            t = begin + place
             is_there = t < count
             index = (first + t).to(tl.int64)
-            step = tl.load(dt + index * HEADS + head, mask=is_there, other=0.0)
-            has_next = (t + 1 < count) & (tl.arange(0, BLOCK) + 1 < BLOCK)
-            next_step = tl.load(dt + (index + 1) * HEADS + head, mask=has_next, other=0.0)
             at = convolved + index[:, None] * CONV_DIM
             x = tl.load(at + columns.x[None, :], mask=is_there[:, None] & columns.has_dim[None, :], other=0.0)
             b = tl.load(at + columns.b[None, :], mask=is_there[:, None] & columns.has_n[None, :], other=0.0)
+            step = tl.load(dt + index * HEADS + head, mask=is_there, other=0.0)
+            has_next = (t + 1 < count) & (place + 1 < BLOCK)
+            next_step = tl.load(dt + (index + 1) * HEADS + head, mask=has_next, other=0.0)
+            after = tl.sum(tl.where(every >= begin + BLOCK, steps, 0.0) * factor, axis=0)
             x *= _weights_to_end(step, next_step, factor, after)[:, None]
             total = tl.dot(tl.trans(x), b, total, input_precision=PRECISION)
-            after += tl.sum(step * factor, axis=0)
         place = (number * HEADS + head).to(tl.int64)
         tl.store(added + place * (DIM * N) + columns.element, total, mask=columns.has)
-        tl.store(kept + place, tl.exp(after))
+        if tl.program_id(0) % SPLITS == 0:
+            tl.store(kept + place, tl.exp(tl.sum(steps * factor, axis=0)))
 
 
 @kernel(do_not_specialize=["requests"])
@@ -177,7 +183,7 @@ def _output_kernel(
     request, chunk = _find_chunk(counts, number, requests, CHUNK, MORE_THAN, PAD)
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        columns = _columns_of(head, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
+        columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
         factor = tl.load(decay + head)
         first = requests * WINDOW + start + chunk * CHUNK
         count = tl.minimum(known - chunk * CHUNK, CHUNK)
@@ -236,8 +242,12 @@ def scan_long_runs(
                "PDL": pdl, **pdl_options(pdl)}
     shape = {"HEADS": heads, "DIM": dim, "N": n, "GROUPS": num_groups, "D_TILE": d_tile, "N_TILE": n_tile,
              "WINDOW": window, "CONV_DIM": convolved.shape[1]}  # fmt: skip
-    _add_kernel[(heads, max_chunks)](counts, requests, convolved, dt, decay, added, kept, **shape, PRECISION=precision,
-                                     num_warps=runs.add_warps, **options)
+    splits = min(runs.add_splits, d_tile // 16)
+    _add_kernel[(heads * splits, max_chunks)](
+        counts, requests, convolved, dt, decay, added, kept, **(shape | {"D_TILE": d_tile // splits}),
+        PRECISION=precision, SPLITS=splits, BLOCK=min(runs.add_block, runs.chunk), STAGES=runs.add_stages,
+        num_warps=runs.add_warps, **options,
+    )
     tile = min(1024, next_power_of_two(dim * n))
     _pass_kernel[(triton.cdiv(dim * n, tile), heads, requests)](
         counts, requests, states, added, kept, HEADS=heads, SIZE=dim * n, TILE=tile, STAGES=4, num_warps=4, **options

@@ -63,17 +63,23 @@ def _sigmoid(x):
 def _convolve(
     target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    ARE_NEW: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result."""
+    """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result. ARE_NEW: all
+    inputs that they need are of this step."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_row = channel < CONV_DIM
     valid = exists[:, None] & in_row[None, :]
     total = tl.zeros([j.shape[0], CHANNELS], dtype=tl.float32)
     for tap in tl.static_range(WIDTH):
-        value = input_of(
-            conv_in, conv_stride, tail, window, row, start, pending, (j - (WIDTH - 1) + tap)[:, None], channel[None, :],
-            valid, CONV_DIM, WIDTH, WINDOW,
-        )  # fmt: skip
+        if ARE_NEW:
+            token = (start + j - (WIDTH - 1) + tap).to(tl.int64)[:, None]
+            value = tl.load(conv_in + token * conv_stride + channel[None, :], mask=valid, other=0.0)
+        else:
+            value = input_of(
+                conv_in, conv_stride, tail, window, row, start, pending, (j - (WIDTH - 1) + tap)[:, None],
+                channel[None, :], valid, CONV_DIM, WIDTH, WINDOW,
+            )  # fmt: skip
         total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=in_row, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=in_row, other=0.0)[None, :]
@@ -136,10 +142,16 @@ def _inputs_kernel(
             j = token - start + index
             exists = (index < count) & (j < known + drafts)
             target = requests * WINDOW + start + j
-            _convolve(
-                target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
-                CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
-            )  # fmt: skip
+            if token - start >= WIDTH - 1:
+                _convolve(
+                    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
+                    CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS, True,
+                )  # fmt: skip
+            else:
+                _convolve(
+                    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
+                    CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
+                )  # fmt: skip
             if tl.program_id(1) == 0:
                 _open_gates(
                     target, j, exists, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low,
@@ -179,7 +191,7 @@ def inputs_tile(tokens: int) -> tuple[int, int, int]:
     With prompts several rows share the weights and what is known of their request."""
     if tokens <= 64:
         return 1, 256, 2
-    return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 256, 4)
+    return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 128, 2)
 
 
 def recurrent_inputs(

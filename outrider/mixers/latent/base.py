@@ -16,7 +16,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
 from outrider.core import Limits
 from outrider.kernels import ops
-from outrider.kernels.latent import TokenContexts, every_position
+from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
@@ -81,12 +81,19 @@ class LatentNorms(NamedTuple):
     index_in_pairs: bool
 
 
+class VisibleRanges(NamedTuple):
+    """The positions [first, stop) of each token row's request among which its own are chosen, [tokens] each."""
+
+    first: torch.Tensor
+    stop: torch.Tensor
+
+
 class ChosenPositions:
     """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
 
     def __init__(self) -> None:
         self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
-        self.is_kept = False  # an earlier drafting pass made the choice, and indexers leave it as it is
+        self.kept: VisibleRanges | None = None  # of the earlier drafting pass that chose; indexers then leave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +123,32 @@ class BoundLatentLayer:
         that share. A context no longer than top_k is taken whole."""
         assert isinstance(self.layer.attends_to, IndexedPositions)
         top_k, plan = self.layer.attends_to.top_k, self.plan
-        if self.chosen.is_kept:
+        if self.chosen.kept is not None:
             return
         if plan.num_positions <= top_k:
             self.chosen.latest = None
             return
-        self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int64, device=q.device)
+        self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
         ops.choose_positions(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest)
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
-        layer, plan, cache = self.layer, self.plan, self.cache["latent"]
-        positions = None if isinstance(layer.attends_to, EveryPosition) else self.chosen.latest
+        layer, plan, cache, chosen = self.layer, self.plan, self.cache["latent"], self.chosen
+        contexts, positions = plan.contexts, chosen.latest
+        if isinstance(layer.attends_to, EveryPosition):
+            positions = None
+        elif chosen.kept is not None:
+            contexts = contexts._replace(first=chosen.kept.first, stop=chosen.kept.stop)
         if positions is None:
-            return ops.dense_latent_attention(q, cache, plan.contexts, plan.num_positions, layer.scale,
-                                              layer.latent_dim)
-        return ops.latent_attention(q, cache, plan.contexts, positions, layer.scale, layer.latent_dim)
+            return ops.dense_latent_attention(q, cache, contexts, plan.num_positions, layer.scale, layer.latent_dim)
+        return ops.latent_attention(q, cache, contexts, positions, layer.scale, layer.latent_dim)
 
-    def positions_of(self, token_rows: torch.Tensor) -> torch.Tensor:
-        """[rows, chosen] the positions that some token rows attend to."""
-        if self.chosen.latest is not None:
-            return self.chosen.latest[token_rows]
-        return every_position(self.plan.contexts.cut(token_rows), self.plan.num_positions)
+    def keep_choice(self, earlier: BoundLatentLayer, token_rows: torch.Tensor) -> None:
+        """Attend to what an earlier pass chose for `token_rows`, one for each token row of this pass."""
+        before, latest = earlier.plan.contexts, earlier.chosen.latest
+        is_live = self.plan.contexts.stop > 0  # other token rows see nothing
+        self.chosen.kept = VisibleRanges(before.first[token_rows], torch.where(is_live, before.stop[token_rows], 0))
+        self.chosen.latest = None if latest is None else latest[token_rows]
 
 
 class LatentMixer:
@@ -163,8 +174,7 @@ class LatentMixer:
         them, where the layers say so."""
         for layer, _, _ in self._layers:
             if isinstance(layer.attends_to, IndexedPositions) and layer.attends_to.lasts_for_drafting:
-                chosen = later[layer.index].chosen
-                chosen.latest, chosen.is_kept = earlier[layer.index].positions_of(token_rows), True
+                later[layer.index].keep_choice(earlier[layer.index], token_rows)
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Captured steps share no buffers."""
@@ -172,9 +182,8 @@ class LatentMixer:
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:
     check_rows(view, group)
-    slots, first = view.slots(group), torch.zeros_like(view.positions)
-    if isinstance(view.visible, KeysFrom):
-        first = view.visible.starts[view.request_of]
-    stop = torch.where(slots >= 0, torch.minimum(view.positions + 1, view.lengths[view.request_of]), 0)
+    slots = view.slots(group)
+    starts = view.visible.starts if isinstance(view.visible, KeysFrom) else None
+    first, stop = ops.visible_ranges(view.positions, slots, view.request_of, view.lengths, starts)
     contexts = TokenContexts(view.page_table(group), view.request_of, first, stop)
     return GroupPlan(slots, contexts, view.max_length.tokens)

@@ -33,6 +33,7 @@ from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, c
 from outrider.mixers.paged.masks import QueryMarks, visible_keys
 
 DECODE_TILE, PROMPT_TILE = 16, 128  # queries of one tile, if no request has more than the first, and otherwise
+LEAST_TILES = 2  # sizes of 1 are compiled apart
 MOST_CPU_PAGES = 1024
 MOST_COMPILED = 64  # kinds of layers and tiles that are compiled in one process
 
@@ -52,7 +53,7 @@ class FlexExtents:
         columns = group.kind.capacity(limits).table_width
         if group.spec.visible_tokens is not None:
             columns = min(columns, most_columns(group, PROMPT_TILE))
-        return cls(max(tiles, short_tiles), columns + 1)
+        return cls(max(LEAST_TILES, tiles, short_tiles), columns + 1)
 
 
 def most_columns(group: Group, tile: int) -> int:
@@ -99,11 +100,12 @@ def tile_counts(view: BatchView) -> tuple[int, int]:
     match view.queries:
         case ExactQueries(lens):
             size = DECODE_TILE if max(lens, default=0) <= DECODE_TILE else PROMPT_TILE
-            return size, max(1, sum(pages_for(n, size) for n in lens))
+            num = sum(pages_for(n, size) for n in lens)
         case DecodeQueries(most):
-            return DECODE_TILE, view.num_requests * pages_for(most, DECODE_TILE)
+            size, num = DECODE_TILE, view.num_requests * pages_for(most, DECODE_TILE)
         case MixedQueries():
-            return PROMPT_TILE, view.num_requests + view.num_tokens // PROMPT_TILE
+            size, num = PROMPT_TILE, view.num_requests + view.num_tokens // PROMPT_TILE
+    return size, max(LEAST_TILES, num)
 
 
 @dataclass
@@ -179,6 +181,8 @@ class FlexBackend(Backend):
             block_mask = make_block_mask(layer, cache, plan, keys.shape[2])
             plan.block_masks[layer.mask, layer.window] = block_mask
         score_mod = None if layer.softcap is None else _capped(layer.softcap)
+        if q.is_cuda and _collects_launches():
+            return torch.zeros_like(q).view(-1, layer.num_heads * layer.head_dim)
         if q.is_cuda:
             options = {"BLOCK_M": min(tiles.size, 64), "BLOCK_N": min(plan.group.page_tokens, 64)}
             with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED):
@@ -216,15 +220,14 @@ class FlexBackend(Backend):
         return num_pages.int(), pages
 
     def _index_buffer(self, group: Group, tiles: int, width: int, device: torch.device) -> torch.Tensor:
-        """[tiles, width + 1] int32. Captured steps share one buffer for each group."""
-        if self._limits is None:
-            return torch.zeros(tiles, width + 1, dtype=torch.int32, device=device)
-        extents = FlexExtents.from_limits(group, self._limits)
-        if tiles > extents.tiles or width + 1 > extents.columns:  # a step with spans, which is never captured
-            return torch.zeros(tiles, width + 1, dtype=torch.int32, device=device)
+        """[tiles, at least width + 1] int32. Captured steps share one buffer for each group, of a width that every step
+        takes whole: attention is compiled for a width. Other steps have few widths, for the same reason."""
+        extents = None if self._limits is None else FlexExtents.from_limits(group, self._limits)
+        if extents is None or tiles > extents.tiles or width >= extents.columns:
+            return torch.zeros(tiles, 1 << width.bit_length(), dtype=torch.int32, device=device)
         if group.index not in self._buffers:
             self._buffers[group.index] = torch.zeros(extents.tiles, extents.columns, dtype=torch.int32, device=device)
-        return self._buffers[group.index][:tiles, : width + 1]
+        return self._buffers[group.index][:tiles]
 
 
 def pages_apart(cache: torch.Tensor) -> int:
@@ -291,6 +294,13 @@ def _capped(softcap: float) -> Any:
         return softcap * torch.tanh(score / softcap)
 
     return cap
+
+
+def _collects_launches() -> bool:
+    """Whether this pass only tells which of our own kernels there are to compile."""
+    from outrider.kernels.triton.launch import is_collecting
+
+    return is_collecting()
 
 
 @cache

@@ -7,18 +7,21 @@ pinned memory, so that queueing never waits for the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from outrider.core import Limits, ScheduledBatch, StepResult, Uncaptured
+from outrider.core import Limits, ScheduledBatch, StepForm, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
 from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
-from outrider.runner.graphs.keys import GraphKey
+from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.own_sizes import OwnSizes, measure_own_sizes
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
@@ -30,6 +33,8 @@ from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 
 class PendingStep(Future[StepResult]):
     """A queued step. `result()` waits for its copy to the host and reads it."""
+
+    settle: Callable[[StepResult], StepResult] | None = None  # what the host does with a result before it goes out
 
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
@@ -53,7 +58,8 @@ class PendingStep(Future[StepResult]):
             raise _explained(error) from error
         late = self._device_result
         host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
-        return read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
+        result = read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
+        return result if self.settle is None else self.settle(result)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,11 +90,15 @@ class CudaRunner:
                  padding: Padding | None = None) -> None:
         self.device_step = step
         self._limits = limits
+        # With one step in flight, no other is queued before its result is read: grammars may look at the rows then.
+        self._settles = limits.steps_in_flight == 1
+        step.grammars.guesses_early = not self._settles
         self._padding = padding or Padding()
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
         self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
+        self._own_sizes = OwnSizes()
         self.num_replays = 0
         self.num_eager = 0
         self.num_padded_steps = 0
@@ -99,7 +109,13 @@ class CudaRunner:
         if not is_compiled:
             compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
-        return 0 if self.graphs is None else self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
+        if self.graphs is None:
+            return 0
+        num_captured = self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
+        largest = self.graphs.keys.largest_with_prompts()
+        if largest is not None:
+            self._own_sizes = measure_own_sizes(self.device_step, self.graphs, largest)
+        return num_captured
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
@@ -117,12 +133,32 @@ class CudaRunner:
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
+        pending = self._run(batch)
+        if self._settles and batch.form is StepForm.SPLIT:
+            pending.settle = torch.inference_mode()(partial(self.device_step.grammars.settle, batch))
+        return pending
+
+    def _run(self, batch: ScheduledBatch) -> PendingStep:
         if self.graphs is None:
             return self._run_eagerly(batch, self._eager_reason)
         key = self.graphs.keys.key_for(batch, self.device_step.state)
         if isinstance(key, Uncaptured):
             return self._run_eagerly(batch, key)
+        own = self._own_sizes.key_for(key, batch.num_tokens)
+        if own is not None:
+            return self._run_unpadded(batch, own, self.graphs.keys)
         return self._run_captured(batch, key, self.graphs)
+
+    def _run_unpadded(self, batch: ScheduledBatch, key: GraphKey, keys: GraphKeys) -> PendingStep:
+        """The step as a graph of its own size would be, launched by the host."""
+        self.num_eager += 1
+        shape, plan = keys.shape(key), keys.plan(key)
+        self._count_padding(batch, shape)
+        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
+        half = self.device_step.forward_half(shape, ints, plan)
+        if key.form is StepForm.SPLIT:
+            self.device_step.host_turn(batch)
+        return PendingStep(batch, self._reported(batch, self.device_step.finish_half(half, plan)), Uncaptured.OWN_SIZE)
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
         self.num_eager += 1

@@ -170,12 +170,19 @@ class GraphKeys:
                 for has_drafts in {False, max_drafts > 0}:
                     yield GraphKey(requests, sizes.prompt_tokens[0], propose, has_drafts, has_prompts=True)
 
+    def largest_with_prompts(self) -> GraphKey | None:
+        """The largest step with prompts; None if no step with prompts can be captured."""
+        if not self._takes_prompts:
+            return None
+        max_drafts, sizes = self.limits.max_drafts, self.sizes
+        return GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], max_drafts, max_drafts > 0,
+                        has_prompts=True)  # fmt: skip
+
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """What is captured at start-up, in order. The largest step with prompts is the first: its memory serves all."""
-        max_drafts, sizes = self.limits.max_drafts, self.sizes
-        if self._takes_prompts:
-            largest = (sizes.prompt_requests[-1], sizes.prompt_tokens[-1])
-            yield GraphKey(*largest, max_drafts, max_drafts > 0, has_prompts=True)
+        largest = self.largest_with_prompts()
+        if largest is not None:
+            yield largest
         yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
         yield from self.decoding(takes_checkpoints=takes_checkpoints)
 

@@ -1,0 +1,45 @@
+"""Log lines: as text for people, or one JSON object a line for machines that collect them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+REQUESTS = logging.getLogger("outrider.requests")  # one line for every request that ended
+FIELDS = "fields"  # the attribute of a record that holds further values
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+                                "level": record.levelname.lower(), "logger": record.name,
+                                "message": record.getMessage()}
+        line |= getattr(record, FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        more = "".join(f" {name}={value}" for name, value in getattr(record, FIELDS, {}).items())
+        text = f"outrider: {record.levelname.lower()}: {record.getMessage()}{more}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def set_up_logs(log_format: str, *, logs_requests: bool) -> None:
+    """The server's own lines and uvicorn's go to stderr in one format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name in ("outrider", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+    REQUESTS.setLevel(logging.INFO if logs_requests else logging.WARNING)
+
+
+def log_request(**fields: Any) -> None:
+    if REQUESTS.isEnabledFor(logging.INFO):
+        REQUESTS.info("request ended", extra={FIELDS: fields})

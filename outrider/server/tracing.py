@@ -1,0 +1,63 @@
+"""OpenTelemetry traces, an optional extra: a span for each request, and below it its queue, prefill and decode times.
+
+Spans are made when a request has ended, so that a token costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from outrider.core.outputs import RequestMetrics
+
+NEEDS = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'outrider[otel]'"
+TRACE_PARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)  # the client's span, if it sent one
+
+
+class Tracing:
+    def __init__(self, provider: Any) -> None:
+        """provider: OpenTelemetry's TracerProvider."""
+        self._provider = provider
+        self._tracer = provider.get_tracer("outrider")
+
+    @classmethod
+    def to(cls, endpoint: str, service_name: str) -> Tracing:
+        """Spans go to a collector that takes OTLP over HTTP."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
+        provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        return cls(provider)
+
+    def record(self, metrics: RequestMetrics, attributes: Mapping[str, Any]) -> None:
+        """The spans of a request that has ended now. Its times are on the clock of perf_counter."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TRACE_PARENT.get()
+        context = None if parent is None else TraceContextTextMapPropagator().extract({"traceparent": parent})
+        offset, now = time.time_ns() - time.perf_counter_ns(), time.perf_counter()
+        ends = {"queue": metrics.first_scheduled_time, "prefill": metrics.first_token_time, "decode": now}
+        span = self._tracer.start_span("llm_request", context, attributes=attributes,
+                                       start_time=_nanoseconds(metrics.arrival_time, offset))
+        inside, begin = set_span_in_context(span), metrics.arrival_time
+        for name, end in ends.items():
+            if end is not None:
+                part = self._tracer.start_span(name, inside, start_time=_nanoseconds(begin, offset))
+                part.end(_nanoseconds(end, offset))
+                begin = end
+        span.end(_nanoseconds(now, offset))
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def _nanoseconds(seconds: float, offset: int) -> int:
+    return int(seconds * 1e9) + offset
