@@ -3,6 +3,9 @@
 A *step* is the recurrence itself and the specification; a *scan* does the same in chunks, where products take the
 place of a loop over tokens. All of it in float32, or float64 for float64 inputs; fixed shapes and no host reads. Knows
 nothing of layers or requests.
+
+A token that is not finite fails itself and the tokens after it, in scans as in steps: products over a chunk multiply
+later tokens by 0, and 0 x NaN is NaN, so a scan computes with zeros from that token on and selects NaN at the end.
 """
 
 from __future__ import annotations
@@ -74,8 +77,11 @@ def mamba2_scan(
     """Mamba-2 over tokens of one request, in chunks: state [heads, dim, n], the rest as in `mamba2_step`,
     with [tokens, ..] instead of [rows, ..]."""
     num_tokens, num_heads = dt.shape
+    xdt = x * dt[..., None]
+    is_finite = _finite_so_far(xdt, b)
+    xdt, dt, b = _zero_unless(is_finite, xdt, dt, b)
     # Beyond the last token dt is 0: nothing decays and nothing is added.
-    xdt = _chunked(x * dt[..., None]).transpose(1, 2)  # [chunks, heads, chunk, dim]
+    xdt = _chunked(xdt).transpose(1, 2)  # [chunks, heads, chunk, dim]
     log_decay = _chunked(dt * decay).transpose(1, 2)  # [chunks, heads, chunk]
     b, c = _chunked(b).transpose(1, 2), _chunked(c).transpose(1, 2)  # [chunks, groups, chunk, n]
     between = _decay_between(log_decay)
@@ -88,7 +94,7 @@ def mamba2_scan(
         before.append(state)
         state = state * chunk_decay + chunk_added
     y = scores @ xdt + since_start * (c @ torch.stack(before).transpose(-1, -2))
-    return _unchunked(y, num_tokens) + x * skip[:, None], state
+    return _nan_unless(is_finite, _unchunked(y, num_tokens) + x * skip[:, None], state)
 
 
 # The gated delta rule: S <- exp(g) S, S <- S + beta (v - S k) k', y = S q
@@ -117,6 +123,8 @@ def delta_scan(
     right side is linear in the state that the chunk begins with.
     """
     num_tokens, num_heads = g.shape
+    is_finite = _finite_so_far(k, v, beta, g.exp())  # a decay to nothing has a logarithm of minus infinity
+    k, v, g, beta = _zero_unless(is_finite, k, v, g, beta)
     # Beyond the last token g and beta are 0: nothing decays and nothing is corrected.
     q, k = (_chunked(_of_heads(part, num_heads, dim=1)).transpose(1, 2) for part in _unit_lengths(q, k))
     v, g, beta = (_chunked(part).transpose(1, 2) for part in (v, g, beta))  # [chunks, heads, chunk, ..]
@@ -135,13 +143,31 @@ def delta_scan(
         corrections = values[i] - predicting[i] @ turned
         outputs.append(q[i] @ turned + scores[i] @ corrections)
         state = state * since_start[i, :, -1:] + corrections.transpose(-1, -2) @ k[i]
-    return _unchunked(torch.stack(outputs), num_tokens), state
+    return _nan_unless(is_finite, _unchunked(torch.stack(outputs), num_tokens), state)
 
 
 def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Both normed over the last axis, and q scaled as attention scales it."""
     q = q * (q.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt() * q.shape[-1] ** -0.5
     return q, k * (k.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+# Tokens that are not finite
+
+
+def _finite_so_far(*inputs: Tensor) -> Tensor:
+    """[tokens] whether a token and all before it are finite in these inputs [tokens, ..], which reach the state."""
+    largest = torch.stack([part.abs().flatten(1).amax(dim=1) for part in inputs]).amax(dim=0)
+    return (~(largest < torch.inf)).cumsum(dim=0) == 0
+
+
+def _zero_unless(is_finite: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.where(is_finite.view(-1, *[1] * (part.dim() - 1)), part, 0) for part in inputs)
+
+
+def _nan_unless(is_finite: Tensor, y: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """y [tokens, heads, ..] and the state after the last token."""
+    return torch.where(is_finite[:, None, None], y, torch.nan), torch.where(is_finite[-1], state, torch.nan)
 
 
 # Heads and chunks

@@ -50,6 +50,24 @@ def test_pages_before_a_bad_token_serve_others(family: str, dtype: torch.dtype, 
         assert output.metrics.num_cached_tokens == bad_at // 16 * 16, "what came before the bad token is found"
 
 
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+def test_tokens_of_a_scan_before_a_bad_token_serve_others(family: str, dtype: torch.dtype) -> None:
+    """The prompt with the bad token runs beside a healthy request and is the first to fill the page that both share;
+    the checkpoint behind that page is the healthy one's, whose next prompt finds both."""
+    model = cursed_model(family, dtype)
+    first = Ask(STEM[:30], greedy(8, **NEVER))
+    with Rig(model, enable_prefix_caching=False) as rig:
+        ((answer,),) = tokens_of(rig.run([first]))
+        then = Ask([*first.prompt, *answer, 9], greedy(8, **NEVER))
+        expected = tokens_of(rig.run([then]))
+    with Rig(model, max_num_batched_tokens=40, checkpoint_interval=64) as rig:
+        bad = Ask([*first.prompt, *answer[:4], CURSED, *prompt_of(2, 57)], greedy(4))
+        good, failed = rig.run([first, bad])
+        assert tokens_of([good]) == [[answer]] and "not finite" in (failed.outputs[0].error or "")
+        (output,) = rig.run([then])
+        assert tokens_of([output]) == expected and output.metrics.num_cached_tokens == 32
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_that_is_not_finite_is_only_a_wrong_draft(family: str, dtype: torch.dtype, overlap: bool) -> None:

@@ -194,6 +194,40 @@ def test_rows_do_not_see_each_other(kind: str) -> None:
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(given, kept, strict=True))
 
 
+@pytest.mark.parametrize("bad_at", [0, 7, 8, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_is_not_finite_fails_no_token_before_it(
+    kind: str, bad_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a chunk, the last one, and one in the last chunk, which is not full: as steps have it. One input
+    after the other, because some reach the state and some reach only the token's own output."""
+    monkeypatch.setattr(recurrent, "CHUNK", 8)
+    mixer = make_mixer(kind, torch.float64)
+    begin, (conv_in, gates) = start(mixer, torch.float64), draw(mixer, 21, torch.float64)
+    clean = mixer.scan(*begin, conv_in, gates, [bad_at])
+    for part in (conv_in, conv_in[:, :1], conv_in[:, 20:21], conv_in[:, -1:], *gates):
+        kept, part[bad_at] = part[bad_at].clone(), torch.nan
+        y, states = by_steps(mixer, begin, conv_in, gates)
+        found = mixer.scan(*begin, conv_in, gates, [bad_at])
+        assert (found.y[:bad_at] - clean.y[:bad_at]).abs().sum() < 1e-10
+        assert far(found.states_at[0], clean.states_at[0]) == 0
+        assert found.y.isnan().any(dim=1).tolist() == y.isnan().any(dim=1).tolist()
+        assert found.y[bad_at].isnan().any() and found.state.isnan().any() == states[-1].state.isnan().any()
+        part[bad_at] = kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containment_changes_no_bit_of_finite_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = make_mixer(kind, torch.float32)
+    begin, (conv_in, gates) = start(mixer, torch.float32), draw(mixer, 150, torch.float32)
+    contained = mixer.scan(*begin, conv_in, gates, [70])
+    monkeypatch.setattr(recurrent, "_zero_unless", lambda is_finite, *inputs: inputs)
+    monkeypatch.setattr(recurrent, "_nan_unless", lambda is_finite, y, state: (y, state))
+    plain = mixer.scan(*begin, conv_in, gates, [70])
+    assert torch.equal(contained.y, plain.y) and torch.equal(contained.state, plain.state)
+    assert far(contained.states_at[0], plain.states_at[0]) == 0
+
+
 def test_a_width_of_one_needs_no_tail() -> None:
     mixer = Mamba2Mixer(Mamba2Shape(2, 3, 1, 4, conv_width=1), dtype=torch.float64, device=CPU)
     for slot in mixer.weights("").values():

@@ -101,8 +101,9 @@ class Twins:
         return CheckpointWrite(self._next_page, life.row, boundary, pages)
 
     def step(self, parts: list[Part], targets: list[CheckpointWrite] | None = None, padded: tuple[int, int] = (0, 0), *,
-             listed: bool = False) -> list[bool]:
-        """Returns which targets were written. listed: by request, as captured steps have them."""
+             listed: bool = False, bad: tuple[int, slice] | None = None) -> list[bool]:
+        """Returns which targets were written. listed: by request, as captured steps have them. bad: a token row and the
+        columns of its projection, of the convolution's inputs and then the gates, that are not finite."""
         order = [part.life.row for part in parts]
         counts, num_tokens = self._counts(parts, sorted(targets or [], key=lambda w: order.index(w.row)), padded)
         both = [replace(counts, pending=rows.pending[counts.rows]) for rows in self.both]
@@ -119,6 +120,8 @@ class Twins:
             projected = torch.randn(num_tokens, sum(sizes) + 3, generator=torch.Generator().manual_seed(
                 self.rng.randrange(2**31))).to(self.device, self.dtype)
             projected[num_tokens - padded[1] :] = torch.nan
+            if bad is not None:
+                projected[bad[0], 3:][bad[1]] = torch.nan
             conv_in, *gates = projected[:, 3:].split(sizes, dim=-1)
             near("y", *[step.run(layer, conv_in, tuple(gates)) for step in steps], Y_NEAR[self.dtype])
         accepted = torch.tensor([0 if p.is_dead else p.accepted for p in parts] + [0] * padded[0], device=self.device)
@@ -244,6 +247,54 @@ def test_long_runs_in_chunks_side_by_side(device: torch.device, monkeypatch: pyt
     assert all(twins.step([Part(lives[0], 45), Part(lives[2], 5, 2, 2), Part(lives[1], 64)], targets, padded=(1, 2)))
     twins.step([Part(lives[2], 42), Part(lives[0], 41), Part(lives[1], 41, is_dead=True)])
     assert counted == [1, 1]
+
+
+ALL = slice(None)
+
+
+@pytest.mark.parametrize("bad_at", [3, PAGE - 1, PAGE])
+def test_a_token_that_is_not_finite_in_a_chunk(device: torch.device, bad_at: int) -> None:
+    """In the middle of a chunk, at its end, and behind the boundary of a checkpoint. Others in the batch do not see it,
+    nor does the request that has the row next."""
+    twins = Twins(torch.float32, device)
+    life, other = twins.admit(1), twins.admit(2)
+    twins.step([Part(life, PAGE + 2), Part(other, 5)], [twins.target(life, PAGE)], bad=(bad_at, ALL))
+    for rows in twins.both:
+        for layer, own in rows.layers.items():
+            assert own.state[life.row].isnan().all() and own.state[other.row].isfinite().all()
+            state = rows.pages.read(layer, torch.tensor(twins._given, device=device)).state
+            assert state.isfinite().all() if bad_at == PAGE else state.isnan().all()
+    twins.step([Part(twins.admit(life.row), 2), Part(other, 1)])
+
+
+@pytest.mark.parametrize(("layer", "columns"), [
+    (0, slice(0, 12)), (0, slice(12, 22)), (0, slice(22, 32)), (0, slice(32, None)),  # x, B, C, dt
+    (1, slice(0, 4)), (1, slice(4, 8)), (1, slice(8, 20)), (1, slice(20, 22)), (1, slice(22, None)),  # q, k, v, g, beta
+])  # fmt: skip
+def test_each_input_of_a_chunk_that_is_not_finite(device: torch.device, layer: int, columns: slice) -> None:
+    twins = Twins(torch.float32, device, layers=(layer,))
+    twins.step([Part(twins.admit(1), 7)], bad=(3, columns))
+
+
+@pytest.mark.parametrize("columns", [ALL, slice(0, 12), slice(12, 22), slice(22, 32), slice(32, None)])
+def test_a_token_that_is_not_finite_in_a_long_run(
+    device: torch.device, columns: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another long run; a checkpoint before the token in its chunk, one behind it."""
+    monkeypatch.setattr(mamba2, "LongRuns", lambda: LongRuns(chunk=32, more_than=40))
+    twins = Twins(torch.bfloat16, device, layers=(0,))
+    life, other = twins.admit(1), twins.admit(2)
+    targets = [twins.target(life, PAGE), twins.target(life, 2 * PAGE)]
+    assert all(twins.step([Part(life, 41), Part(other, 42)], targets, bad=(20, columns)))
+
+
+def test_a_rejected_draft_that_is_not_finite_leaves_no_trace(device: torch.device) -> None:
+    twins = Twins(torch.float32, device)
+    life = twins.admit(1)
+    twins.step([Part(life, 1, WINDOW, accepted=1)], bad=(2, ALL))
+    twins.step([Part(life, 1, 1)])
+    for rows in twins.both:
+        assert all(own.state[life.row].isfinite().all() for own in rows.layers.values())
 
 
 def monkeypatch_counter(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN, CheckpointTargets
+from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
@@ -190,11 +191,14 @@ def _key_products(part, inputs, is_there, sizes, scale, TOKENS: tl.constexpr, PI
 
 
 @triton.jit
-def _chunk(state, begin, end, request, part, sizes, scale, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+def _chunk(state, begin, end, must_finish, request, part, sizes, scale, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
            PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """Known tokens at places begin to end - 1, at most TOKENS. Every token corrects what the state and the tokens
     before it predict: a triangular system. Decays between tokens are sums of the steps between, not differences of sums
-    from the start, which lose the small steps beside large ones. Where no token is, all inputs are 0."""
+    from the start, which lose the small steps beside large ones. Where no token is, all inputs are 0.
+
+    Returns (the new state, True), or (the old one, False) if a token is not finite: then the outputs before it are
+    spoilt too, and the caller computes them again. must_finish: the new state in any case."""
     token = tl.arange(0, TOKENS)
     is_there = begin + token < end
     index = (request.fresh + begin + token).to(tl.int64)
@@ -206,7 +210,6 @@ def _chunk(state, begin, end, request, part, sizes, scale, TOKENS: tl.constexpr,
     kk, qk, of_q, of_k = _key_products(part, inputs, is_there, sizes, scale, TOKENS, PIECE, PRECISION)
     row, column = token[:, None], token[None, :]
     between = tl.exp(tl.cumsum(tl.where(row > column, g[:, None], 0.0), axis=0))
-    between = tl.where(row >= column, between, 0.0)
     since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
     below = tl.where(row > column, kk * between * beta, 0.0)
     inverse = _unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
@@ -216,28 +219,40 @@ def _chunk(state, begin, end, request, part, sizes, scale, TOKENS: tl.constexpr,
     corrections = tl.dot(inverse, errors, input_precision=PRECISION)
     q = tl.load(part.q[None, :] + inputs, mask=has_key, other=0.0) * of_q
     y = since_start * tl.dot(q, tl.trans(state), input_precision=PRECISION)
-    y = tl.dot(qk * between, corrections, y, input_precision=PRECISION)
+    y = tl.dot(tl.where(row >= column, qk * between, 0.0), corrections, y, input_precision=PRECISION)
     at = part.y[None, :] + ((request.token_row + begin + token).to(tl.int64) * sizes.out_dim)[:, None]
     tl.store(at, y.to(part.y.dtype.element_ty), mask=has_value)
-    to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
-    state = state * tl.exp(tl.sum(g, axis=0))
-    return tl.dot(tl.trans(corrections), k * to_end, state, input_precision=PRECISION)
+    is_finite = tl.sum(zero_or_nan(corrections)) == 0.0
+    if is_finite | must_finish:
+        to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
+        state = state * tl.exp(tl.sum(g, axis=0))
+        state = tl.dot(tl.trans(corrections), k * to_end, state, input_precision=PRECISION)
+    return state, is_finite
 
 
 @triton.jit
 def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
           PIECE: tl.constexpr, PRECISION: tl.constexpr):
-    """All known tokens, in chunks that end at boundaries."""
-    begin = request.pending
+    """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
+    token by token; behind that token everything is lost, and chunks are whole again."""
+    begin, most, is_lost = request.pending, TOKENS, False
     while begin < request.known_end:
-        end = tl.minimum(begin + TOKENS, request.known_end)
+        end = tl.minimum(begin + most, request.known_end)
         if SAVES:
             seen = request.begin
             end = next_boundary(seen + begin, seen + end, request.index, saves) - seen
-        state = _chunk(state, begin, end, request, part, sizes, scale, TOKENS, LEVELS, PIECE, PRECISION)
-        if SAVES:
-            _save(state, request.begin + end, request, part, saves, sizes)
-        begin = end
+        must_finish = is_lost | (most == 1)
+        state, is_finite = _chunk(state, begin, end, must_finish, request, part, sizes, scale, TOKENS, LEVELS, PIECE,
+                                  PRECISION)
+        is_lost = is_lost | ((most == 1) & (not is_finite))
+        if is_finite | must_finish:
+            if SAVES:
+                _save(state, request.begin + end, request, part, saves, sizes)
+            begin = end
+            most = tl.where(is_lost, TOKENS, most)
+        else:
+            most = 1
+            tl.debug_barrier()  # outputs are stored again, by other threads
     return state
 
 

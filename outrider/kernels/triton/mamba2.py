@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
+from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,
@@ -138,12 +139,14 @@ def _walk(
 
 @triton.jit
 def _chunk(
-    state, place, count, request, part, source, out,
+    state, place, count, must_finish, request, part, source, out,
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     Y_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`count` known tokens from a place on, at most TOKENS; where there is none, nothing decays and nothing is added.
-    Decays are exponentials of sums over the tokens between, not differences of sums from the start."""
+    Decays are exponentials of sums over the tokens between, not differences of sums from the start. Returns (the
+    new state, True), or (the old one, False) if a token is not finite: then the outputs before it are spoilt too, and
+    the caller computes them again. must_finish: the new state in any case."""
     t = tl.arange(0, TOKENS)
     is_there = t < count
     index = (request.fresh + place + t).to(tl.int64)
@@ -154,6 +157,7 @@ def _chunk(
     c = tl.load(row + part.c[None, :], mask=has_bc, other=0.0)
     dt = tl.load(source.dt + index * HEADS + part.head, mask=is_there, other=0.0)
     log_decay, xdt = dt * part.decay, x * dt[:, None]
+    is_finite = tl.sum(tl.sum(zero_or_nan(xdt), axis=1) + tl.sum(zero_or_nan(b), axis=1)) == 0.0
     steps = tl.where(t[:, None] > t[None, :], log_decay[:, None], 0.0)
     between = tl.where(t[:, None] >= t[None, :], tl.exp(tl.cumsum(steps, axis=0)), 0.0)
     scores = tl.dot(c, tl.trans(b), input_precision=Y_PRECISION) * between
@@ -164,7 +168,8 @@ def _chunk(
     tl.store(out + token_row * (HEADS * DIM) + part.x[None, :], y.to(out.dtype.element_ty), mask=has_x)
     to_end = tl.exp(tl.sum(steps, axis=0))[:, None]
     added = tl.dot(tl.trans(xdt * to_end), b, input_precision=PRECISION)
-    return state * tl.exp(tl.sum(log_decay, axis=0)) + added
+    new = state * tl.exp(tl.sum(log_decay, axis=0)) + added
+    return tl.where(is_finite | must_finish, new, state), is_finite
 
 
 @triton.jit
@@ -173,19 +178,27 @@ def _scan(
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """All known tokens, in chunks that end at boundaries."""
-    place = request.pending
+    """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
+    token by token; behind that token everything is lost, and chunks are whole again."""
+    place, most, is_lost = request.pending, TOKENS, False
     while place < request.stored:
-        count = tl.minimum(request.stored - place, TOKENS)
+        count = tl.minimum(request.stored - place, most)
         if PAGE_WORDS > 0:
             at = request.begin + place
             count = next_boundary(at, at + count, request.index, saves) - at
-        state = _chunk(state, place, count, request, part, source, out, CONV_DIM, HEADS, DIM, TOKENS, PRECISION,
-                       Y_PRECISION)  # fmt: skip
-        place += count
-        if PAGE_WORDS > 0:
-            save_rows(state, request.begin + place, request.index, part.x, part.n, part.has_dim, part.has_n, saves,
-                      layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
+        must_finish = is_lost | (most == 1)
+        state, is_finite = _chunk(state, place, count, must_finish, request, part, source, out, CONV_DIM, HEADS, DIM,
+                                  TOKENS, PRECISION, Y_PRECISION)  # fmt: skip
+        is_lost = is_lost | ((most == 1) & (not is_finite))
+        if is_finite | must_finish:
+            place += count
+            most = tl.where(is_lost, TOKENS, most)
+            if PAGE_WORDS > 0:
+                save_rows(state, request.begin + place, request.index, part.x, part.n, part.has_dim, part.has_n, saves,
+                          layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
+        else:
+            most = 1
+            tl.debug_barrier()  # outputs are stored again, by other threads
     return state
 
 

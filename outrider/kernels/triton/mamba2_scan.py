@@ -3,7 +3,8 @@
 The first computes what the tokens of each chunk add to the state, the second goes through a request's chunks in their
 order and puts the state before each chunk in the place of what the chunk adds, the third computes the outputs and the
 checkpoints of each chunk. `mamba2_scan` in `kernels/recurrent.py` is the specification. Chunks are counted from the
-first known token of the step, so a request's results do not depend on its batch mates.
+first known token of the step, so a request's results do not depend on its batch mates. A token that is not finite is
+selected away in the products of the tokens before it, because 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
 from outrider.kernels.triton.common import next_power_of_two, pdl_options, release_dependents, wait_for_inputs
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import load_counts, save_rows
@@ -198,10 +200,14 @@ def _output_kernel(
         state = tl.load(cells, mask=columns.has, other=0.0)
         since = tl.cumsum(step * factor, axis=0)
         is_before = t[:, None] >= t[None, :]
-        between = tl.where(is_before, tl.exp(tl.where(is_before, since[:, None] - since[None, :], 0.0)), 0.0)
+        between = tl.exp(tl.where(is_before, since[:, None] - since[None, :], 0.0))
         scores = tl.dot(c, tl.trans(b), input_precision=Y_PRECISION) * between
+        scores = tl.where(is_before, scores, 0.0)
+        xdt = x * step[:, None]
         y = tl.dot(c, tl.trans(state), input_precision=Y_PRECISION) * tl.exp(since)[:, None]
-        y = tl.dot(scores, x * step[:, None], y, input_precision=Y_PRECISION) + x * tl.load(skip + head)
+        y = tl.dot(scores, contained_values(xdt), y, input_precision=Y_PRECISION) + x * tl.load(skip + head)
+        if tl.sum(zero_or_nan(xdt)) != 0.0:  # what was not finite fails its token and those after it
+            y += tl.cumsum(zero_or_nan(xdt), axis=0)
         token = (start + chunk * CHUNK + t).to(tl.int64)[:, None]
         tl.store(out + token * (HEADS * DIM) + columns.x[None, :], y.to(out.dtype.element_ty), mask=has_x)
         if PAGE_WORDS > 0:
@@ -211,9 +217,10 @@ def _output_kernel(
                 if (seen > 0) & (seen <= count):
                     own = tl.where(t < seen, step, 0.0)
                     next_own = tl.load(dt + (index + 1) * HEADS + head, mask=t + 1 < seen, other=0.0)
-                    weighed = x * _weights_to_end(own, next_own, factor, 0.0)[:, None]
+                    weighed = tl.where(t[:, None] < seen, x, 0.0) * _weights_to_end(own, next_own, factor, 0.0)[:, None]
                     saved = state * tl.exp(tl.sum(own * factor, axis=0))
-                    saved = tl.dot(tl.trans(weighed), b, saved, input_precision=PRECISION)
+                    seen_b = tl.where(t[:, None] < seen, b, 0.0)
+                    saved = tl.dot(tl.trans(weighed), seen_b, saved, input_precision=PRECISION)
                     save_rows(saved, begin + seen, request, columns.x, columns.n, columns.has_dim, columns.has_n, saves,
                               layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
 

@@ -23,7 +23,7 @@ from outrider.kernels.fork_pool import MAX_TASKS, run_in_forks
 from outrider.kernels.triton.launch import collecting
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 from triton.runtime.cache import FileCacheManager, triton_key
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
@@ -102,7 +102,7 @@ def _compile(launches: list[_Launch], workers: int) -> None:
     uses_disk = not knobs.compilation.always_compile
     kernels = _not_on_disk(launches) if uses_disk else [[launch] for launch in launches]
     # The longest first, by their source: none of them should begin when all others end.
-    waiting = dict(enumerate(sorted(kernels, key=lambda same: -len(same[0].function.src))))
+    waiting = dict(enumerate(sorted(kernels, key=lambda same: -_source_size(same[0].function))))
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="outrider-compile") as pool:
         if uses_disk and workers > 1 and len(waiting) >= MIN_KERNELS:
             tasks = [same[0].compile for same in waiting.values()][:MAX_TASKS]
@@ -111,6 +111,21 @@ def _compile(launches: list[_Launch], workers: int) -> None:
                     pool.submit(_compile_all, waiting.pop(index))
         for same in waiting.values():
             pool.submit(_compile_all, same)
+
+
+def _source_size(function: Any) -> int:
+    """Characters of a kernel and of all functions that it calls."""
+    seen: dict[int, int] = {}
+
+    def visit(own: Any) -> None:
+        seen[id(own)] = len(own.src)
+        for name in own.fn.__code__.co_names:
+            called = own.fn.__globals__.get(name)
+            if isinstance(called, JITFunction) and id(called) not in seen:
+                visit(called)
+
+    visit(function)
+    return sum(seen.values())
 
 
 def _compile_all(launches: list[_Launch]) -> None:

@@ -76,8 +76,8 @@ class StepGraphs:
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """The captured step, or a wider one while a key is new: then its own is captured when it has been met often,
-        with pauses between captures, so that nobody waits long. A key that no other serves is captured now: that takes
-        as long as an uncaptured step. None is captured if there is no memory for it, or have been too many."""
+        with pauses between such captures, so that nobody waits long. A key that no other serves is captured now: that
+        takes as long as an uncaptured step. None is captured if there is no memory for it, or have been too many."""
         if key in self._captured:
             return self._captured[key]
         self._missed[key] += 1
@@ -91,7 +91,7 @@ class StepGraphs:
                 return self._captured[wider]
         if key in self._refused:
             return Uncaptured.NO_MEMORY
-        return Uncaptured.TOO_MANY_CAPTURES if is_full else self._try(key)
+        return Uncaptured.TOO_MANY_CAPTURES if is_full else self._try(key, pauses=wider is not None)
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
         """The step as it is captured, uncaptured."""
@@ -141,8 +141,9 @@ class StepGraphs:
                     *self.keys.prompts()):
             self.run_empty(key)
 
-    def _try(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
-        """If memory does not suffice, such steps stay uncaptured."""
+    def _try(self, key: GraphKey, *, pauses: bool) -> WholeCapture | SplitCapture | Uncaptured:
+        """If memory does not suffice, such steps stay uncaptured. `pauses`: a wider graph could have served, so that
+        others like it may wait for theirs."""
         start = time.perf_counter()
         for _ in range(2):
             try:
@@ -151,7 +152,8 @@ class StepGraphs:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
             else:
                 now = time.perf_counter()
-                self._next_capture = now + PAUSE * (now - start)
+                if pauses:
+                    self._next_capture = now + PAUSE * (now - start)
                 log.debug("captured %s in %.1f ms", key, (now - start) * 1e3)
                 return captured
         log.warning("no memory to capture steps of %s: they run uncaptured", key)
