@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
-                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker)
+                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker,
+                      on_serving=lambda: tell("ready"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     with listener(config) as own:
         address = "http://{}:{}".format(*own.getsockname()[:2])
-        print(f"outrider: {names[0]} at {address} (it answers 503 until the model is loaded)", file=sys.stderr)
+        tell(f"{names[0]} at {address} (it answers 503 until the model is loaded)")
         # uvicorn raises the signals that it caught once more when it has stopped: by then all is done.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
@@ -74,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
                 tracing.close()
     if isinstance(host.state, Failed):
         raise host.state.error
+    tell("stopped")
     return 0
+
+
+def tell(text: str) -> None:
+    print(f"outrider: {text}", file=sys.stderr, flush=True)
 
 
 def kill_worker(llm: AsyncLLM) -> None:

@@ -46,12 +46,13 @@ class EngineHost:
     """Belongs to one event loop. `start` builds an engine and may take minutes; it runs in a thread."""
 
     def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
-                 on_failed: Callable[[], None] = lambda: None,
+                 on_failed: Callable[[], None] = lambda: None, on_serving: Callable[[], None] = lambda: None,
                  end_stalled: Callable[[AsyncLLM], None] = lambda llm: None) -> None:
         """`end_stalled`: makes an engine fail that has been stalled for twice the timeout."""
         self.state: State = Loading()
         self.num_restarts = 0
         self.on_failed = on_failed
+        self._on_serving = on_serving
         self._start = start
         self._end_stalled = end_stalled
         self._stall_timeout = stall_timeout
@@ -156,8 +157,11 @@ class EngineHost:
 
     def _move(self, state: State) -> None:
         self.state = state
-        if isinstance(state, Failed):
-            self.on_failed()
+        match state:
+            case Failed():
+                self.on_failed()
+            case Serving():
+                self._on_serving()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
