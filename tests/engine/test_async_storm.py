@@ -74,11 +74,11 @@ class Storm:
         rig.runner._before_step = sometimes_fails
         forward = rig.step.forward
 
-        def fails_on_token(view: Any, recurrent: Any = None) -> Any:
+        def fails_on_token(view: Any, *others: Any) -> Any:
             if bool((view.token_ids == CURSED).any()):
                 self.counts["failed steps"] += 1
                 raise IndexError("no such token")
-            return forward(view, recurrent)
+            return forward(view, *others)
 
         rig.step.forward = fails_on_token  # type: ignore[method-assign]
 

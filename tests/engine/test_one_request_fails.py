@@ -57,10 +57,10 @@ def test_one_of_four_makes_every_step_fail(rig: Rig, monkeypatch: pytest.MonkeyP
     expected = tokens_of(rig.run(asks))
     forward = rig.step.forward
 
-    def fails(view: Any, recurrent: Any = None) -> Any:
+    def fails(view: Any, *others: Any) -> Any:
         if bool((view.token_ids == CURSED).any()):
             raise IndexError("no such row")
-        return forward(view, recurrent)
+        return forward(view, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.step, "forward", fails)

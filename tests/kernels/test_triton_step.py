@@ -289,7 +289,8 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
         with using(kind):
             for propose in (0, 3):
                 plan: Any = SimpleNamespace(propose=propose, any_sampled=False)
-                DeviceStep.draft(step, drafter, made, None, committed, plan)  # type: ignore[arg-type]
+                hidden: Any = SimpleNamespace(rows=None)  # of all token rows
+                DeviceStep.draft(step, drafter, made, hidden, committed, plan)
         assert torch.equal(own.drafts[0], state.drafts[0]) or kind == "reference", "the null row keeps what it has"
         own.drafts[0] = 0
         found.append((own.drafts, own.num_drafts, counts))
