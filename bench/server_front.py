@@ -32,6 +32,8 @@ from outrider.server.settings import ServerConfig
 class FakeEngine:
     """Every step adds one token to every request."""
 
+    is_forked = False
+
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.limits = SimpleNamespace(max_requests=1024, max_len=1 << 20, vocab_size=1000)
@@ -46,6 +48,8 @@ class FakeEngine:
     has_requests = has_work
 
     def check(self, *args: Any, **options: Any) -> None: ...
+
+    def check_running(self) -> None: ...
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> None:
         self._live[request_id] = [SampleKey(request_id, 0, 0, RequestMetrics()), params.max_tokens]
