@@ -1,4 +1,4 @@
-"""What a step costs on the CPU: the linear products by number of token rows, attention by context, a whole lean step.
+"""Costs of a step on the CPU: the linear products by number of token rows, attention by context, a whole lean step.
 
 SmolLM2-135M's shapes with random weights; nothing is loaded or generated. Every figure is the best and the median of
 interleaved repeats, because other work on the machine only ever adds time, and the best processor time of the calling
@@ -122,7 +122,7 @@ def make_cache(context: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gathered_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """What the library can do for one request: gather its pages, then scaled_dot_product_attention."""
+    """Attention of one request by the library: gather its pages, then scaled_dot_product_attention."""
     k, v = (cache[table[0].long()].reshape(-1, KV_HEADS, DIM)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
     tokens = q.shape[0]
     mask = None if tokens == 1 else torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)

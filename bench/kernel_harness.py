@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: shapes, cold inputs, timing in captured graphs, errors, and the report.
+"""Parts that the kernel benchmarks share: shapes, cold inputs, timing in captured graphs, errors, and the report.
 
 It knows the card's read bandwidth and the shapes of two models; nothing of any kernel.
 """

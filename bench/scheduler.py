@@ -1,4 +1,4 @@
-"""What the host pays per step: microseconds of schedule() and update(), by running requests and context length.
+"""The host's costs of a step: microseconds of schedule() and update(), by running requests and context length.
 
 Decode steps with two in flight, on a runner that answers without computing; building its answer is not timed. Times
 are CPU time of the thread, the mean of the quietest of several windows of steps (each longer than a page), with

@@ -1,4 +1,4 @@
-"""What the fronts LLM and AsyncLLM share: how they are made from arguments, and what vLLM's fronts have beyond them."""
+"""Front, the base of LLM and AsyncLLM: how they are made from arguments, and answers for names that only vLLM has."""
 
 from __future__ import annotations
 

@@ -236,5 +236,5 @@ def _too_much(what: str) -> ChatTemplateError:
 
 
 def _told(error: Exception) -> str:
-    """What was raised on purpose speaks for itself; anything else is named."""
+    """The message of an error. An error that a template raised on purpose is not named by its type."""
     return str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"

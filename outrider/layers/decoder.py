@@ -49,7 +49,7 @@ class PreNormLayer(DecoderLayer):
         return self.mlp(x), residual
 
     def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of prompts only the last token's MLP is computed."""
+        """The layer with its MLP computed for `rows` alone: a prompt's last layer is needed for logit rows only."""
         delta, residual, angles, attend = args
         x, residual = self.input_norm.add_norm(delta, residual)
         mixed = self.mixer.for_rows(x, angles, attend, rows)

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What steps take beside weights and pages, as `runner.graphs.warm_up` measured and estimated it."""
+    """Memory that steps take beside weights and pages, as `runner.graphs.warm_up` measured and estimated it."""
 
     activation_bytes: int = 0  # of the largest step
     state_bytes: int = 0  # of rows, but for recurrent layers

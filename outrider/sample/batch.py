@@ -1,4 +1,4 @@
-"""What the sampler is told of a step: its logit rows, and the history that each of them follows.
+"""The sampler's view of a step: its logit rows, and the history that each of them follows.
 
 Views of device state, valid for one step. Logit row l chooses the token at `position[l]` of its request, after
 the known tokens and the first `draft_index[l]` drafts.

@@ -39,7 +39,7 @@ class LogprobRows:
 
 
 def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> LogprobRows:
-    """Of logits [L, V] and the tokens [L] that follow; `num` most likely ones beside, -1 for all.
+    """Log-probabilities of the tokens [L] that follow logits [L, V], and of the `num` likeliest tokens, -1 for all.
 
     Takes scratch of the logits' size: callers with many logit rows come in chunks."""
     logprobs = torch.log_softmax(logits, dim=1)

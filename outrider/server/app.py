@@ -118,7 +118,7 @@ def _text_routes(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What clients that tokenize through the server ask first."""
+        """Special tokens and chat template, which clients that tokenize through the server ask for first."""
         tokenizer = service.tokenizer
         ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
         names = {name: None if i is None else tokenizer.id_to_token(i) for name, i in ids.items()}

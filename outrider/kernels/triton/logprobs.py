@@ -163,7 +163,7 @@ def _next_of(logit, token, is_in, last, last_token):
 
 @triton.jit
 def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.constexpr, PROCESSED: tl.constexpr):
-    """The same over a whole logit row."""
+    """The likeliest token of a whole logit row after (last, last_token), as (logit, token); ties by id."""
     best = tl.full([], float("-inf"), dtype=tl.float32)
     best_token = tl.full([], 2147483647, dtype=tl.int32)
     for first in range(0, vocab, SIZE):

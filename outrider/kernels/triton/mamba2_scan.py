@@ -105,8 +105,8 @@ def _add_kernel(
     CONV_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk adds to a state that was zero, and how much it keeps of one that was not. SPLITS programs share the
-    rows of a head; BLOCK tokens are added at once."""
+    """Computes the sum that a chunk adds to a state, and the factor by which the chunk scales the state before it.
+    SPLITS programs share the rows of a head; BLOCK tokens are added at once."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     head, number = tl.program_id(0) // SPLITS, tl.program_id(1)

@@ -126,7 +126,7 @@ def scan(
 
 @triton.jit
 def scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
-    """The same of the logits as they are, read in order."""
+    """The best (logit, token) of tiles [first, last), without noise; tokens are read in order."""
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     best_token = tl.full([SIZE], NO_ID, dtype=tl.int32)
     for tile in range(first, last):
@@ -173,7 +173,7 @@ def shift_of(span_greatest, num_spans, SPANS: tl.constexpr):
 
 @triton.jit
 def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
-    """Where a logit row is read: the edited copy, if its row asks for edits."""
+    """Address from which a logit row is read: the edited copy, if its row asks for edits."""
     return tl.where((flag & _EDITED) != 0, edited + at * edited_stride, logits + at * logit_stride)
 
 

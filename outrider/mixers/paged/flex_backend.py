@@ -310,9 +310,9 @@ def _compiled() -> Any:
 
 def _uncompiled(*args: Any, **options: Any) -> Any:
     """Attention as plain torch operations. Without its switch torch traces every call anew."""
-    traces = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    before = getattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)  # older torch has none, and is slower here
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         return flex_attention(*args, **options)
     finally:
-        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = traces
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before

@@ -134,8 +134,8 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """What `capture_ladder` will capture, and steps with prompts, of which only the capture is then left for when
-        they are met."""
+        """Run every step that `capture_ladder` will capture, and steps with prompts, so that a step with prompts has
+        only to be captured when it is first met."""
         own = takes_checkpoints
         for key in (*self.keys.with_parameters(takes_checkpoints=own), *self.keys.decoding(takes_checkpoints=own),
                     *self.keys.prompts()):
@@ -176,8 +176,8 @@ class StepGraphs:
         return captured
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:
-        """What `torch.cuda.graph` does, without its collection of garbage, which takes longer than a capture. None may
-        be collected on the way either: what dies could be a graph or an event."""
+        """Capture a run, as `torch.cuda.graph` does, but without its garbage collection, which takes longer than a
+        capture. Collection is off meanwhile, because an object that is collected could be a graph or an event."""
         self._stream.wait_stream(torch.cuda.current_stream())
         was_enabled = gc.isenabled()
         gc.disable()

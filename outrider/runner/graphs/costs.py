@@ -84,8 +84,8 @@ def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, reque
 
 
 def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
-    """What a token of context costs a step that attends to it, and a request's recurrent states, by the pool's own
-    speed. On a GPU only: elsewhere a step's tokens cost far more."""
+    """Seconds that a step takes for each token of context that it attends to, and for the recurrent states of a
+    request, from the speed of reading the pool. Measured on a GPU only: elsewhere a step's tokens cost far more."""
     data = step.pool.data
     if data.device.type != "cuda":
         return (), 0.0

@@ -118,7 +118,7 @@ class CudaRunner:
         return num_captured
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """What goes wrong while a step is queued ends that step, in its turn, and not the engine."""
+        """Queue a step. An error on the way ends that step, in its turn, and not the engine."""
         try:
             with self._generations.running(batch):
                 return self._queue(batch)

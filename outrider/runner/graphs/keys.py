@@ -138,7 +138,7 @@ class GraphKeys:
         return StepPlan(needs, StepExtras(), True, key.propose, checkpoints)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """What a server meets, largest first so that their memory is shared."""
+        """Keys of the decoding steps that a server meets, largest first so that their memory is shared."""
         max_drafts = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if takes_checkpoints else (False,):
@@ -179,7 +179,7 @@ class GraphKeys:
                         has_prompts=True)  # fmt: skip
 
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """What is captured at start-up, in order. The largest step with prompts is the first: its memory serves all."""
+        """Keys captured at start-up, in order. The largest step with prompts comes first: its memory serves all."""
         largest = self.largest_with_prompts()
         if largest is not None:
             yield largest

@@ -29,7 +29,7 @@ CALLS = 4  # of a kernel between two looks at the clock
 @torch.inference_mode()
 def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
                          takes_checkpoints: bool) -> MixedStepCosts:
-    """Of steps up to the first one that takes more than `max_seconds`."""
+    """Costs of steps with prompts, up to the first size that takes more than `max_seconds`."""
     sizes: list[int] = []
     seconds: list[float] = []
     for size in mixed_sizes(GraphSizes.from_limits(limits)):

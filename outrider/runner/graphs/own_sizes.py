@@ -43,7 +43,7 @@ class OwnSizes:
 
 
 def measure_own_sizes(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> OwnSizes:
-    """By a replay of the largest step with prompts, and by the launches of a small one."""
+    """Times a replay of the largest step with prompts, and the launches of a small one."""
     captured = graphs.get(largest)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -90,7 +90,8 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
 
 
 def _count_nothing(step: DeviceStep, limits: Limits) -> None:
-    """What moves the token counts of penalties, for runs of both lengths: the counts are not there yet."""
+    """Launch the kernel that moves the token counts of penalties, for runs of both lengths, over counts made for this:
+    the real ones are allocated when a request first needs them."""
     device = step.state.device
     counts = torch.zeros(1, limits.vocab_size, dtype=torch.int32, device=device)
     for width in {1, 1 + limits.max_drafts}:

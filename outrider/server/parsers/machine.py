@@ -166,7 +166,7 @@ class OutputParser:
 
 
 def _find(text: str, markers: Sequence[str], is_last: bool) -> tuple[int, str | None]:
-    """Where the first marker is, and which; without one, how much of the text cannot be part of one."""
+    """(place, marker) of the first marker in the text; without one, the length that cannot be part of one, and None."""
     longest = max(map(len, markers), default=0)
     found = re.search("|".join(map(re.escape, sorted(markers, key=len, reverse=True))), text) if markers else None
     place = found.start() if found else len(text)
