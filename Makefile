@@ -5,6 +5,9 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Tests and mutants start dozens of processes that import the package: without its bytecode each compiles it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup test test-long test-browser lint types mutants demo bench clean
 .DEFAULT_GOAL := help
 
@@ -29,10 +32,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long" tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" tests
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=long tests
 
 test-browser: $(READY)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \

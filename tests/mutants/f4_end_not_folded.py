@@ -9,7 +9,10 @@ from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 NAME = "f4: the end is not folded"
-TESTS = ["tests/engine/test_f4_states.py", "-k", "fold"]
+TESTS = [
+    "tests/engine/test_f4_states.py::test_f4_a_fold_stops_at_its_boundary",
+    "tests/engine/test_f4_states.py::test_f4_a_row_that_ended_is_not_touched_and_can_still_be_folded",
+]
 
 
 def apply() -> None:

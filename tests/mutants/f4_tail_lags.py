@@ -8,7 +8,13 @@ from outrider.mixers.recurrent.base import Gates
 from outrider.mixers.recurrent.torch_backend import TorchStep, Walk
 
 NAME = "f4: the conv tail is not folded"
-TESTS = ["tests/engine/test_f4_states.py", "-k", "accepted_count or padded or ended or reused or skip"]
+TESTS = [
+    "tests/engine/test_f4_states.py::test_f4_padded_and_dead_tokens_beside_all_kinds_of_requests",
+    "tests/engine/test_f4_states.py::test_f4_a_reused_row_never_sees_its_former_owner",
+    "tests/engine/test_f4_states.py::test_f4_a_row_that_ended_is_not_touched_and_can_still_be_folded",
+    "tests/engine/test_f4_states.py::test_f4_rows_that_skip_steps_keep_what_waits",
+    "tests/engine/test_f4_states.py::test_f4_every_accepted_count_around_a_boundary",
+]
 
 
 def apply() -> None:

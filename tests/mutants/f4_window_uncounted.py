@@ -8,7 +8,7 @@ from outrider.cache.kinds import RecurrentKind, RowCapacity
 from outrider.core import Limits
 
 NAME = "f4: capacity without the window"
-TESTS = ["tests/engine/test_f4_states.py", "-k", "buffers"]
+TESTS = ["tests/engine/test_f4_states.py::test_f4_buffers_are_what_capacity_says_for_every_k"]
 
 
 def apply() -> None:

@@ -11,7 +11,7 @@ from outrider.runner.generations import Generations
 from outrider.runner.rows import RowState
 
 NAME = "later steps run after a failed one"
-TESTS = ["tests/engine/test_one_request_fails.py", "-k", "cached_prefix"]
+TESTS = ["tests/engine/test_one_request_fails.py::test_a_failed_admission_spoils_no_cached_prefix"]
 
 
 def apply() -> None:

@@ -6,7 +6,9 @@ from outrider.core import Settled
 from outrider.sched.scheduler import Scheduler
 
 NAME = "failed steps are not forgotten"
-TESTS = ["tests/engine/test_faults.py", "-k", "llama-2 and not many"]
+TESTS = [
+    "tests/engine/test_faults.py::test_every_request_but_the_culprit_gives_the_references_tokens[llama-2]",
+]
 
 
 def apply() -> None:

@@ -11,13 +11,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1  # pytest's exit codes; a collection or usage error is neither
-TIMEOUT = 300.0
+TIMEOUT = 900.0
 PARALLEL = 2
 
 
@@ -57,26 +59,34 @@ def read(path: Path) -> Mutant:
     return Mutant(path, name, tuple(str(t) for t in tests))
 
 
-def run_pytest(tests: tuple[str, ...], mutant: Path | None) -> tuple[int | None, str]:
-    """pytest's exit code (None: it ran too long) and its output."""
+class Run(NamedTuple):
+    """pytest's exit code (None: it ran too long), its output and how long it took."""
+
+    code: int | None
+    output: str
+    seconds: float
+
+
+def run_pytest(tests: tuple[str, ...], mutant: Path | None) -> Run:
+    """The first failure ends it: one is enough to know."""
+    start = time.monotonic()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OUTRIDER_MUTANT", "PYTEST_"))}
     if mutant is not None:
         env["OUTRIDER_MUTANT"] = str(mutant)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return None, f"no end after {TIMEOUT:.0f} s"
-    return done.returncode, done.stdout + done.stderr
+        return Run(None, f"no end after {TIMEOUT:.0f} s", TIMEOUT)
+    return Run(done.returncode, done.stdout + done.stderr, time.monotonic() - start)
 
 
-def judge(mutant: Mutant, baseline: tuple[int | None, str]) -> Verdict:
-    start = time.monotonic()
-    code, output = baseline
-    if code != PASSED:
-        return Verdict(mutant, False, f"its tests do not pass without it (pytest gave {code})", 0.0, output)
-    code, output = run_pytest(mutant.tests, mutant.path)
-    seconds = time.monotonic() - start
+def judge(mutant: Mutant, without: Run, broken: Run) -> Verdict:
+    """From runs of its tests without it and with it."""
+    code, output, seconds = broken
+    if without.code != PASSED:
+        why = f"its tests do not pass without it (pytest gave {without.code})"
+        return Verdict(mutant, False, why, seconds, without.output)
     if code == FAILED:
         return Verdict(mutant, True, summary(output), seconds)
     if code == PASSED:
@@ -92,15 +102,26 @@ def summary(output: str) -> str:
     return lines[-1].strip("= ") if lines else "failed"
 
 
+def merged(selections: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """By selection: the tests to run in its place without a mutant. Selections without options share one run, because
+    to start a process and to import torch takes longer than most of the tests."""
+    selections = list(selections)
+    plain = [tests for tests in selections if not any(test.startswith("-") for test in tests)]
+    together = tuple(sorted({test for tests in plain for test in tests}))
+    return {tests: together if tests in plain else tests for tests in selections}
+
+
 def main(folder: Path) -> int:
     mutants = find(folder)
     if not mutants:
         print(f"no mutants in {folder}")
         return 1
     with ThreadPoolExecutor(PARALLEL) as pool:
-        selections = sorted({m.tests for m in mutants})
-        baselines = dict(zip(selections, pool.map(lambda tests: run_pytest(tests, None), selections), strict=True))
-        verdicts = list(pool.map(lambda m: judge(m, baselines[m.tests]), mutants))
+        in_its_place = merged(mutant.tests for mutant in mutants)
+        without = {tests: pool.submit(run_pytest, tests, None) for tests in sorted(set(in_its_place.values()))}
+        broken = [pool.submit(run_pytest, mutant.tests, mutant.path) for mutant in mutants]
+        verdicts = [judge(mutant, without[in_its_place[mutant.tests]].result(), run.result())
+                    for mutant, run in zip(mutants, broken, strict=True)]
     width = max(len(m.name) for m in mutants)
     for v in verdicts:
         print(f"{'killed' if v.killed else 'FAILED':8}{v.mutant.name:{width}}  {v.seconds:6.1f} s  {v.why}")

@@ -38,6 +38,14 @@ class TestRunner:
         code, out = _run(tmp_path, idle="pass", broken="raise RuntimeError('no such rule')")
         assert code == 1 and "survived" in out and "could not run" in out and "0 of 2" in out, out
 
+    def test_a_mutant_whose_tests_fail_without_it_proves_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
+        (tmp_path / "mutants").mkdir()
+        body = f"NAME = 'red'\nTESTS = ['{tmp_path / 'test_red.py'}']\n\n\ndef apply():\n    pass\n"
+        (tmp_path / "mutants" / "red.py").write_text(body)
+        code, out = _run(tmp_path / "mutants")
+        assert code == 1 and "do not pass without it" in out and "0 of 1" in out, out
+
     def test_no_mutants_is_a_failure(self, tmp_path: Path) -> None:
         code, out = _run(tmp_path)
         assert code == 1 and "no mutants" in out
