@@ -27,7 +27,7 @@ def with_llm(body: Callable[[AsyncLLM, Rig], Awaitable[None]], **settings: Any) 
     async def main() -> None:
         rig = Rig(tiny_model("llama", torch.float32), tokenizer=byte_tokenizer(), **(SETTINGS | settings))
         async with AsyncLLM.around(rig.engine) as llm:
-            await asyncio.wait_for(body(llm, rig), timeout=60)
+            await asyncio.wait_for(body(llm, rig), timeout=300)
         assert not llm.is_running
 
     asyncio.run(main())

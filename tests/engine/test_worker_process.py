@@ -128,7 +128,7 @@ def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
                     _ = [output async for output in stream]
             assert not llm.is_running
 
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
+    asyncio.run(asyncio.wait_for(main(), timeout=300))
 
 
 PARENT = """
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     config = EngineConfig(sys.argv[1], device="cpu", max_model_len=64, num_pages=64)
     engine = start_engine(config, in_process=True)
     print(engine.runner._process.pid, "torch" in sys.modules, flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -151,7 +151,7 @@ def test_the_process_ends_with_its_parent_which_never_imports_torch(tmp_path: Pa
         pid, has_torch = parent.stdout.readline().split()
         parent.kill()
     assert has_torch == "False"
-    until = time.monotonic() + 20
+    until = time.monotonic() + 200
     while time.monotonic() < until and _is_alive(int(pid)):
         time.sleep(0.05)
     assert not _is_alive(int(pid))

@@ -28,6 +28,7 @@ TEMPLATE = ("{% if tools %}({{ tools | length }} tools){% endif %}"
             "{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 MODEL = "tiny"
+PATIENCE = 300.0  # seconds: what takes longer never comes, however busy the machine is
 
 
 def chat_tokenizer() -> Tokenizer:
@@ -51,12 +52,12 @@ class Served:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "waited in vain"
@@ -74,7 +75,7 @@ class Served:
         return self.host.llm
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE, **options)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

@@ -132,7 +132,7 @@ def test_a_reader_that_does_not_read_blocks_nobody(served: Served) -> None:
     with served.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "logprobs": 5}):
         began = time.monotonic()
         assert served.post("/v1/completions", prompt="y", max_tokens=4).status_code == 200
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
     served.assert_idle()
 
 

@@ -17,6 +17,7 @@ import pytest
 from outrider.cli import build_parser, main
 from outrider.commands.serve import apply_file, server_config
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
+from tests.server.rig import PATIENCE
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-pages", "64", "--max-model-len", "96", "--max-num-seqs", "2"]
 
@@ -38,11 +39,16 @@ def started(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
     return process, found[1]
 
 
+def is_healthy(url: str) -> bool:
+    return httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
+
+
 def wait_healthy(process: subprocess.Popen[str], url: str) -> None:
-    for _ in range(1200):
-        if process.poll() is None and httpx.get(f"{url}/health").status_code == 200:
-            return
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         assert process.poll() is None
+        if is_healthy(url):
+            return
         time.sleep(0.05)
     raise AssertionError("not healthy in time")
 
@@ -51,22 +57,22 @@ def test_it_serves_replaces_a_worker_that_hangs_and_drains_on_sigterm(folder: Pa
     process, url = started(folder, "--stall-timeout", "4")
     key = {"Authorization": "Bearer k"}
     try:
-        assert httpx.get(f"{url}/health").status_code in (503, 200)  # it listens while it loads
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code in (503, 200)  # it listens while it loads
         wait_healthy(process, url)
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "tiny-bytes"
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers=key, timeout=PATIENCE).json()["data"][0]["id"] == "tiny-bytes"
         hang_worker(process, url, key)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the worker has a process of its own"
         body = {"prompt": "hello", "max_tokens": 80, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=60) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             text = next(lines)
             process.send_signal(signal.SIGTERM)
             text += "".join(lines)
         assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]"), "the stream was cut off"
-        assert process.wait(30) == 0
-        assert not psutil.wait_procs(children, timeout=10)[1]
+        assert process.wait(PATIENCE) == 0
+        assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
     finally:
         process.kill()
 
@@ -75,13 +81,15 @@ def hang_worker(process: subprocess.Popen[str], url: str, key: dict[str, str]) -
     """Returns when requests are served again."""
     worker = next(c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline()))
     worker.suspend()  # it hangs; the server must find out and end it
-    for _ in range(600):
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=key, timeout=60)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=key, timeout=PATIENCE)
         assert answer.status_code in (200, 503) and "/" not in answer.json().get("error", {}).get("message", "")
         if answer.status_code == 200:
             break
         time.sleep(0.1)
-    assert re.search(r"vllm:engine_restarts_total\{.*\} [1-9]\n", httpx.get(f"{url}/metrics", headers=key).text)
+    metrics = httpx.get(f"{url}/metrics", headers=key, timeout=PATIENCE).text
+    assert re.search(r"vllm:engine_restarts_total\{.*\} [1-9]\n", metrics)
 
 
 def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,7 +71,7 @@ def test_health_version_and_the_page(served: Served) -> None:
 
 def test_health_fails_while_steps_have_stopped(served: Served) -> None:
     inner, may_go_on = served.llm.engine.step, threading.Event()
-    served.llm.engine.step = lambda: (may_go_on.wait(60), inner())[1]  # type: ignore[method-assign]
+    served.llm.engine.step = lambda: (may_go_on.wait(), inner())[1]  # type: ignore[method-assign]
     answers: list[int] = []
     client = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", prompt="x").status_code))
     client.start()
@@ -106,8 +105,10 @@ def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
 
 
 def test_it_answers_while_the_model_loads() -> None:
+    may_load = threading.Event()
+
     def start() -> AsyncLLM:
-        time.sleep(1)
+        may_load.wait()
         return AsyncLLM.around(tiny_engine().engine)
 
     served = Served(start, ServerConfig())
@@ -117,6 +118,8 @@ def test_it_answers_while_the_model_loads() -> None:
         assert served.http.get("/health").status_code == 503 and served.http.get("/v1/models").status_code == 200
         answer = served.post("/v1/completions", prompt="x")
         assert answer.status_code == 503 and answer.headers["retry-after"] and "loading" in answer.text
+        may_load.set()
         served.wait_for(lambda: served.http.get("/ready").status_code == 200)
     finally:
+        may_load.set()
         served.close()

@@ -17,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.rig import serving
+from tests.server.rig import PATIENCE, serving
 from tests.server.storm import Storm
-from tests.server.test_serve import folder, started, wait_healthy
+from tests.server.test_serve import folder, is_healthy, started, wait_healthy
 
 __all__ = ["folder"]  # a fixture
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def test_a_worker_that_dies_and_a_server_that_is_told_to_end(folder: Path, num_r
         assert not storm.statuses.keys() - {200, 429, 503} and storm.statuses[200] > num_requests // 5, storm.statuses
         assert number(url, "engine_restarts_total") == len(deaths)
         asyncio.run(ended_in_the_middle(process, url))
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
 
@@ -76,7 +76,7 @@ async def ended_in_the_middle(process: subprocess.Popen[str], url: str) -> None:
     """Whoever was admitted when the server was told to end gets a whole answer."""
     storm = Storm(url, seed=3, max_len=96, key="k")
     clients = [asyncio.ensure_future(storm.patient(max_tokens=60, n=1)) for _ in range(40)]
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer k"}, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer k"}, timeout=PATIENCE) as http:
         while (await http.get("/load")).json()["server_load"] + storm.ends["stream"] < 40:
             await asyncio.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -89,17 +89,18 @@ def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 
 def number(url: str, name: str) -> float:
-    text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer k"}, timeout=60).text
+    text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer k"}, timeout=PATIENCE).text
     found = re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
     return -1.0 if found is None else float(found[1])
 
 
 def wait_idle(process: subprocess.Popen[str], url: str) -> None:
     """Loaded, with no sample and no page in use."""
-    for _ in range(1200):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         assert process.poll() is None
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        if [number(url, name) for name in names] == [0.0, 0.0, 0.0] and httpx.get(f"{url}/health").status_code == 200:
+        if [number(url, name) for name in names] == [0.0, 0.0, 0.0] and is_healthy(url):
             return
         time.sleep(0.05)
     raise AssertionError("not idle in time")

@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 2) 
 def test_flags_are_refused_before_torch_is_imported(flags: list[str]) -> None:
     given = ["generate", "x", "--prompt", "a", *flags]
     program = f"import sys\nfrom outrider.cli import main\ncode = main({given})\nprint(code, 'torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ran.stdout.split() == ["2", "False"] and "outrider: error:" in ran.stderr
 
 
