@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from outrider.core.params import SamplingParams
+from tests.covering import grid
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.models import oracle
 
@@ -52,7 +53,9 @@ class Cell(NamedTuple):
         return "-".join([f"chunk{self.chunk}", *names])
 
 
-CELLS = [Cell(*values) for values in itertools.product(CHUNKS, *[(False, True)] * 5)]
+# Every three of the conditions meet in a quick cell.
+CELLS = grid(list(itertools.product(CONFIGS, CHUNKS, *[(False, True)] * 5)), strength=3,
+             arguments=lambda family, *values: (family, Cell(*values)))
 
 
 @functools.cache
@@ -70,8 +73,7 @@ def test_the_reference_is_the_models_own_choice(family: str) -> None:
     assert 4 < len(expected(family)[2][0]) < LENGTH, "the loud request should stop early, but not before min_tokens"
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "cell"), CELLS)
 def test_tokens_are_a_function_of_the_request(family: str, cell: Cell) -> None:
     with Rig(tiny_model(family), **cell.settings) as rig:
         preempt = rig.preempt if cell.preempted else None

@@ -22,6 +22,7 @@ from outrider.models.sources.base import WeightError
 from outrider.spec.base import DraftBuild, Drafts, Step
 from outrider.spec.gemma_assistant import AssistantDrafter
 from outrider.spec.registry import make_drafter
+from tests.covering import grid
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
@@ -255,7 +256,9 @@ class Cell(NamedTuple):
         return "-".join([f"chunk{self.chunk}", *[name for name in self._fields[1:] if getattr(self, name)]])
 
 
-CELLS = [Cell(*values) for values in itertools.product((6, 19, 80), *[(False, True)] * 4)]
+# Every three of the conditions meet in a quick cell.
+CELLS = grid(list(itertools.product((6, 19, 80), *[(False, True)] * 4)), strength=3,
+             arguments=lambda *values: (Cell(*values),))
 
 
 def two_waves() -> tuple[list[Ask], list[Ask]]:
@@ -281,7 +284,7 @@ def plain_tokens() -> list[list[list[int]]]:
         return tokens_of(rig.run_one_by_one([ask for asks in WAVES for ask in asks]))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
 def test_tokens_are_a_function_of_the_request(cell: Cell) -> None:
     drafts_lost: list[int] = []
     with trained_rig(**cell.settings) as rig:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.params import SamplingParams
+from tests.covering import grid
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models import oracle
 from tests.spec.hybrid_rig import DRAFTERS, FAMILIES, VOCAB, HybridRig, Script, drafter_of, hybrid_of
@@ -106,15 +107,8 @@ def test_the_reference_is_the_models_own_choice(family: str) -> None:
     assert all(len(set(texts[i])) > 4 for i in (0, 1, 3)), "constant text would hide mistakes"
 
 
-def is_quick(family: str, drafter: str, name: str) -> bool:
-    """One family in full, and the others with their modules and in the hardest cell."""
-    return family == "nemotron_h" or drafter == "mtp" or name == "tiny pool, overlap, padded"
-
-
-ALL = [
-    pytest.param(*values, id="-".join(values), marks=() if is_quick(*values) else pytest.mark.long)
-    for values in product(FAMILIES, DRAFTERS, CELLS)
-]
+# Every two of family, drafter and cell meet in a quick test.
+ALL = grid(list(product(FAMILIES, DRAFTERS, CELLS)), strength=2)
 
 
 @pytest.mark.parametrize(("family", "drafter", "name"), ALL)
@@ -226,7 +220,7 @@ def run_lives(count: int) -> None:
 
 
 def test_any_engine() -> None:
-    run_lives(100)
+    run_lives(60)
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.kernels import ops
+from tests.covering import grid
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models.paged import PagedModel, Piece
 from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB, drafter_of, latent_of
@@ -91,16 +92,10 @@ def test_the_reference_is_the_models_own_choice(family: str) -> None:
     assert all(len(set(texts[i])) > 4 for i in (0, 1, 3)), "constant text would hide mistakes"
 
 
-def is_quick(family: str, drafter: str, name: str) -> bool:
-    """V3.2 in full, the others with their modules."""
-    return family == "deepseek_v32" or (drafter == "mtp" and name in ("chunks", "overlap, padded"))
-
-
-ALL = [
-    pytest.param(*values, id="-".join(values), marks=() if is_quick(*values) else pytest.mark.long)
-    for values in product(FAMILIES, DRAFTERS, CELLS)
-    if values[::2] != ("glm_moe_dsa", "tiny pool")  # its groups, and with them the pool, change with the drafter
-]
+# Its groups, and with them the pool, change with the drafter.
+NOT_THERE = ("glm_moe_dsa", "tiny pool")
+# Every two of family, drafter and cell meet in a quick test.
+ALL = grid([values for values in product(FAMILIES, DRAFTERS, CELLS) if values[::2] != NOT_THERE], strength=2)
 
 
 @pytest.mark.parametrize(("family", "drafter", "name"), ALL)

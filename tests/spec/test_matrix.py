@@ -8,6 +8,7 @@ the model's length. Every cell asserts that its condition occurred.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from outrider.spec.combined import CombinedDrafter
 from outrider.spec.draft_model import DraftModelNetwork
 from outrider.spec.ngram import NgramDrafter
 from outrider.spec.scripted import ScriptedDrafter
+from tests.covering import grid, num_examples
 from tests.engine.harness import Ask, Rig, prompt_of, tiny_model, tokens_of
 
 FAMILIES = ("llama", "gemma3")
+DRAFTERS = ("ngram", "suffix", "draft_model", "ngram+draft_model")
 K = 3
 # A period in the prompt gives lookups something to find; lengths lie around page boundaries.
 PROMPTS = [prompt_of(1, 7) * 3, prompt_of(2, 15), prompt_of(3, 16) * 2, prompt_of(4, 5) * 8]
@@ -68,10 +71,11 @@ def drafter_of(name: str, family: str) -> Drafter | None:
     return None
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "ngram+draft_model"])
-@pytest.mark.parametrize("family", FAMILIES)
+# Every two of these meet in a quick cell.
+ALL = grid(list(product(FAMILIES, DRAFTERS, PARAMS, CONDITIONS)), strength=2)
+
+
+@pytest.mark.parametrize(("family", "name", "kind", "condition"), ALL)
 def test_tokens_do_not_depend_on_the_drafter(family: str, name: str, kind: str, condition: str) -> None:
     config = {"method": "suffix" if name == "suffix" else "ngram", "num_speculative_tokens": K, "auto": False}
     options = {"num_pages": 160, **CONDITIONS[condition]}
@@ -115,7 +119,7 @@ def expected_alone() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("preempts", [False, True])
-@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "ngram+draft_model"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_parameter_with_every_drafter(name: str, preempts: bool) -> None:
     config = {"method": "suffix" if name == "suffix" else "ngram", "num_speculative_tokens": K, "auto": False}
     with Rig(tiny_model("llama"), drafter=drafter_of(name, "llama"), speculative_config=config, num_pages=160) as rig:
@@ -135,7 +139,7 @@ def script_of(family: str, kind: str, errors: frozenset[int], max_tokens: int) -
     return script
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(20))
 @given(
     errors=st.frozensets(st.integers(0, 59), max_size=30), k=st.integers(1, 5),
     offered=st.lists(st.integers(0, 5), min_size=1, max_size=7), budget=st.sampled_from([8, 11, 64]),
