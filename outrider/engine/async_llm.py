@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Any, cast
+from typing import Any, Never, cast
 
 from outrider.config import config_for
 from outrider.core.fields import Text, check_value
@@ -22,7 +22,7 @@ from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, check_params
 from outrider.core.pooling import Output, PoolingParams, PoolingRequestOutput, RequestParams, empty_output
 from outrider.engine.engine import Engine, EngineError
-from outrider.engine.front import Front, refuse_adapter
+from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -39,7 +39,7 @@ class AsyncLLM(Front):
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = config_for("AsyncLLM", model, settings).for_streams()
         self._start(start_engine(config), config.model)
 
@@ -57,9 +57,10 @@ class AsyncLLM(Front):
         self._owner = _Owner(engine)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                       request_id: str | None = None, *, lora_request: None = None,
-                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+                       request_id: str | None = None, *, lora_request: None = None, priority: int = 0,
+                       **misplaced: Never) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
+        refuse_misplaced(self.generate, misplaced)
         refuse_adapter(lora_request)
         params = check_params(SamplingParams() if sampling_params is None else sampling_params)
         async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
@@ -119,6 +120,8 @@ class AsyncLLM(Front):
                    request_id: str | None = None, priority: int = 0,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
+        for name, value in options.items():
+            refuse_sampling_field(self.chat, name, value)
         token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
         outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
         try:
