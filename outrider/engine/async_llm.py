@@ -149,6 +149,10 @@ class AsyncLLM(Front):
     def is_running(self) -> bool:
         return self._owner.error is None
 
+    def fail(self, reason: str) -> None:
+        """Ends an engine that can no longer serve, as a failed step of it would: requests raise EngineError."""
+        self._owner.fail(reason)
+
     def shutdown(self) -> None:
         """Ends the engine; requests that still run raise EngineError. Waits for the step in flight."""
         self._owner.shutdown()
@@ -279,6 +283,12 @@ class _Owner:
 
         self._send(command)
 
+    def fail(self, reason: str) -> None:
+        def command() -> None:
+            raise EngineError(reason)
+
+        self._commands.put(command)
+
     def shutdown(self) -> None:
         if self._engine.is_forked:
             return
@@ -290,7 +300,7 @@ class _Owner:
             self._engine.check_running()
         with self._lock:
             if self.error is not None:
-                raise EngineError(str(self.error)) from self.error.__cause__
+                raise _copy(self.error)
             self._commands.put(command)
 
     # In the thread
@@ -322,6 +332,9 @@ class _Owner:
         self._stops = True
 
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
+        if self.error is not None:  # it has ended while the command waited
+            _tell(stream.loop, stream.fail, _copy(self.error))
+            return
         try:
             self._free_id(stream.request_id)
         except BaseException as error:  # the end of the engine, of which this stream would not hear otherwise
@@ -336,7 +349,7 @@ class _Owner:
 
     def _free_id(self, request_id: str) -> None:
         """A request whose reader has left ends within the next steps, and keeps its id until then."""
-        while self.error is None and request_id not in self._streams and self._engine.is_live(request_id):
+        while request_id not in self._streams and self._engine.is_live(request_id):
             self._deliver(self._engine.step())
 
     def _drop(self, stream: _Stream) -> None:
@@ -369,15 +382,20 @@ class _Owner:
                 if command != self._stop:
                     self._try(command)
         for stream in self._streams.values():
-            error = EngineError(reason)
-            error.__cause__ = cause
-            _tell(stream.loop, stream.fail, error)
+            _tell(stream.loop, stream.fail, _copy(self.error))
 
     def _try(self, command: Callable[[], None]) -> None:
         try:
             command()
         except Exception:  # of an engine that has failed; the streams hear of the first failure
             return
+
+
+def _copy(error: BaseException) -> EngineError:
+    """An error of its own for each reader: raising one adds to its traceback."""
+    copied = EngineError(str(error))
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def _put_all(parts: list[tuple[_Stream, OutputIncrement]]) -> None:
