@@ -124,16 +124,16 @@ Rate: TypeAlias = Annotated[float, Range(0, 1)]
 class SpeculativeConfig:
     """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
 
-    method: Method | Annotated[list[Method], NotEmpty]
-    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]
-    model: Text | None = None
-    prompt_lookup_min: Annotated[int, Range(1, 64)] = 2
-    prompt_lookup_max: Annotated[int, Range(1, 64)] = 4
-    auto: bool = True
-    rejection_sample_method: Annotated[str, OneOf(("synthetic",))] | None = None
-    synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None
-    synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None
-    assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"
+    method: Method | Annotated[list[Method], NotEmpty]  # see docs/drafters.md; a list combines several
+    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
+    model: Text | None = None  # the folder or id of a draft model or head
+    prompt_lookup_min: Annotated[int, Range(1, 64)] = 2  # n-gram: shortest match, in tokens
+    prompt_lookup_max: Annotated[int, Range(1, 64)] = 4  # n-gram: longest match
+    auto: bool = True  # the number of drafts is chosen every step; False: always num_speculative_tokens
+    rejection_sample_method: Annotated[str, OneOf(("synthetic",))] | None = None  # benchmarks: see the next two
+    synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # accept drafts at these rates, by position
+    synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None  # or by this mean run
+    assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"  # Gemma-4 assistant
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:

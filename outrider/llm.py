@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LLM(Front):
-    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig. Several
+    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineArgs. Several
     threads may use one: they take turns with its steps."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -155,15 +155,19 @@ class LLM(Front):
         return self.get_tokenizer().encode_chat(messages, **options)
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str | list[int]:
+        """The prompt of a conversation, as token ids, or with tokenize=False as text."""
         return self.get_tokenizer().apply_chat_template(messages, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters that a caller may change and use."""
         return SamplingParams()
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it has none."""
         return self.engine.need_tokenizer(self._name)
 
     def close(self) -> None:
+        """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -143,10 +143,12 @@ class AsyncLLM(Front):
         await done
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it has none."""
         return self.engine.need_tokenizer(self._name)
 
     @property
     def is_running(self) -> bool:
+        """Whether the engine serves requests: it was not shut down and has not failed."""
         return self._owner.error is None
 
     def fail(self, reason: str) -> None:

@@ -28,6 +28,7 @@ NOT_SERVED = {
 class Front:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine with the settings of EngineArgs."""
         return cls(**asdict(engine_args))
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
