@@ -140,7 +140,10 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             what = action.dest.replace("_", " ") if not action.option_strings else action.option_strings[0]
-            self.error(f"{what}: {value!r} is not one of {', '.join(names)}{did_you_mean(str(value), names)}")
+            hint = did_you_mean(str(value), names)
+            listed = ", ".join(names)
+            self.error(f"{what} {value!r}{hint} It must be one of {listed}" if hint else
+                       f"{what}: {value!r} is not one of {listed}")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args([hyphenated(word) for word in argv])

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     names = config.served_model_name or (model_name(engine.model),)
     host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
                       stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker,
-                      on_serving=lambda: tell("ready"))
+                      has_worker=has_worker, on_serving=lambda: tell("ready"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
@@ -87,6 +87,10 @@ def kill_worker(llm: AsyncLLM) -> None:
     """The worker does not answer; without it the engine fails, and is started again."""
     if isinstance(llm.engine.runner, WorkerProcess):
         llm.engine.runner.kill()
+
+
+def has_worker(llm: AsyncLLM) -> bool:
+    return not isinstance(llm.engine.runner, WorkerProcess) or llm.engine.runner.is_alive
 
 
 def listener(config: ServerConfig) -> socket.socket:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.collector import freeze_heap
+from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
@@ -30,7 +30,8 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
         child = WorkerProcess(config, source)
         worker, grammars = child, _grammars(tokenizer, source, child.announce)
     else:
-        from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
+        with collections_paused():
+            from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
         grammars = _grammars(tokenizer, source)
         worker = Worker.load(config, source, grammars)

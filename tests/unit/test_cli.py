@@ -99,9 +99,9 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("argv", "expected"), [
     (["genrate"], "did you mean generate?"),
-    (["generate", "--temprature", "1"], "there is no flag --temprature; did you mean --temperature?"),
+    (["generate", "--temprature", "1"], "there is no flag --temprature: did you mean --temperature?"),
     (["generate", "--max_token=3"], "did you mean --max-tokens?"),
-    (["generate", "--dtype", "flaot32"], "did you mean float32?"),
+    (["generate", "--dtype", "flaot32"], "--dtype 'flaot32': did you mean float32? It must be one of auto, "),
     (["generate", "--max-tokens", "many"], "'many' is not an integer"),
     (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be a number from 0 to 1e+30, got -1.0"),
     (["generate", "smollm2", "more"], "unexpected argument 'more'"),

@@ -133,7 +133,7 @@ def test_unicode_arrives(chat: Terminal) -> None:
 
 def test_an_unknown_command_is_refused_and_a_path_is_not(chat: Terminal) -> None:
     chat.send("/rest\r")
-    chat.expect(r"there is no command /rest; did you mean /reset\?")
+    chat.expect(r"there is no command /rest: did you mean /reset\?")
     chat.expect("> ")
     assert chat.ask("/etc/hosts is what?\r") == FRAME + len("/etc/hosts is what?")
     chat.send("/help\r")
