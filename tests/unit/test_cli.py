@@ -21,7 +21,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, cli
 from outrider.commands import bench, loading, run_prompts
-from outrider.commands.chat import Conversation
+from outrider.commands.chat import LocalConversation
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
 from outrider.config import EngineConfig
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
@@ -223,7 +223,7 @@ def test_interrupts_come_between_steps(folder: Path) -> None:
     loaded = loading.load(config)
     llm = loaded.llm(config)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, skip_special_tokens=False)
-    chat = Conversation(llm, params, "be brief")
+    chat = LocalConversation(llm, params, "be brief")
     output = chat.answer("hello", lambda text: os.kill(os.getpid(), signal.SIGINT))
     assert 1 <= len(output.outputs[0].token_ids) < 100
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]

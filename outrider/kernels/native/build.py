@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dequantize": (None, [_P, _L, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
-    "decoder_layer": (_L, [_P, _P, _P, _P, _I, _P, _I]),
+    "decoder_layer": (_L, [_P, _P, _P, _I, _P, _I]),
 }
 
 
