@@ -140,7 +140,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
         kwargs["allow_abbrev"] = False  # a part of a flag is a mistake, not a flag
-        super().__init__(*args, add_help=False, **kwargs)
+        kwargs["add_help"] = False
+        super().__init__(*args, **kwargs)
         self.add_argument("-h", "--help", action=HelpAction)
 
     def format_help(self) -> str:
