@@ -1,7 +1,8 @@
 """OpenTelemetry traces, an optional extra: spans of requests, and of a few of the engine's steps.
 
 A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so that a
-token costs nothing. A step's span has its schedule and the parts of its run; a bounded number of steps a second gets one.
+token costs nothing. A step's span has its schedule and the parts of its run; a bounded number of steps a second gets
+one.
 """
 
 from __future__ import annotations
