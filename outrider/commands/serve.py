@@ -124,6 +124,8 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
 
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(given, dict):
