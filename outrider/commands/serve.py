@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return AsyncLLM.around(started, names[0])
 
     host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
-                      end_stalled=kill_worker, on_serving=lambda: tell("ready"))
+                      end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
     service = Service(host, config, names, chat_template(config), tracing)
     server = uvicorn.Server(uvicorn.Config(
@@ -94,6 +94,10 @@ def kill_worker(llm: AsyncLLM) -> None:
     """The worker does not answer; without it the engine fails, and is started again."""
     if isinstance(llm.engine.runner, WorkerProcess):
         llm.engine.runner.kill()
+
+
+def has_worker(llm: AsyncLLM) -> bool:
+    return not isinstance(llm.engine.runner, WorkerProcess) or llm.engine.runner.is_alive
 
 
 def listener(config: ServerConfig) -> socket.socket:

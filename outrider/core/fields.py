@@ -17,6 +17,8 @@ from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_ori
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the largest integers that device tensors hold
 FLOAT32 = 3.4e38
+SURE = 0.7  # how alike a value and a name must be, where most names are short
+MOST_LISTED = 10  # names in a message
 
 
 class Rule(Protocol):
@@ -80,7 +82,25 @@ def check_fields(owner: str, instance: Any) -> None:
 def check_value(name: str, declared: Any, value: Any) -> None:
     """Raise ValueError unless the value is what a type, plain or `Annotated`, declares."""
     if not _holds(declared)(value):
-        raise ValueError(f"{name} must be {_check_of(declared)[1]}, got {shown(value)}")
+        meant, allowed = _name_meant(declared, value), _check_of(declared)[1]
+        if meant is not None:
+            raise ValueError(f"{name} {shown(value)}: did you mean {meant!r}? It must be {allowed}")
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+def _name_meant(declared: Any, value: Any) -> str | None:
+    """The name nearest to a misspelt one, where the declaration allows only some names."""
+    given = value if isinstance(value, (list, tuple)) else [value]
+    names = [name for name in _names_of(declared) if isinstance(name, str)]
+    near = (nearest(word, names, SURE) for word in given if isinstance(word, str) and word not in names)
+    return next(filter(None, near), None)
+
+
+def _names_of(declared: Any) -> list[Any]:
+    """The names of all `OneOf` rules in a declaration."""
+    if isinstance(declared, OneOf):
+        return list(declared.names)
+    return [name for part in get_args(declared) for name in _names_of(part)]
 
 
 def shown(value: Any) -> str:
@@ -92,10 +112,25 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that was probably meant by a misspelt one."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the name that was probably meant, if there is one."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f": did you mean {near}?" if near else ""
+
+
+def unknown_name(what: str, word: str, known: Iterable[str]) -> str:
+    """An error message about a name that there is not: the name that was probably meant, then a few others."""
+    names, word = list(known), word[:100]
+    listed = names if len(names) <= MOST_LISTED else difflib.get_close_matches(word, names, MOST_LISTED, cutoff=0)
+    more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
+    hint = did_you_mean(word, names)
+    return f"unknown {what} {shown(word)}{hint or ';'} {'Known' if hint else 'known'} are {', '.join(listed)}{more}"
 
 
 def declared_fields(kind: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from outrider.core.fields import did_you_mean, shown
+from outrider.core.fields import shown, unknown_name
 
 log = logging.getLogger("outrider")
 
@@ -142,8 +142,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                 if not any(type(value) is type(same) and value == same for same in neutral):
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
             case None if name not in known:
-                raise ValueError(f"{front}: unknown setting {name!r}; known are {', '.join(sorted(known))}"
-                                 f"{did_you_mean(name, [*known, *VLLM_SETTINGS])}")
+                raise ValueError(f"{front}: {unknown_name('setting', name, [*known, *VLLM_SETTINGS])}")
             case None:
                 settings[name] = _value(name, value)
     return settings

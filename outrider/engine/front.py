@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.config import EngineArgs
+from outrider.core.fields import shown, unknown_name
+from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
@@ -24,6 +28,7 @@ NOT_SERVED = {
 class Front:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine with the settings of EngineArgs."""
         return cls(**asdict(engine_args))
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
@@ -33,6 +38,21 @@ class Front:
             if name in NOT_SERVED:
                 raise AttributeError(f"{front}.{name} is not supported: {NOT_SERVED[name]}")
             raise AttributeError(f"{front} has no {name!r}")
+
+
+def refuse_misplaced(call: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise TypeError for keyword arguments that a method does not have, and say where they belong."""
+    for name, value in given.items():
+        refuse_sampling_field(call, name, value)
+        known = [parameter for parameter in inspect.signature(call).parameters if parameter != "misplaced"]
+        raise TypeError(f"{call.__qualname__}: {unknown_name('argument', name, known)}")
+
+
+def refuse_sampling_field(call: Callable[..., Any], name: str, value: Any) -> None:
+    """Raise TypeError for a sampling parameter that was given beside the sampling parameters."""
+    if name in SamplingParams.__dataclass_fields__:
+        raise TypeError(f"{call.__qualname__}: {name} is a field of SamplingParams: write "
+                        f"sampling_params=SamplingParams({name}={shown(value)})")
 
 
 def refuse_adapter(lora_request: object) -> None:

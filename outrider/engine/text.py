@@ -16,13 +16,7 @@ import tokenizers
 
 from outrider.core.fields import check_value
 from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
-from outrider.engine.templates import (
-    ChatTemplateError,
-    Message,
-    compiled_template,
-    up_to_the_end_of,
-    with_plain_content,
-)
+from outrider.engine.messages import ChatTemplateError, Message, up_to_the_end_of, with_plain_content
 
 __all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 
@@ -146,6 +140,8 @@ class Tokenizer:
         """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template. Further
         `variables`, also as `chat_template_kwargs`, must be some that the template uses.
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
+        from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
+
         messages = list(messages) if isinstance(messages, Iterable) else messages
         check_value("messages", list[dict[str, Any]], messages)
         check_value("add_generation_prompt", bool, add_generation_prompt)

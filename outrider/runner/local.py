@@ -37,11 +37,10 @@ def _next(sizes: list[int], at_least: int) -> int:
 
 
 class LocalRunner:
-    def __init__(self, step: DeviceStep, padding: Padding | None = None,
-                 before_step: Callable[[ScheduledBatch], None] | None = None) -> None:
+    def __init__(self, step: DeviceStep, padding: Padding | None = None) -> None:
         self.device_step = step
         self._padding = padding or Padding()
-        self._before_step = before_step  # tests: poison free pages
+        self._before_step: Callable[[ScheduledBatch], None] | None = None  # tests: poison free pages
         self._generations = Generations(step)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-runner")
         self._thread.submit(int)  # the one thread starts now: an interrupt of a later submit cannot start a second

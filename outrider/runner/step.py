@@ -117,7 +117,7 @@ class DeviceStep:
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
-        self.cached = CachedLayers(model.attention_layers, pool, backend)
+        self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
         self.clock: NoClock = NO_CLOCK  # of the step that runs

@@ -178,7 +178,20 @@ REFUSED = {
     "grammars": ("SamplingParams(guided_decoding={'json': {}})",
                  "guided_decoding is not supported: use structured_outputs"),
     "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
-    "a misspelt parameter": ("SamplingParams(temprature=1)", "unknown field 'temprature'.*did you mean temperature"),
+    "a misspelt parameter": ("SamplingParams(temprature=1)",
+                             r"^SamplingParams: unknown field 'temprature': did you mean temperature\?"),
+    "a parameter beside the parameters": (
+        "llm.generate('a', max_tokens=5)",
+        r"LLM.generate: max_tokens is a field of SamplingParams: write sampling_params=SamplingParams\(max_tokens=5\)"),
+    "a parameter of a chat beside them": ("llm.chat([{'role': 'user', 'content': 'a'}], temperature=0)",
+                                          "LLM.chat: temperature is a field of SamplingParams"),
+    "a misspelt argument": ("llm.generate(promts='a')", r"unknown argument 'promts': did you mean prompts\?"),
+    "a misspelt model": ("LLM(modle='a')", r"LLM: unknown setting 'modle': did you mean model\?"),
+    "no model": ("LLM()", "LLM needs a model"),
+    "a misspelt drafter": ("LLM(model, speculative_config={'method': 'ngrm', 'num_speculative_tokens': 2})",
+                           r"^speculative_config: method 'ngrm': did you mean 'ngram'\? It must be one of ngram"),
+    "a misspelt key of drafting": ("LLM(model, speculative_config={'methd': 'ngram'})",
+                                   r"^speculative_config: unknown key 'methd': did you mean method\? Known are"),
     "a bad change": ("p = SamplingParams(); p.temperature = -1; llm.generate('a', p)", "temperature must be a number"),
     "two kinds of prompts": ("llm.generate('a', prompt_token_ids=[[1]])", "give prompts or prompt_token_ids, not both"),
     "wide beams": ("from outrider import BeamSearchParams\n"
@@ -208,7 +221,7 @@ def test_a_script_runs(name: str, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_script_is_refused_by_name(name: str, names: dict[str, Any]) -> None:
     script, message = REFUSED[name]
-    with pytest.raises((ValueError, AttributeError, ImportError), match=message):
+    with pytest.raises((ValueError, TypeError, AttributeError, ImportError), match=message):
         exec(script, dict(names))
 
 

@@ -1,4 +1,4 @@
-"""Requests that would cost others their time, and mistakes of integrators that deserve a better answer than a riddle."""
+"""Requests that would cost others their time, and mistakes of integrators, which are answered with what to change."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_long_texts_of_many_tokens(served: Served) -> None:
 def test_tokens_of_messages_are_counted(served: Served) -> None:
     prompt = {"messages": [{"role": "user", "content": [{"type": "text", "text": "How?"}]}], "system": "Brief.",
               "tools": [{"name": "f", "input_schema": {}}]}
-    counted = served.post("/v1/messages/count_tokens", **prompt).json()
-    assert counted["input_tokens"] == served.post("/v1/messages", max_tokens=1, **prompt).json()["usage"]["input_tokens"]
+    usage = served.post("/v1/messages", max_tokens=1, **prompt).json()["usage"]
+    assert served.post("/v1/messages/count_tokens", **prompt).json() == {"input_tokens": usage["input_tokens"]}
     assert served.error("/v1/messages/count_tokens", messages=[])["param"] == "messages"
 
 
