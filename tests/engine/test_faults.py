@@ -146,7 +146,12 @@ CELLS = {  # family, steps in flight, drafter -> cases
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).rstrip("-"))
+# Others of the same kind of cache and drafter are among the quick ones.
+LONG = {("moe", 2, ""), ("deepseek_v3", 2, "mtp")}
+QUICK = [pytest.param(cell, marks=pytest.mark.long if cell in LONG else ()) for cell in CELLS]
+
+
+@pytest.mark.parametrize("cell", QUICK, ids=lambda cell: "-".join(map(str, cell)).rstrip("-"))
 def test_every_request_but_the_culprit_gives_the_references_tokens(
     cell: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

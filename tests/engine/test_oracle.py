@@ -22,7 +22,7 @@ from tests.models.oracle import hf_model, load, make_folder
 
 FAMILIES = ["llama", "llama_bias", "llama_tied", "llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen2",
             "qwen2_sliding", "qwen3", "gemma3"]
-LENGTH = 64
+LENGTH = 24  # the longest text ends behind the 64 positions that scaled rotations were trained for
 PROMPTS = [prompt_of(1, 45), prompt_of(2, 7), prompt_of(3, 30)]
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 16, "num_pages": 128,

@@ -158,14 +158,14 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.6},
     "top-k": {"top_k": 5},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    "lists": {"logit_bias": BIAS, "bad_words_token_ids": ((5,), (7, 8), (6, 9, 11)), "min_tokens": 3,
+    "lists": {"logit_bias": BIAS, "bad_words_token_ids": ((5,), (7, 8), (6, 9, 11)), "min_tokens": 6,
               "stop_token_ids": [3, 4, 9]},
     "allowed": {"allowed_token_ids": [6, 7, 8], "temperature": 0.0},
     "logprobs": {"logprobs": 4},
 }  # fmt: skip
 
 
-def asks_with(*names: str, max_tokens: int = 4) -> list[Ask]:
+def asks_with(*names: str, max_tokens: int = 6) -> list[Ask]:
     """One request for each, one that asks for all of them, and two that ask for nothing."""
     every = [PARAMETERS[name] for name in names]
     every.append({key: value for params in every for key, value in params.items()})
@@ -226,8 +226,8 @@ def test_a_mates_parameters_change_no_token(device: torch.device) -> None:
     """Requests that ask for nothing have the same tokens whichever sampler their mates make the step take."""
     plain = asks_with()[-2:]
     found = []
-    for mates in ([], [Ask(prompt_of(5, 4), SamplingParams(max_tokens=5, top_p=0.5, seed=1))],
-                  [Ask(prompt_of(5, 4), SamplingParams(max_tokens=5, presence_penalty=0.5, seed=1))]):
+    for mates in ([], [Ask(prompt_of(5, 4), SamplingParams(max_tokens=9, top_p=0.5, seed=1))],
+                  [Ask(prompt_of(5, 4), SamplingParams(max_tokens=9, presence_penalty=0.5, seed=1))]):
         with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig, on_a_card(rig) as captured:
             found.append(tokens_of(rig.run([*plain, *mates]))[:2])
         found.append([key.sampler for key in captured.met if not key.has_prompts][0])  # noqa: RUF015
