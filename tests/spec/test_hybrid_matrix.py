@@ -223,7 +223,7 @@ def run_lives(count: int) -> None:
 
 
 def test_any_engine() -> None:
-    run_lives(60)
+    run_lives(100)
 
 
 @pytest.mark.long
