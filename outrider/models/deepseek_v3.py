@@ -28,6 +28,7 @@ from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupp
 from outrider.models.nemotron_h import read_rule
 
 ACTIVATION = "silu"
+PREDICTED = "num_nextn_predict_layers"
 DENSE, SPARSE = "dense", "sparse"
 FULL_INDEX, SHARED_INDEX = "full", "shared"
 
@@ -58,9 +59,15 @@ class DeepseekV3(Decoder):
     def attends_to(self, index: int) -> AttendsTo:
         return EveryPosition()
 
+    @property
+    def num_predicted(self) -> int:
+        """Multi-token-prediction modules of the checkpoint."""
+        return self.config.get(PREDICTED, int, 1)
+
     def ignores(self, name: str) -> bool:
-        """The layer after the last one is the multi-token-prediction module."""
-        return super().ignores(name) or name.startswith(f"{self.names.layers}.{self.num_layers}.")
+        """The layers after the last one are the multi-token-prediction modules."""
+        modules = (f"{self.names.layers}.{self.num_layers + i}." for i in range(max(1, self.num_predicted)))
+        return super().ignores(name) or name.startswith(tuple(modules))
 
     def latent_layer(self, index: int, attends_to: AttendsTo) -> LatentLayer:
         return LatentLayer(index, self.sizes.num_heads, self.config.required("kv_lora_rank", int),
