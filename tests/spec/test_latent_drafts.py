@@ -67,9 +67,11 @@ class Naive:
         self.rope, self.target = deeper.model.rotary_emb, target
         self.layers = deeper.model.layers[LAYERS:]
 
-    def drafts(self, known: Sequence[int], k: int) -> list[int]:
+    def drafts(self, known: Sequence[int], k: int, first_slot: int = 1) -> list[int]:
         """Draft i comes from module i. Index q of module i joins what the module before it made at q, or the target's
-        hidden state, with token q + 1 + i. The last module also continues its own drafts."""
+        hidden state, with token q + 1 + i. The last module also continues its own drafts. `first_slot`: the first one
+        that module 0 sees; every module sees the indices from there on."""
+        self.first_index = first_slot - 1
         hidden = PagedModel(self.target).forward([Piece(0, list(known[:-1]))]).final
         chosen: list[int] = []
         self.kept: torch.Tensor | None = None
@@ -89,6 +91,7 @@ class Naive:
         x = (torch.cat(parts, dim=1) @ self.t[f"{self.name}.eh_proj.weight"].T)[None]
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        mask[..., self.first_index :, : self.first_index] = -torch.inf
         options = {"attention_mask": mask, "position_ids": positions, "position_embeddings": self.rope(x, positions)}
         if self.keeps_choice:
             return self.norm(self.with_kept_choice(x, options), "shared_head.norm")
@@ -174,6 +177,33 @@ def test_several_modules_make_one_draft_each(family: str, num_modules: int, tmp_
             differs += list(proposal.drafts) != alone.drafts(proposal.known, K)[: len(proposal.drafts)]
     assert len(rig.proposals) > 15 and len(seen) > 8, "constant drafts would hide mistakes"
     assert differs > 5, "the later modules must show"
+
+
+def test_several_modules_after_cold_steps(tmp_path: Path) -> None:
+    """Later modules need a token more each before they are valid again."""
+    folder = make_checkpoint("deepseek_v3", tmp_path, 3)
+    deeper = hf_model(folder, torch.float64, attn_implementation="eager", experts_implementation="eager")
+    without_modules(folder, num_nextn_predict_layers=3)
+    target, ask = load(folder, torch.float64), Ask(prompt_of(11, 70), greedy(8))
+    speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": K, "auto": False}
+    with DraftRig(target, speculative_config=speculative, max_num_batched_tokens=16,
+                  propose_at=lambda step: 0 if step < 2 or step in (7, 8) else 3) as rig:
+        rig.run([ask])
+        lengths = [len(proposal.known) for proposal in rig.proposals]
+        resumed = next(n for before, n in zip(lengths, lengths[1:], strict=False) if n - before > 2)
+        firsts = [33 if n < resumed else resumed - 1 for n in lengths]
+        made = [(p.known, p.drafts, first) for p, first in zip(rig.proposals, firsts, strict=True)]
+        rig.proposals.clear()
+        (output,) = rig.run([ask])
+        assert output.metrics.num_cached_tokens == 64 and rig.num_cold >= 4
+        # In pages that were hit, outputs of module 0 have seen more than this request does. Its own cache has not.
+        made += [(p.known, p.drafts[:1], 48) for p in rig.proposals]
+    reference, differs = Naive(folder, deeper, target, num_modules=3), 0
+    with torch.no_grad():
+        for known, drafts, first_slot in made:
+            assert list(drafts) == reference.drafts(known, K, first_slot)[: len(drafts)]
+            differs += list(drafts) != reference.drafts(known, K)[: len(drafts)]
+    assert len(made) > len(firsts) > 3 and differs > 2, "what is not seen must show"
 
 
 def test_modules_that_cannot_be_served_are_refused() -> None:
