@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.config import INDEX_KEY_DTYPES
 from outrider.layers import (
     DecoderLayer,
     Experts,
@@ -121,7 +122,9 @@ class DeepseekV32(DeepseekV3):
         head_dim, rope_dim = config.required("index_head_dim", int), config.required("qk_rope_head_dim", int)
         if head_dim < rope_dim:
             raise config.refusal("index_head_dim", f"its first {rope_dim} dimensions rotate (qk_rope_head_dim)")
-        return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int))
+        has_fp8_keys = config.must_equal("index_key_dtype", *INDEX_KEY_DTYPES, default="auto") == "fp8"
+        return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int),
+                                has_fp8_keys=has_fp8_keys)
 
 
 class GlmMoeDsa(DeepseekV32):
