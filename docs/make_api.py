@@ -12,12 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import outrider
+from outrider.commands.parser import ENGINE_HELP, SAMPLING_HELP
+from outrider.config import SpeculativeConfig
+from outrider.outputs import Logprob, RequestMetrics
 
 HEAD = """# API reference
 
 Made by `python docs/make_api.py` from the docstrings. Everything here is imported from `outrider`; the names of vLLM
-that lie elsewhere (`outrider.sampling_params`, `outrider.inputs`) are the same objects.
+that lie elsewhere (`outrider.sampling_params`, `outrider.inputs`, `outrider.outputs`) are the same objects.
 """
+# Public names of classes that the engine uses itself. They may change, and are left out.
+INTERNAL = {
+    "AsyncLLM": {"around", "engine", "increments"},
+    "CompletionOutput": {"add_logprobs", "logprobs"},
+    "EmbeddingRequestOutput": {"from_pooled"},
+    "EngineArgs": {"for_streams", "limits", "speculative", "steps_in_flight"},
+    "LLM": {"around", "encode_chat", "engine"},
+    "PoolingParams": {"checked", "report"},
+    "PoolingRequestOutput": {"copy", "cut_back", "fail", "grow", "num_output_tokens"},
+    "RequestMetrics": {"observe_drafts"},
+    "RequestOutput": {"copy", "cut_back", "empty", "fail", "grow", "num_output_tokens"},
+    "SamplingParams": {"bad_words_token_ids", "edits_early_stops", "effective_bias", "has_penalties", "is_greedy",
+                       "is_plain", "max_drafts", "stop_strings"},
+    "speculative_config": {"methods", "parse"},
+    "StructuredOutputsParams": {"form", "from_fields", "is_json", "to_plain"},
+}  # fmt: skip
+# What the fields of some classes are for, where no comment stands behind them: the help of their flags.
+NOTES = {"EngineArgs": ENGINE_HELP, "SamplingParams": SAMPLING_HELP}
+ONLY_FLAGS = re.compile(r" \((repeat for several|with --json)\)|, as [\d,]+$")
 
 
 def reference() -> str:
@@ -30,27 +52,43 @@ def reference() -> str:
             parts.append(_class(name, value))
         elif inspect.isfunction(value):
             parts.append("\n".join([f"## `{name}{_signature(value)}`", *_doc(value)]) + "\n")
+    parts.append("# Parts of the above\n")
+    parts.append(_class("speculative_config", SpeculativeConfig))
+    parts += [_class(part.__name__, part) for part in (Logprob, RequestMetrics)]
     return "\n".join(parts)
 
 
 def _class(name: str, value: type) -> str:
+    hidden = INTERNAL.get(name, set())
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     lines = [f"## `{name}`", "", *_doc(value)]
     if fields:
-        notes = _notes(value)
+        flags = {field: ONLY_FLAGS.sub("", text.replace("JSON object", "dict").replace("'{", "{").replace("}'", "}"))
+                 for field, text in NOTES.get(name, {}).items()}
+        notes = flags | _notes(value)
         lines += ["| field | default | |", "|---|---|---|"]
         lines += [f"| `{field.name}` | {_default(field)} | {notes.get(field.name, '')} |"
-                  for field in fields if not field.name.startswith("_")]
+                  for field in fields if not field.name.startswith("_") and field.name not in hidden - {"logprobs"}]
         lines.append("")
-    elif value.__init__ is not object.__init__ and not issubclass(value, (dict, BaseException)):
+    elif issubclass(value, dict):
+        lines += [f"- `{key}`" + (" (optional)" if "NotRequired" in str(declared) else "")
+                  for key, declared in inspect.get_annotations(value).items()]
+    elif value.__init__ is not object.__init__:
         lines += [f"`{name}{_signature(value.__init__)}`", ""]
-    for method, own in sorted(vars(value).items()):
-        function = own.__func__ if isinstance(own, (classmethod, staticmethod)) else own
-        if method.startswith("_") or not (inspect.isfunction(function) or isinstance(own, property)):
+    for method, own in sorted(_members(value).items()):
+        if method.startswith("_") or method in hidden or method in {field.name for field in fields}:
             continue
-        signature = "" if isinstance(own, property) else _signature(function)
-        lines.append(": ".join([f"- `{method}{signature}`", *_doc(function)[:1]]))
+        function = own.__func__ if isinstance(own, (classmethod, staticmethod)) else own
+        if inspect.isfunction(function) or isinstance(own, property):
+            signature = "" if isinstance(own, property) else _signature(function)
+            lines.append(": ".join([f"- `{method}{signature}`", *_doc(function)[:1]]))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _members(value: type) -> dict[str, Any]:
+    """What a class and the classes of this package that it inherits from define."""
+    own = [owner for owner in value.__mro__ if owner.__module__.startswith("outrider")]
+    return {name: member for owner in reversed(own) for name, member in vars(owner).items()}
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -64,7 +102,7 @@ def _signature(function: Any) -> str:
     shown = []
     is_keyword = False
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in ("self", "cls"):
+        if parameter.name in ("self", "cls", "misplaced"):
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
             is_keyword = True

@@ -6,16 +6,17 @@ backend that are "auto" where the worker starts (`runner/device.py`, `mixers/pag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
-from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, did_you_mean, shown
+from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
 from outrider.core.params import Seed
 from outrider.core.vllm_settings import translate
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
@@ -32,8 +33,8 @@ class EngineConfig:
     tokenizer: Text | None = None  # a folder, a GGUF file or a hub id, instead of the model's own
     revision: Text | None = None  # of a hub id: a branch, a tag or a commit
     download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
-    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
-    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N")] = "auto"
+    dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
+    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None
@@ -97,17 +98,20 @@ class EngineConfig:
                       max_logprobs=self.max_logprobs, steps_in_flight=self.steps_in_flight(on_cuda))
 
 
-def config_for(front: str, model: str, settings: dict[str, Any]) -> EngineConfig:
+def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
     """The config of a front such as LLM, from its keyword arguments, among them those of vLLM."""
-    return EngineConfig(model=str(model), **translate(front, settings, EngineConfig.__dataclass_fields__))
+    own = translate(front, settings, EngineConfig.__dataclass_fields__)
+    if model is None:
+        raise ValueError(f"{front} needs a model: a folder, a .gguf file, a hub id as owner/name, or 'smollm2'")
+    return EngineConfig(model=str(model), **own)
 
 
 @dataclass(frozen=True, init=False)
 class EngineArgs(EngineConfig):
     """A config by the name that it has in vLLM, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        super().__init__(str(model), **translate("EngineArgs", settings, EngineConfig.__dataclass_fields__))
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        super().__init__(**asdict(config_for("EngineArgs", model, settings)))
 
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
@@ -123,16 +127,16 @@ Rate: TypeAlias = Annotated[float, Range(0, 1)]
 class SpeculativeConfig:
     """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
 
-    method: Method | Annotated[list[Method], NotEmpty]
-    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]
-    model: Text | None = None
-    prompt_lookup_min: Annotated[int, Range(1, 64)] = 2
-    prompt_lookup_max: Annotated[int, Range(1, 64)] = 4
-    auto: bool = True
-    rejection_sample_method: Annotated[str, OneOf(("synthetic",))] | None = None
-    synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None
-    synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None
-    assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"
+    method: Method | Annotated[list[Method], NotEmpty]  # see docs/drafters.md; a list combines several
+    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
+    model: Text | None = None  # the folder or id of a draft model or head
+    prompt_lookup_min: Annotated[int, Range(1, 64)] = 2  # n-gram: shortest match, in tokens
+    prompt_lookup_max: Annotated[int, Range(1, 64)] = 4  # n-gram: longest match
+    auto: bool = True  # the number of drafts is chosen every step; False: always num_speculative_tokens
+    rejection_sample_method: Annotated[str, OneOf(("synthetic",))] | None = None  # benchmarks: see the next two
+    synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # accept drafts at these rates, by position
+    synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None  # or by this mean run
+    assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"  # Gemma-4 assistant
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
@@ -140,8 +144,7 @@ class SpeculativeConfig:
         known = list(cls.__dataclass_fields__)
         for key in given:
             if key not in known:
-                raise ValueError(f"speculative_config: unknown key {shown(key)}; known are {', '.join(known)}"
-                                 f"{did_you_mean(str(key), known)}")
+                raise ValueError(f"speculative_config: {unknown_name('key', str(key), known)}")
         config = cls(**({"method": None, "num_speculative_tokens": None} | given))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.config import config_for
@@ -21,7 +21,7 @@ from outrider.core.pooling import (
     ScoringRequestOutput,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.front import Front, refuse_adapter
+from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class LLM(Front):
-    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineConfig. Several
+    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineArgs. Several
     threads may use one: they take turns with its steps."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = config_for("LLM", model, settings)
         self._start(start_engine(config), config.model)
 
@@ -56,10 +56,11 @@ class LLM(Front):
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  prompt_token_ids: list[int] | list[list[int]] | None = None,
                  use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
-                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
+                 priority: int | Sequence[int] | None = None, **misplaced: Never) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
         a lower `priority` are served first; one number for all prompts, or one for each. `use_tqdm`: show a bar on a
         terminal."""
+        refuse_misplaced(self.generate, misplaced)
         refuse_adapter(lora_request)
         if prompts is not None and prompt_token_ids is not None:
             raise ValueError("give prompts or prompt_token_ids, not both")
@@ -119,10 +120,11 @@ class LLM(Front):
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-               priority: int | Sequence[int] = 0,
-               before_step: Callable[[], None] | None = None) -> Generator[RequestOutput, None, None]:
+               priority: int | Sequence[int] = 0, before_step: Callable[[], None] | None = None,
+               **misplaced: Never) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
         does whatever `before_step` raises."""
+        refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
         caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
@@ -130,8 +132,9 @@ class LLM(Front):
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-               priority: int = 0) -> Iterator[RequestOutput]:
+               priority: int = 0, **misplaced: Never) -> Iterator[RequestOutput]:
         """The growing output of one prompt, after every run."""
+        refuse_misplaced(self.stream, misplaced)
         yield from self.follow([prompt], sampling_params, priority=priority)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
@@ -139,8 +142,11 @@ class LLM(Front):
              use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None, *,
              priority: int | Sequence[int] | None = None, **options: Any) -> list[RequestOutput]:
         """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
-        if not isinstance(messages, Sequence):
-            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}")
+        for name, value in options.items():
+            refuse_sampling_field(self.chat, name, value)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}: write "
+                             "[{'role': 'user', 'content': 'Hello'}], or give plain text to LLM.generate")
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
@@ -150,15 +156,19 @@ class LLM(Front):
         return self.get_tokenizer().encode_chat(messages, **options)
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str | list[int]:
+        """The prompt of a conversation, as token ids, or with tokenize=False as text."""
         return self.get_tokenizer().apply_chat_template(messages, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters that a caller may change and use."""
         return SamplingParams()
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it has none."""
         return self.engine.need_tokenizer(self._name)
 
     def close(self) -> None:
+        """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -1,25 +1,30 @@
 """Loads a model for a command, with a progress bar, and makes LLMs around it.
 
-A command that compares several engines loads the weights only once.
+A command that compares several engines loads the weights only once. Torch is imported after the model's files are
+found, so that a name that is misspelt is told at once.
 """
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
-from outrider.engine.collector import freeze_heap
+from outrider.core.status_line import status_line
+from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
-from outrider.engine.progress import bar
+from outrider.engine.progress import loading_bar
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
-from outrider.models.base import Model
-from outrider.models.loader import Tensors
-from outrider.runner.worker import Prepare, Worker, load_target
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.models.base import Model
+    from outrider.runner.worker import Prepare, Worker
 
 NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
 
@@ -36,6 +41,8 @@ class Loaded:
         return self.model.device
 
     def worker(self, config: EngineConfig, *, prepare: Prepare | None = None) -> Worker:
+        from outrider.runner.worker import Worker
+
         return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare, grammars=self._grammars)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
@@ -60,9 +67,8 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:
         raise ValueError(NO_TOKENIZER.format(source.name))
-
-    def watch(tensors: Tensors, count: int) -> Tensors:
-        return bar(tensors, total=count, desc=f"loading {source.name}", unit="tensors")
-
-    return Loaded(source.name, load_target(config, source, watch), tokenizer, source.eos_token_ids)
+    with collections_paused(), status_line("starting torch"):
+        from outrider.runner.worker import load_target
+    gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
+    return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the largest integers that device tensors hold
 FLOAT32 = 3.4e38
+SURE = 0.7  # how alike a value and a name must be, where most names are short
+MOST_LISTED = 10  # names in a message
 
 
 class Rule(Protocol):
@@ -46,6 +48,7 @@ class OneOf:
     names: Sequence[Any]  # may grow: a name that is registered later is allowed too
     pattern: str | None = None  # a regular expression of further allowed texts
     also: str = ""  # describes the texts of `pattern` in error messages
+    meant: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names by what others call the same thing
 
     def holds(self, value: Any) -> bool:
         return value in self.names or (self.pattern is not None and re.fullmatch(self.pattern, value) is not None)
@@ -80,7 +83,28 @@ def check_fields(owner: str, instance: Any) -> None:
 def check_value(name: str, declared: Any, value: Any) -> None:
     """Raise ValueError unless the value is what a type, plain or `Annotated`, declares."""
     if not _holds(declared)(value):
-        raise ValueError(f"{name} must be {_check_of(declared)[1]}, got {shown(value)}")
+        meant, allowed = _name_meant(declared, value), _check_of(declared)[1]
+        if meant is not None:
+            raise ValueError(f"{name} {shown(value)}: did you mean {meant!r}? It must be {allowed}")
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+def _name_meant(declared: Any, value: Any) -> str | None:
+    """The name nearest to a misspelt one, where the declaration allows only some names."""
+    given = value if isinstance(value, (list, tuple)) else [value]
+    for rule in _rules_of(declared):
+        names = [name for name in rule.names if isinstance(name, str)]
+        for word in given:
+            if isinstance(word, str) and word not in names:
+                return rule.meant.get(word.lower()) or nearest(word, names, SURE)
+    return None
+
+
+def _rules_of(declared: Any) -> list[OneOf]:
+    """All `OneOf` rules in a declaration."""
+    if isinstance(declared, OneOf):
+        return [declared]
+    return [rule for part in get_args(declared) for rule in _rules_of(part)]
 
 
 def shown(value: Any) -> str:
@@ -92,10 +116,26 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that was probably meant by a misspelt one."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the name that was probably meant, if there is one."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f": did you mean {near}?" if near else ""
+
+
+def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """An error message about a name that there is not: the name that was probably meant, then a few others. `also`:
+    names that may be meant and are not listed."""
+    names, word = list(known), word[:100]
+    listed = names if len(names) <= MOST_LISTED else difflib.get_close_matches(word, names, MOST_LISTED, cutoff=0)
+    more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
+    hint = did_you_mean(word, [*names, *also])
+    return f"unknown {what} {shown(word)}{hint or ';'} {'Known' if hint else 'known'} are {', '.join(listed)}{more}"
 
 
 def declared_fields(kind: Any) -> dict[str, Any]:
@@ -150,7 +190,8 @@ def _with_rule(check: Check, rule: Rule) -> Check:
 
 def _either(first: Check, second: Check) -> Check:
     in_first, in_second = first[0], second[0]
-    return (lambda value: in_first(value) or in_second(value)), f"{first[1]} or {second[1]}"
+    words = second[1].replace(f"each {first[1]}", "each of these")  # a value, or a list of such values
+    return (lambda value: in_first(value) or in_second(value)), f"{first[1]} or {words}"
 
 
 def _is_text(value: Any) -> bool:

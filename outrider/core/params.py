@@ -20,8 +20,8 @@ from outrider.core.fields import (
     Text,
     TokenId,
     check_fields,
-    did_you_mean,
     shown,
+    unknown_name,
 )
 from outrider.core.structured import StructuredOutputsParams
 
@@ -90,9 +90,7 @@ class SamplingParams:
             if name in REFUSED_FIELDS:
                 raise ValueError(f"SamplingParams: {name} is not supported: {REFUSED_FIELDS[name]}")
             if name not in cls.__dataclass_fields__:
-                known = ", ".join(sorted(cls.__dataclass_fields__))
-                raise ValueError(f"SamplingParams: unknown field {name!r}; known are {known}"
-                                 f"{did_you_mean(name, cls.__dataclass_fields__)}")
+                raise ValueError(f"SamplingParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

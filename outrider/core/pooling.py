@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from outrider.core.fields import Count, OneOf, check_fields, did_you_mean
+from outrider.core.fields import Count, OneOf, check_fields, unknown_name
 from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.step import HiddenReport
@@ -43,8 +43,7 @@ class PoolingParams:
             if name in REFUSED_FIELDS:
                 raise ValueError(f"PoolingParams: {name} is not supported: {REFUSED_FIELDS[name]}")
             if name not in cls.__dataclass_fields__:
-                raise ValueError(f"PoolingParams: unknown field {name!r}; known are "
-                                 f"{', '.join(cls.__dataclass_fields__)}{did_you_mean(name, cls.__dataclass_fields__)}")
+                raise ValueError(f"PoolingParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from outrider.core.fields import NotEmpty, Text, check_fields, did_you_mean, shown
+from outrider.core.fields import NotEmpty, Text, check_fields, unknown_name
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # of a schema: objects and lists inside each other
@@ -53,9 +53,7 @@ class StructuredOutputsParams:
             if name in REFUSED_FIELDS:
                 raise ValueError(f"structured_outputs: {name} is not supported: {REFUSED_FIELDS[name]}")
             if name not in cls.__dataclass_fields__:
-                raise ValueError(f"structured_outputs: unknown field {shown(name)}; known are "
-                                 f"{', '.join(cls.__dataclass_fields__)}"
-                                 f"{did_you_mean(name, cls.__dataclass_fields__)}")
+                raise ValueError(f"structured_outputs: {unknown_name('field', name, cls.__dataclass_fields__)}")
 
     def __post_init__(self) -> None:
         check_fields("structured_outputs.", self)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Any, cast
+from typing import Any, Never, cast
 
 from outrider.config import config_for
 from outrider.core.fields import Text, check_value
@@ -22,7 +22,7 @@ from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, check_params
 from outrider.core.pooling import Output, PoolingParams, PoolingRequestOutput, RequestParams, empty_output
 from outrider.engine.engine import Engine, EngineError
-from outrider.engine.front import Front, refuse_adapter
+from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -39,7 +39,7 @@ class AsyncLLM(Front):
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = config_for("AsyncLLM", model, settings).for_streams()
         self._start(start_engine(config), config.model)
 
@@ -57,9 +57,10 @@ class AsyncLLM(Front):
         self._owner = _Owner(engine)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                       request_id: str | None = None, *, lora_request: None = None,
-                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+                       request_id: str | None = None, *, lora_request: None = None, priority: int = 0,
+                       **misplaced: Never) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished."""
+        refuse_misplaced(self.generate, misplaced)
         refuse_adapter(lora_request)
         params = check_params(SamplingParams() if sampling_params is None else sampling_params)
         async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
@@ -98,7 +99,7 @@ class AsyncLLM(Front):
                       priority: int) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self.engine.check_form, params)  # a new grammar takes a while to compile
+            await asyncio.to_thread(self.engine.checks.check_form, params)  # a new grammar takes a while to compile
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
@@ -119,6 +120,8 @@ class AsyncLLM(Front):
                    request_id: str | None = None, priority: int = 0,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
+        for name, value in options.items():
+            refuse_sampling_field(self.chat, name, value)
         token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
         outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
         try:
@@ -140,11 +143,17 @@ class AsyncLLM(Front):
         await done
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it has none."""
         return self.engine.need_tokenizer(self._name)
 
     @property
     def is_running(self) -> bool:
+        """Whether the engine serves requests: it was not shut down and has not failed."""
         return self._owner.error is None
+
+    def fail(self, reason: str) -> None:
+        """Ends an engine that can no longer serve, as a failed step of it would: requests raise EngineError."""
+        self._owner.fail(reason)
 
     def shutdown(self) -> None:
         """Ends the engine; requests that still run raise EngineError. Waits for the step in flight."""
@@ -276,6 +285,12 @@ class _Owner:
 
         self._send(command)
 
+    def fail(self, reason: str) -> None:
+        def command() -> None:
+            raise EngineError(reason)
+
+        self._commands.put(command)
+
     def shutdown(self) -> None:
         if self._engine.is_forked:
             return
@@ -287,7 +302,7 @@ class _Owner:
             self._engine.check_running()
         with self._lock:
             if self.error is not None:
-                raise EngineError(str(self.error)) from self.error.__cause__
+                raise _copy(self.error)
             self._commands.put(command)
 
     # In the thread
@@ -319,6 +334,9 @@ class _Owner:
         self._stops = True
 
     def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
+        if self.error is not None:  # it has ended while the command waited
+            _tell(stream.loop, stream.fail, _copy(self.error))
+            return
         try:
             self._free_id(stream.request_id)
         except BaseException as error:  # the end of the engine, of which this stream would not hear otherwise
@@ -333,7 +351,7 @@ class _Owner:
 
     def _free_id(self, request_id: str) -> None:
         """A request whose reader has left ends within the next steps, and keeps its id until then."""
-        while self.error is None and request_id not in self._streams and self._engine.is_live(request_id):
+        while request_id not in self._streams and self._engine.is_live(request_id):
             self._deliver(self._engine.step())
 
     def _drop(self, stream: _Stream) -> None:
@@ -366,15 +384,20 @@ class _Owner:
                 if command != self._stop:
                     self._try(command)
         for stream in self._streams.values():
-            error = EngineError(reason)
-            error.__cause__ = cause
-            _tell(stream.loop, stream.fail, error)
+            _tell(stream.loop, stream.fail, _copy(self.error))
 
     def _try(self, command: Callable[[], None]) -> None:
         try:
             command()
         except Exception:  # of an engine that has failed; the streams hear of the first failure
             return
+
+
+def _copy(error: BaseException) -> EngineError:
+    """An error of its own for each reader: raising one adds to its traceback."""
+    copied = EngineError(str(error))
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def _put_all(parts: list[tuple[_Stream, OutputIncrement]]) -> None:

@@ -8,6 +8,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Within, nothing is collected. Collections take a tenth of the time of importing torch, and find little."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def freeze_heap(owner: object) -> None:

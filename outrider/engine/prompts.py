@@ -30,8 +30,9 @@ def encode_prompt(prompt: Prompt, get_tokenizer: Callable[[], Tokenizer]) -> Enc
                              f"{', '.join(map(str, prompt)) or 'nothing'}")
         for key in prompt:
             if key not in PROMPT_KEYS and prompt[key] is not None:
-                raise ValueError(f"a prompt's {shown(key)} is not supported: {ONLY_TEXT}; known are "
-                                 f"{', '.join(PROMPT_KEYS)}{did_you_mean(str(key), PROMPT_KEYS)}")
+                hint = did_you_mean(str(key), PROMPT_KEYS) or ":"
+                raise ValueError(f"a prompt's {shown(key)} is not supported{hint} {ONLY_TEXT}; known are "
+                                 f"{', '.join(PROMPT_KEYS)}")
         check_value("prompt_token_ids", list | tuple | None, token_ids)
         check_value("prompt", str | None, text)
         token_ids = get_tokenizer().encode(text) if token_ids is None else list(token_ids)

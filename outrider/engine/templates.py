@@ -23,17 +23,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from outrider.core.fields import did_you_mean, shown
+from outrider.core.fields import did_you_mean
+from outrider.engine.messages import ChatTemplateError, Message
 
-Message = Mapping[str, Any]
 MAX_SECONDS = 5.0
 MAX_ROUNDS = 1_000_000  # of loops, and calls
 MAX_LENGTH = 10_000_000  # characters of a text, or items of a list
 MAX_BITS = 10_000  # of an integer
-
-
-class ChatTemplateError(ValueError):
-    """There is no chat template, it is not valid, it refused the messages or it exceeded a limit."""
 
 
 class ChatTemplate:
@@ -71,32 +67,6 @@ class ChatTemplate:
 @lru_cache(maxsize=16)
 def compiled_template(text: str) -> ChatTemplate:
     return ChatTemplate(text)  # compiling costs milliseconds, and a server renders the same one for every chat
-
-
-def with_plain_content(message: Message) -> Message:
-    """A message whose content is text; parts of text, as OpenAI's API has them, are joined by line ends."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ChatTemplateError(f"a part {shown(kind)} of a message is not supported: only parts of type 'text' "
-                                    "are, with their 'text'")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
-
-
-def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
-    """A rendered chat without what the template writes after the last message, so that the answer continues it."""
-    last = str(messages[-1].get("content") or "").strip() if messages else ""
-    end = rendered.rfind(last) + len(last)
-    if not last or end < len(last):
-        raise ChatTemplateError("continue_final_message needs a last message with text, which the template keeps")
-    return rendered[:end]
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

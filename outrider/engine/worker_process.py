@@ -102,6 +102,10 @@ class WorkerProcess:
             _fail(future, self._died)
         return future
 
+    @property
+    def is_alive(self) -> bool:
+        return self._died is None
+
     def close(self) -> None:
         self._is_closing = True
         try:

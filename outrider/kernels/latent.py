@@ -56,16 +56,22 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenCo
     q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
     heads of weight * relu(q . key); equal scores go to the lower position. scales [pages, page tokens, 1]: of keys that
     are stored in fp8."""
+    num_keys = check_choice(q, weights, keys, contexts, chosen)
+    for rows in _chunks(q.shape[0], num_keys):
+        own = contexts.cut(rows)
+        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long(), scales)
+        chosen[rows] = best_positions(scores, own, chosen.shape[1])
+
+
+def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> int:
+    """Raises unless the arguments of `choose_positions` agree. Returns the positions that a page table has room for."""
     num_keys, top_k = contexts.page_table.shape[1] * keys.shape[1], chosen.shape[1]
     if not q.shape[0] == weights.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
         raise ValueError(f"choose_positions: token rows disagree: queries {q.shape[0]}, weights {weights.shape[0]}, "
                          f"contexts {contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
     if num_keys < top_k:
         raise ValueError(f"choose_positions: {num_keys} positions cannot yield {top_k}; attend to all of them")
-    for rows in _chunks(q.shape[0], num_keys):
-        own = contexts.cut(rows)
-        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long(), scales)
-        chosen[rows] = _best(scores, own, top_k)
+    return num_keys
 
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
@@ -115,22 +121,24 @@ def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scale
     scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)
     step = max(1, MAX_ELEMENTS // (rows * page_tokens * max(q.shape[1:])))
     for first in range(0, columns, step):
-        own = _gather(keys, scales, pages[:, first : first + step], wide)  # [rows, columns, page tokens, dim]
+        own = as_numbers(keys, scales, (pages[:, first : first + step],), wide)  # [rows, columns, page tokens, dim]
         dots = torch.einsum("rhd,rcpd->rhcp", q.to(wide), own).relu_()
         scores[:, first : first + step] = torch.einsum("rh,rhcp->rcp", weights.to(wide), dots)
     return scores.flatten(1)
 
 
-def _gather(keys: Tensor, scales: Tensor | None, pages: Tensor, wide: torch.dtype) -> Tensor:
-    """The keys of some pages as numbers."""
+def as_numbers(keys: Tensor, scales: Tensor | None, cells: tuple[Tensor, ...], wide: torch.dtype) -> Tensor:
+    """The index keys of some pages, or of cells of pages, multiplied by their scales where they are stored in fp8."""
     if scales is None:
-        return keys[pages].to(wide)
-    return keys.view(torch.uint8)[pages].view(keys.dtype).to(wide) * scales[pages].to(wide)
+        return keys[cells].to(wide)
+    return keys.view(torch.uint8)[cells].view(keys.dtype).to(wide) * scales[cells].to(wide)
 
 
-def _best(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
-    """A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection:
-    it may be NaN."""
+def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
+    """[rows, top_k] the visible positions of the highest scores [rows, positions], ascending, then NOT_CHOSEN.
+
+    A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection: it
+    may be NaN."""
     num_keys = scores.shape[1]
     is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
     ranked = torch.where(is_visible, scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :top_k]

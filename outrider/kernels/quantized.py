@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
+from outrider.kernels.native.measured import remembered
 from outrider.kernels.native.products import NATIVE_MAX_ROWS
 
 BLOCK = 32  # weights that share a scale: GGUF's unit
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 KINDS = tuple(BLOCK_BYTES)
+EXPONENT_BITS = 0x7C00  # of a float16; with all of them set it is an infinity or NaN
 TRIAL_SHAPE = (8192, 2048)  # of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
@@ -53,7 +55,13 @@ class QuantizedRows:
         return parts[0] if len(parts) == 1 else cls(parts[0].kind, torch.cat([part.data for part in parts]))
 
     def is_finite(self) -> bool:
-        return all(bool(scale.isfinite().all()) for scale in self._scales())
+        """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
+        halves = self.data.view(torch.int16).view(self.data.shape[0], -1, BLOCK_BYTES[self.kind] // 2).numpy()
+        return int((halves[..., : self._num_scales] & EXPONENT_BITS).max(initial=0)) < EXPONENT_BITS
+
+    @property
+    def _num_scales(self) -> int:
+        return 2 if self.kind == "Q4_1" else 1
 
     def _blocks(self) -> Tensor:
         return self.data.view(self.data.shape[0], -1, BLOCK_BYTES[self.kind])
@@ -61,8 +69,8 @@ class QuantizedRows:
     def _scales(self) -> list[Tensor]:
         """Numbers of each block [outputs, blocks, 1]: its scale and, for Q4_1, what is added."""
         blocks = self._blocks()
-        offsets = (0, 2) if self.kind == "Q4_1" else (0,)
-        return [blocks[..., at : at + 2].contiguous().view(torch.float16).float() for at in offsets]
+        return [blocks[..., 2 * at : 2 * at + 2].contiguous().view(torch.float16).float()
+                for at in range(self._num_scales)]
 
     def dequantize(self) -> Tensor:
         """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
@@ -76,6 +84,8 @@ class QuantizedRows:
         return weights.view(self.shape)
 
     def dequantize_into(self, target: Tensor) -> None:
+        if native.available() and target.is_contiguous() and target.dtype is torch.float32 and target.is_cpu:
+            return native.dequantize(self.matrix(None), 0, target)
         step = max(1, TILE_WEIGHTS // self.shape[1])
         for first in range(0, self.shape[0], step):
             target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
@@ -148,9 +158,14 @@ def scratch(size: int) -> Tensor:
 def kept_bits_are_fast() -> bool:
     """Whether decoding with kept bits takes no longer than with float32 weights.
 
-    Known for x86. Elsewhere one weight larger than the caches is multiplied both ways when first asked, about 0.2 s."""
+    Known for x86. Elsewhere it is measured once for every build of the native kernels."""
     if not native.available() or platform.machine() in ("x86_64", "AMD64"):
         return native.available()
+    return remembered("kept_bits_are_fast", _time_kept_bits)
+
+
+def _time_kept_bits() -> bool:
+    """Multiplies one weight larger than the caches both ways, about 0.2 s."""
     outputs, inputs = TRIAL_SHAPE
     rows = QuantizedRows("Q4_1", torch.zeros(outputs, inputs // BLOCK * BLOCK_BYTES["Q4_1"], dtype=torch.uint8))
     dense = native.Matrix(torch.ones(TRIAL_SHAPE), None, native.FLOATS, inputs)

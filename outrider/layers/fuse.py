@@ -6,18 +6,20 @@ the fused layers to try. Code outside the package adds its own with `register_fu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from outrider.kernels.native import LayerWeights
+from outrider.kernels.native import BoundLayer, LayerWeights
 from outrider.kernels.ops.conditions import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
 from outrider.mixers import Attend, PagedLayer
+from outrider.mixers.paged.base import KeyValueCache
 from outrider.mixers.paged.native_backend import NativeBackend
 
 
@@ -43,6 +45,8 @@ class NativeDecoderLayer(FusedLayer):
         super().__init__(plain)
         self.index, self.native_weights = plain.attention.layer.index, weights
         self.head_norms = None if plain.attention.head_norm is None else plain.attention.head_norm.norms
+        self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
+        self._bound: BoundLayer | None = None  # lives
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
@@ -64,9 +68,13 @@ class NativeDecoderLayer(FusedLayer):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         paged: PagedLayer = attend.mixer(self.index)
         if isinstance(paged.backend, NativeBackend):
-            added = paged.backend.decoder_layer(paged, self.native_weights, delta, residual, angles, self.head_norms)
-            if added is not None:
-                return added, residual
+            if self._cache() is not paged.cache:
+                self._cache = weakref.ref(paged.cache)
+                self._bound = paged.backend.bind_layer(paged, self.native_weights, self.head_norms)
+            if self._bound is not None:
+                added = paged.backend.decoder_layer(self._bound, paged.plan, delta, residual, angles)
+                if added is not None:
+                    return added, residual
         return self.plain(delta, residual, angles, attend)
 
 

@@ -47,14 +47,17 @@ class EngineHost:
 
     def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
                  on_failed: Callable[[], None] = lambda: None, on_serving: Callable[[], None] = lambda: None,
-                 end_stalled: Callable[[AsyncLLM], None] = lambda llm: None) -> None:
-        """`end_stalled`: makes an engine fail that has been stalled for twice the timeout."""
+                 end_stalled: Callable[[AsyncLLM], None] = lambda llm: None,
+                 has_worker: Callable[[AsyncLLM], bool] = lambda llm: True) -> None:
+        """`end_stalled`: makes an engine fail that has been stalled for twice the timeout. `has_worker`: whether the
+        engine could run a step; an idle one does not notice that its worker has died."""
         self.state: State = Loading()
         self.num_restarts = 0
         self.on_failed = on_failed
         self._on_serving = on_serving
         self._start = start
         self._end_stalled = end_stalled
+        self._has_worker = has_worker
         self._stall_timeout = stall_timeout
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque()
@@ -78,7 +81,7 @@ class EngineHost:
         """Why the server is not healthy."""
         match self.state:
             case Serving(llm):
-                if not llm.is_running:
+                if not llm.is_running or not self._has_worker(llm):
                     return "the engine has failed"
                 return "no step has ended for too long" if self._stalled else None
             case Loading(reason) | Failed(reason):
@@ -128,6 +131,9 @@ class EngineHost:
         now = time.monotonic()
         if not llm.is_running:
             self._restart(now)
+            return
+        if not self._has_worker(llm):
+            llm.fail("its worker has died")
             return
         steps = llm.engine.stats.num_steps
         if steps != self._progress[0] or not llm.engine.has_requests:

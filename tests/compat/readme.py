@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,11 @@ def programs() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", readme(), re.M | re.S)
 
 
+def outside_environment() -> dict[str, str]:
+    """The variables of this process without those that lead Python to this tree or to this environment."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
 @dataclass(frozen=True)
 class Place:
     """An environment that has outrider installed, and a folder to work in."""
@@ -43,8 +49,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        return kept | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+        return outside_environment() | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
 
     def run(self, command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         answers = "Say hello.\n/exit\n" if command.startswith("outrider chat") else ""
@@ -76,17 +81,29 @@ class Place:
 
 def install(folder: Path) -> Place:
     """A fresh environment with the wheel of this tree and its server, and nothing else."""
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
+
+    def run(*command: str | Path) -> None:
+        subprocess.run(list(map(str, command)), check=True, env=outside_environment(), cwd=folder)
+
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, copy_sources(folder / "source"))
     (wheel,) = folder.glob("outrider-*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    pip = [str(folder / "venv/bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "venv", folder / "venv")
+    pip = (folder / "venv/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
     torch = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.M)
     assert torch is not None
-    subprocess.run([*pip, torch[0]], check=True)  # alone and first, as make does
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[server]"], check=True)
+    run(*pip, torch[0])  # alone and first, as make does
+    run(*pip, "-c", ROOT / "constraints.txt", f"{wheel}[server]")
     work = folder / "work"
     work.mkdir()
     return Place(folder / "venv/bin", work)
+
+
+def copy_sources(target: Path) -> Path:
+    """The files that a wheel is made from, elsewhere: a build leaves folders behind, and takes up what others left."""
+    shutil.copytree(ROOT / "outrider", target / "outrider", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target / name)
+    return target
 
 
 def run_all(place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine import templates
 from outrider.engine.async_llm import AsyncLLM, EngineError, RequestError
+from outrider.runner.interface import WorkerDied
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "num_pages": 128}
@@ -187,6 +189,40 @@ def test_a_failed_engine_raises_everywhere_with_the_cause() -> None:
         with pytest.raises(EngineError, match="no pages left") as later:
             await last_of(llm.generate([5], greedy(4)))
         assert isinstance(later.value.__cause__, MemoryError)
+
+    with_llm(body)
+
+
+def test_requests_that_waited_to_be_added_when_the_worker_died_hear_of_the_engine() -> None:
+    """Whatever the engine itself would say to them: a reader must be able to tell its own fault from the engine's."""
+
+    async def body(llm: AsyncLLM, rig: Rig) -> None:
+        running, died = threading.Event(), threading.Event()
+
+        def die(batch: object) -> None:
+            running.set()
+            died.wait(60)
+            raise WorkerDied("killed")
+
+        rig.runner._before_step = die
+        first = asyncio.ensure_future(last_of(llm.generate(ASKS[0].prompt, greedy(60))))
+        await asyncio.to_thread(running.wait)
+        waiting = [asyncio.ensure_future(last_of(llm.generate(ask.prompt, greedy(4)))) for ask in ASKS[1:4]]
+        await asyncio.sleep(0.05)  # their commands are queued behind the step
+        died.set()
+        found = await asyncio.gather(first, *waiting, return_exceptions=True)
+        assert [type(error) for error in found] == [EngineError] * 4 and "killed" in str(found[-1])
+
+    with_llm(body)
+
+
+def test_an_idle_engine_can_be_made_to_fail() -> None:
+    async def body(llm: AsyncLLM, rig: Rig) -> None:
+        llm.fail("its worker has died")
+        while llm.is_running:
+            await asyncio.sleep(0.005)
+        with pytest.raises(EngineError, match="its worker has died"):
+            await last_of(llm.generate([5], greedy(4)))
 
     with_llm(body)
 

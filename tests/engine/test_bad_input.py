@@ -104,7 +104,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "bias of text": ({"logit_bias": {5: "x"}}, "logit_bias must be .* each value a number"),
     "cold": ({"temperature": -1}, r"temperature must be a number from 0 to 1e\+30, got -1"),
     "infinite": ({"temperature": float("inf")}, "temperature must be a number from 0 to .*, got inf"),
-    "unknown field": ({"temprature": 1}, "unknown field 'temprature'; known are"),
+    "unknown field": ({"temprature": 1}, "unknown field 'temprature': did you mean temperature\\? Known are"),
     "refused field": ({"best_of": 2}, "best_of is not supported: use n"),
 }
 
@@ -147,7 +147,7 @@ def test_a_request_id_in_use_is_refused() -> None:
 # Models and settings
 
 def test_unknown_settings_are_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="unknown setting 'max_model_length'; known are .*max_model_len"):
+    with pytest.raises(ValueError, match="unknown setting 'max_model_length': did you mean max_model_len\\? Known are"):
         LLM(str(folder), max_model_length=64)
 
 

@@ -135,6 +135,7 @@ def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monk
     fused = outcome(model)
     assert all(isinstance(layer, NativeDecoderLayer) for layer in model.layers)
     assert calls and all(calls)
+    assert outcome(model) == fused, "another engine has another cache"
     monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
     assert outcome(model) == fused
 

@@ -487,6 +487,19 @@ def layer_in_parts(
     return native.product(gated(native.product(x, gate_up)), down)
 
 
+def whole_layer(
+    weights: native.LayerWeights, delta: Tensor | None, residual: Tensor, rope: native.RopeWrite,
+    attention: native.Attention,
+) -> Tensor | None:  # fmt: skip
+    norms = None if rope.q_norm is None or rope.k_norm is None else (rope.q_norm, rope.k_norm)
+    _, scale, window, softcap = attention
+    bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, norms, rope.eps, scale=scale, window=window,
+                                   softcap=softcap)  # fmt: skip
+    step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
+    assert bound is not None and step is not None
+    return native.decoder_layer(bound, step, delta, residual)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize(
@@ -511,7 +524,7 @@ def test_a_whole_layer_has_the_bits_of_its_parts(case: LayerCase, has_delta: boo
     torch.set_num_threads(threads)
     try:
         want = layer_in_parts(weights, None if delta is None else delta.clone(), apart, own_rope, attention)
-        got = native.decoder_layer(weights, delta, residual, rope, attention)
+        got = whole_layer(weights, delta, residual, rope, attention)
     finally:
         torch.set_num_threads(before)
     assert got is not None
@@ -524,13 +537,28 @@ def test_a_whole_layer_declines_what_it_does_not_take_and_does_nothing() -> None
         pytest.skip(native.reason())
     weights, rope, attention = LayerCase([33], [33]).build()
     residual = torch.randn(33, 80)
-    assert native.decoder_layer(weights, None, residual, rope, attention) is None, "more rows than native products take"
+    assert whole_layer(weights, None, residual, rope, attention) is None, "more rows than native products take"
     weights, rope, attention = LayerCase([2], [20]).build()
     wide = torch.randn(2, 160)
     kept = wide.clone()
-    assert native.decoder_layer(weights, None, wide[:, ::2], rope, attention) is None
-    assert native.decoder_layer(weights, None, wide[:, :80], rope, attention) is None
+    assert whole_layer(weights, None, wide[:, ::2], rope, attention) is None
+    assert whole_layer(weights, None, wide[:, :80], rope, attention) is None
     assert torch.equal(wide, kept)
+
+
+def test_a_step_that_took_one_tensor_still_declines_another() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    weights, rope, attention = LayerCase([2], [20]).build()
+    bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, scale=0.2)
+    step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
+    assert bound is not None and step is not None
+    residual, wide = torch.randn(2, 80), torch.randn(2, 160)
+    delta = native.decoder_layer(bound, step, None, residual)
+    assert delta is not None and native.decoder_layer(bound, step, delta, residual) is delta
+    assert native.decoder_layer(bound, step, delta, wide[:, :80]) is None
+    assert native.decoder_layer(bound, step, wide[:, :80], residual) is None
+    assert native.decoder_layer(bound, step, delta, torch.randn(3, 80)) is None
 
 
 def test_a_whole_layer_refuses_bad_slots_and_tables() -> None:
@@ -540,10 +568,10 @@ def test_a_whole_layer_refuses_bad_slots_and_tables() -> None:
     table, *counts = attention.requests._owners
     residual = torch.randn(2, 80)
     with pytest.raises(IndexError, match="1 token rows have a position or slot outside"):
-        native.decoder_layer(weights, None, residual, rope._replace(slots=torch.tensor([1024, -1])), attention)
+        whole_layer(weights, None, residual, rope._replace(slots=torch.tensor([1024, -1])), attention)
     with pytest.raises(IndexError, match="page table is too short"):
         short = native.Requests(table[:, :1], *counts)
-        native.decoder_layer(weights, None, residual, rope, attention._replace(requests=short))
+        whole_layer(weights, None, residual, rope, attention._replace(requests=short))
     with pytest.raises(AssertionError, match="differ"):
         native.Requests(table, counts[0], counts[1], torch.ones(2, dtype=torch.int64))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from outrider.kernels import native, quantized
+from outrider.kernels.native import measured
 from outrider.kernels.quantized import KINDS, QuantizedProduct, QuantizedRows, round_activations
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 32]
@@ -90,10 +94,21 @@ def test_bits_are_kept_where_their_products_are_not_slower(
     need_native()
     monkeypatch.setattr(quantized, "product_seconds", lambda matrices: [kept, dense])
     monkeypatch.setattr(quantized, "TRIAL_SHAPE", (64, 64))
+    monkeypatch.setattr(quantized, "remembered", lambda name, measure: measure())
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert quantized.kept_bits_are_fast.__wrapped__() == (kept <= dense)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert quantized.kept_bits_are_fast.__wrapped__()
+
+
+def test_a_measurement_is_remembered_beside_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "library", lambda: SimpleNamespace(_name=str(tmp_path / "native-1.so")))
+    answers = iter([True, False])
+    assert measured.remembered("it", lambda: next(answers)) and measured.remembered("it", lambda: next(answers))
+    (tmp_path / "native-1.json").write_text("half a fi")
+    assert not measured.remembered("it", lambda: next(answers)), "a damaged file is measured anew"
+    assert not measured.remembered("it", lambda: next(answers))
+    assert [path.name for path in tmp_path.iterdir()] == ["native-1.json"]
 
 
 def test_products_are_timed_in_turns() -> None:

@@ -105,6 +105,15 @@ def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
         assert served.error("/v1/completions", 503, prompt="x")["type"] == "ServiceUnavailableError"
 
 
+def test_a_worker_that_dies_while_nothing_runs_is_noticed() -> None:
+    with serving(stall_timeout=0.4) as served:
+        first = served.llm
+        served.host._has_worker = lambda llm: llm is not first
+        served.wait_for(lambda: isinstance(served.host.state, Serving) and served.host.state.llm is not first)
+        assert served.host.num_restarts == 1 and not first.is_running
+        assert served.http.get("/health").status_code == 200
+
+
 def test_it_answers_while_the_model_loads() -> None:
     def start() -> AsyncLLM:
         time.sleep(1)

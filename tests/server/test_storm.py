@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import httpx
@@ -45,12 +46,15 @@ def test_a_worker_that_dies_and_a_server_that_is_told_to_end(folder: Path, num_r
     first tenth, when everything had been used once."""
     process, url = started(folder, *SETTINGS)
     assert process.stderr is not None
-    threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop the server
+    said: deque[str] = deque(maxlen=1000)
+    threading.Thread(target=said.extend, args=(process.stderr,), daemon=True).start()  # a full pipe would stop it
     try:
         wait_healthy(process, url)
         storm, resident = Storm(url, seed=2, max_len=96, key="k"), 0
         for tenth in range(10):
             asyncio.run(with_a_death(storm, process, num_requests // 10, dies=tenth in deaths))
+            while number(url, "engine_restarts_total") < sum(death <= tenth for death in deaths):
+                time.sleep(0.05)
             wait_idle(process, url)
             if tenth == 0:
                 resident = psutil.Process(process.pid).memory_info().rss
@@ -60,6 +64,9 @@ def test_a_worker_that_dies_and_a_server_that_is_told_to_end(folder: Path, num_r
         assert number(url, "engine_restarts_total") == len(deaths)
         asyncio.run(ended_in_the_middle(process, url))
         assert process.wait(60) == 0
+    except BaseException as error:
+        error.add_note("the server's last messages:\n" + "".join(said))
+        raise
     finally:
         process.kill()
 

@@ -7,7 +7,7 @@ are evicted; contexts below and above top-k. Every cell asserts from counters th
 from __future__ import annotations
 
 import functools
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,13 +16,13 @@ from outrider.core.params import SamplingParams
 from outrider.kernels import ops
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models.paged import PagedModel, Piece
-from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB, drafter_of, latent_of
+from tests.spec.hybrid_rig import DRAFTERS, VOCAB, drafter_of, script_with_errors
+from tests.spec.latent_rig import FAMILIES, TOP_K, latent_of
 
 K = 3
 LENGTH = 20
 SHARED = prompt_of(0, 32, VOCAB)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
-DRAFTERS = ("mtp", "ngram", "scripted")
 
 
 def noisy(seed: int, temperature: float = 4.0, **fields: Any) -> SamplingParams:
@@ -43,17 +43,6 @@ def expected(family: str) -> list[list[list[int]]]:
     """Each request alone, in one chunk, with everything switched off."""
     with Rig(latent_of(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
         return tokens_of(rig.run_one_by_one(ASKS))
-
-
-def script_of(family: str) -> Any:
-    """The true continuations with errors at growing distances from each other, again and again."""
-    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
-    errors = set(accumulate([*range(1, K + 2)] * LENGTH))
-
-    def script(prompt: tuple[int, ...], index: int) -> list[int]:
-        return [(t + 1) % VOCAB if i in errors else t for i, t in enumerate(right.get(prompt, ()))]
-
-    return script
 
 
 class Cell(NamedTuple):
@@ -119,7 +108,8 @@ def test_tokens_are_a_function_of_the_request(
 
     monkeypatch.setattr(ops, "dense_latent_attention", counted(dense, False))
     monkeypatch.setattr(ops, "latent_attention", counted(sparse, True))
-    made = drafter_of(drafter, family, K, script_of(family))
+    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
+    made = drafter_of(drafter, latent_of(family), K, script_with_errors(right, range(1, K + 2)))
     with Rig(latent_of(family), drafter=made, **cell.settings) as rig:
         outputs = rig.run(ASKS, after_step=rig.preempt if cell.preempted else None)
         assert tokens_of(outputs) == expected(family)

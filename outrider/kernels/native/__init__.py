@@ -6,7 +6,7 @@ asked by the table of operations: the functions rely on it. Knows no models.
 
 from outrider.kernels.native.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
 from outrider.kernels.native.build import available, reason
-from outrider.kernels.native.layer import LayerWeights, decoder_layer
+from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
 from outrider.kernels.native.matrix import (
     FLOATS,
     HALVES,
@@ -39,6 +39,8 @@ __all__ = [
     "Q4_1",
     "Q8_0",
     "Attention",
+    "BoundLayer",
+    "LayerStep",
     "LayerWeights",
     "Matrix",
     "Requests",

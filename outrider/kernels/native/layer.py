@@ -1,15 +1,19 @@
-"""A whole decoder layer as one call of the C code. Its results have the bits of its operations called one by one."""
+"""A whole decoder layer as one call of the C code. Its results have the bits of its operations called one by one.
+
+A layer's weights, cache and numbers are checked and packed once (`BoundLayer`), and a step's batch once for all layers
+(`LayerStep`), because checking and packing all of it for every layer takes a fifth as long as the layer itself.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.native.attention import Attention, RopeWrite, check_attention, check_rows, pack_cache
+from outrider.kernels.native.attention import Requests, check_attention, check_rows, pack_cache
 from outrider.kernels.native.build import library
-from outrider.kernels.native.checks import is_matrix, is_vector, takes_heads, takes_rope
+from outrider.kernels.native.checks import is_angles, is_cache, is_index, is_matrix, is_vector, takes_heads
 from outrider.kernels.native.matrix import Matrix
-from outrider.kernels.native.structures import LAYER
+from outrider.kernels.native.structures import BOUND_LAYER, LAYER, LAYER_STEP
 
 
 class LayerWeights:
@@ -30,30 +34,86 @@ class LayerWeights:
         )  # fmt: skip
 
 
-def decoder_layer(
-    layer: LayerWeights, delta: Tensor | None, residual: Tensor, rope: RopeWrite, attention: Attention
-) -> Tensor | None:
+class BoundLayer:
+    """A layer with its cache, ready for any step. Keeps the weights alive, but not the cache. Make it with `bind`."""
+
+    def __init__(self, weights: LayerWeights, norms: tuple[Tensor, Tensor] | None, packed: bytes) -> None:
+        self.max_tokens, self.hidden, self.packed = weights.max_tokens, weights.qkv.inputs, packed
+        self._owners = weights, norms
+
+    @classmethod
+    def bind(
+        cls, weights: LayerWeights, k_cache: Tensor, v_cache: Tensor, norms: tuple[Tensor, Tensor] | None = None,
+        norm_eps: float = 1e-6, *, scale: float, window: int = 0, softcap: float = 0.0,
+    ) -> BoundLayer | None:  # fmt: skip
+        """`norms`: scales of the norms of q and k heads. None if the C code does not take these caches or heads."""
+        kv_heads, dim = k_cache.shape[2:]
+        heads = weights.out.inputs // dim
+        q_norm, k_norm = (None, None) if norms is None else norms
+        is_taken = (is_cache(k_cache) and is_cache(v_cache) and is_vector(q_norm, dim) and is_vector(k_norm, dim)
+                    and takes_heads(heads, kv_heads, dim))  # fmt: skip
+        if not is_taken:
+            return None
+        assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"
+        assert weights.qkv.outputs == (heads + 2 * kv_heads) * dim, f"qkv has {weights.qkv.outputs} columns"
+        return cls(weights, norms, BOUND_LAYER.pack(
+            weights=weights.packed, cache=pack_cache(k_cache, v_cache),
+            q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
+            heads=heads, window=window, norm_eps=norm_eps, scale=scale, softcap=softcap,
+        ))  # fmt: skip
+
+
+class LayerStep:
+    """A step's batch for the layers that share a page table and a rope. Keeps its tensors alive. Make it with `build`.
+
+    A layer's output is the next one's input, so the tensors that were checked last are not checked again."""
+
+    def __init__(self, owners: tuple[object, ...], tokens: int, packed: bytes) -> None:
+        self.tokens, self.packed, self.threads = tokens, packed, torch.get_num_threads()
+        self.run_layer = library().decoder_layer
+        self.checked: Tensor | None = None
+        self.output: Tensor | None = None
+        self._owners = owners
+
+    @classmethod
+    def build(cls, requests: Requests, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> LayerStep | None:
+        """cos and sin: [positions, half of the rotated columns]. None if the C code does not take these tensors."""
+        half = cos.shape[1]
+        is_taken = (is_index(positions) and is_index(slots) and is_angles(cos, 2 * half) and is_angles(sin, 2 * half)
+                    and cos.shape == sin.shape)  # fmt: skip
+        if not is_taken:
+            return None
+        tokens = positions.shape[0]
+        assert slots.shape == (tokens,), "one position and one slot per token row"
+        return cls((requests, positions, slots, cos, sin), tokens, LAYER_STEP.pack(
+            requests=requests.packed, positions=positions.data_ptr(), slots=slots.data_ptr(), cos=cos.data_ptr(),
+            sin=sin.data_ptr(), cos_stride=cos.stride(0), sin_stride=sin.stride(0), max_len=cos.shape[0],
+            rotary=2 * half, tokens=tokens,
+        ))  # fmt: skip
+
+    def takes(self, delta: Tensor | None, residual: Tensor, hidden: int) -> bool:
+        if residual is not self.checked:
+            if not is_matrix(residual) or not residual.is_contiguous() or residual.shape != (self.tokens, hidden):
+                return False
+            self.checked = residual
+        if delta is None or delta is self.output:
+            return True
+        return is_matrix(delta) and delta.is_contiguous() and delta.shape == residual.shape
+
+
+def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor) -> Tensor | None:
     """residual += delta, then attention and MLP of it; returns what the MLP adds, in delta's memory.
 
     None, with nothing done, if the C code does not take this.
     """
-    tokens, hidden = residual.shape
-    k_cache, v_cache = rope.k_cache, rope.v_cache
-    kv_heads, dim = k_cache.shape[2:]
-    heads = layer.out.inputs // dim
-    is_taken = (
-        tokens <= layer.max_tokens and is_matrix(residual) and residual.is_contiguous()
-        and (delta is None or (is_matrix(delta) and delta.is_contiguous() and delta.shape == residual.shape))
-        and takes_rope(*rope) and takes_heads(heads, kv_heads, dim)
-    )  # fmt: skip
-    if not is_taken:
+    if step.tokens > layer.max_tokens or not step.takes(delta, residual, layer.hidden):
         return None
     result = torch.empty_like(residual) if delta is None else delta
-    cache = pack_cache(k_cache, v_cache)
-    error = library().decoder_layer(
-        layer.packed, rope.pack(tokens, layer.qkv.outputs, cache), attention.pack(0, 0, 0, tokens, heads, cache),
-        result.data_ptr(), delta is not None, residual.data_ptr(), torch.get_num_threads(),
+    error = step.run_layer(
+        layer.packed, step.packed, result.data_ptr(), delta is not None, residual.data_ptr(), step.threads
     )  # fmt: skip
-    check_rows(max(0, -error))
-    check_attention(max(0, error))
+    if error:
+        check_rows(max(0, -error))
+        check_attention(max(0, error))
+    step.output = result
     return result

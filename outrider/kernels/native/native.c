@@ -198,22 +198,33 @@ int64_t rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, in
 static _Thread_local void *kept_layer;
 static _Thread_local size_t layer_size;
 
+static Rope layer_rope(const BoundLayer *b, const LayerStep *s) {
+    return (Rope){.cache = b->cache, .heads = b->heads, .q_norm = b->q_norm, .k_norm = b->k_norm, .eps = b->norm_eps,
+                  .positions = s->positions, .slots = s->slots, .cos = s->cos, .sin = s->sin, .max_len = s->max_len,
+                  .cos_stride = s->cos_stride, .sin_stride = s->sin_stride, .rotary = s->rotary, .second = 0};
+}
+
+static Attention layer_attention(const BoundLayer *b, const LayerStep *s, const float *q, float *out) {
+    return (Attention){.requests = s->requests, .tokens = s->tokens, .cache = b->cache, .heads = b->heads,
+                       .window = b->window, .scale = b->scale, .softcap = b->softcap, .q = q, .out = out,
+                       .q_stride = b->weights.qkv.outputs};
+}
+
 /* residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is left in delta.
- * Without `has_delta` nothing is added at first. `attention` lacks its input and output, which lie in scratch.
+ * Without `has_delta` nothing is added at first.
  * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention. */
-int64_t decoder_layer(const Layer *l, const Rope *rope, const Attention *attention, float *delta, int has_delta,
-                      float *residual, int threads) {
-    int64_t tokens = attention->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
+int64_t decoder_layer(const BoundLayer *b, const LayerStep *s, float *delta, int has_delta, float *residual,
+                      int threads) {
+    const Layer *l = &b->weights;
+    int64_t tokens = s->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
     int64_t wide = l->qkv.outputs > 2 * inner ? l->qkv.outputs : 2 * inner, narrow = mixed > inner ? mixed : inner;
     float *x = kept(&kept_layer, &layer_size, tokens * (hidden + wide + narrow) * sizeof(float));
     if (!x) return 3;
     float *spread = x + tokens * hidden, *gathered = spread + tokens * wide; /* what a product leaves, and takes */
     int64_t bad = 0, failed = 0;
-    Attention a = *attention;
+    Rope rope = layer_rope(b, s);
+    Attention a = layer_attention(b, s, spread, gathered);
     AttentionWork work;
-    a.q = spread;
-    a.q_stride = l->qkv.outputs;
-    a.out = gathered;
     int error = list_attention(&a, threads, &work);
     if (error) return error;
     PARALLEL(threads) {
@@ -222,7 +233,7 @@ int64_t decoder_layer(const Layer *l, const Rope *rope, const Attention *attenti
         else
             share_norm(residual, hidden, NULL, 0, l->input_norm, x, tokens, hidden, l->eps);
         share_product(&l->qkv, x, hidden, spread, tokens, threads);
-        share_rope_write(spread, l->qkv.outputs, tokens, rope, &bad);
+        share_rope_write(spread, l->qkv.outputs, tokens, &rope, &bad);
         share_attention(&work, &failed);
         share_product(&l->out, gathered, mixed, delta, tokens, threads);
         share_norm(delta, hidden, residual, hidden, l->mlp_norm, x, tokens, hidden, l->eps);

@@ -197,6 +197,23 @@ typedef struct {
     int gelu;
 } Layer;
 
+/* A decoder layer with its cache: all that stays from step to step. */
+typedef struct {
+    Layer weights;
+    Cache cache;
+    const float *q_norm, *k_norm; /* or null */
+    int64_t heads, window;        /* window 0: all keys */
+    float norm_eps, scale, softcap;
+} BoundLayer;
+
+/* The batch of a step, as the layers share it; cos and sin [max_len, rotary / 2]. */
+typedef struct {
+    Requests requests;
+    const int64_t *positions, *slots; /* of each token */
+    const float *cos, *sin;
+    int64_t cos_stride, sin_stride, max_len, rotary, tokens;
+} LayerStep;
+
 /* The work of one attention call, listed. */
 typedef struct Item Item;
 typedef struct {

@@ -78,7 +78,17 @@ LAYER = Structure(
     gelu=INT32,
 )  # fmt: skip
 
-STRUCTURES = (MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER)
+BOUND_LAYER = Structure(
+    "BoundLayer", weights=LAYER, cache=CACHE, q_norm=POINTER, k_norm=POINTER, heads=INT64, window=INT64,
+    norm_eps=FLOAT, scale=FLOAT, softcap=FLOAT,
+)  # fmt: skip
+
+LAYER_STEP = Structure(
+    "LayerStep", requests=REQUESTS, positions=POINTER, slots=POINTER, cos=POINTER, sin=POINTER, cos_stride=INT64,
+    sin_stride=INT64, max_len=INT64, rotary=INT64, tokens=INT64,
+)  # fmt: skip
+
+STRUCTURES = (MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP)
 
 
 def layout_source() -> str:

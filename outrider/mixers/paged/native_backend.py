@@ -7,7 +7,7 @@ Keys and values are read where they lie; nothing is gathered. Other dtypes, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,14 @@ class Plan:
     page_table: torch.Tensor
     slots: torch.Tensor
     requests: native.Requests | None  # None if the C code does not take them
+    layer_steps: dict[Rope, native.LayerStep | None] = field(default_factory=dict)  # made when a layer first asks
+
+    def layer_step(self, rope: Rope) -> native.LayerStep | None:
+        """The step as whole layers with this rope take it; None if they do not."""
+        if rope not in self.layer_steps:
+            parts = rope.positions, self.slots, *rope.halves
+            self.layer_steps[rope] = None if self.requests is None else native.LayerStep.build(self.requests, *parts)
+        return self.layer_steps[rope]
 
 
 class NativeBackend(Backend):
@@ -52,16 +60,22 @@ class NativeBackend(Backend):
         q = qkv[:, : layer.num_heads * layer.head_dim].view(-1, layer.num_heads, layer.head_dim)
         return self._attend(layer, cache, q, plan)
 
-    def decoder_layer(self, paged: PagedLayer, weights: native.LayerWeights, delta: torch.Tensor | None,
-                      residual: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+    def bind_layer(self, paged: PagedLayer, weights: native.LayerWeights,
+                   norms: HeadNorms | None) -> native.BoundLayer | None:
+        """The layer with its cache for `decoder_layer`; None if it must be done in parts."""
+        layer, cache = paged.layer, paged.cache
+        if not _writes_keys_and_values(layer, norms):
+            return None
+        scales, eps = (None, 1e-6) if norms is None else ((norms.q, norms.k), norms.eps)
+        return native.BoundLayer.bind(weights, cache.k, cache.v, scales, eps, scale=layer.scale,
+                                      window=layer.window or 0, softcap=layer.softcap or 0.0)
+
+    def decoder_layer(self, bound: native.BoundLayer, plan: Plan, delta: torch.Tensor | None, residual: torch.Tensor,
+                      rope: Rope) -> torch.Tensor | None:
         """Add delta to residual, then compute attention and MLP, in one native call. Returns the MLP's output, perhaps
         in delta's memory; or None, with nothing done, if the layer must be done in parts."""
-        layer, plan = paged.layer, paged.plan
-        write = _rope_write(layer, paged.cache, rope, norms, plan)
-        if write is None or plan.requests is None:
-            return None
-        attention = native.Attention(plan.requests, layer.scale, layer.window or 0, layer.softcap or 0.0)
-        return native.decoder_layer(weights, delta, residual, write, attention)
+        step = plan.layer_step(rope)
+        return None if step is None else native.decoder_layer(bound, step, delta, residual)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
@@ -77,11 +91,15 @@ def _first_keys(view: BatchView) -> torch.Tensor | None:
 
 def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: HeadNorms | None,
                 plan: Plan) -> native.RopeWrite | None:
-    """Arguments of the native norm, rope and cache write. None for layers whose values are normed or made of keys, or
-    that write no cache."""
-    if not layer.writes or (norms is not None and (norms.norms_v or not norms.has_v)):
+    """Arguments of the native norm, rope and cache write; None if it does not serve the layer."""
+    if not _writes_keys_and_values(layer, norms):
         return None
     cos, sin = rope.halves
     q_norm, k_norm, eps = (None, None, 1e-6) if norms is None else norms[:3]
     return native.RopeWrite(rope.positions, cos, sin, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
                             2 * cos.shape[1])
+
+
+def _writes_keys_and_values(layer: AttentionLayer, norms: HeadNorms | None) -> bool:
+    """Not so for layers whose values are normed or made of keys, or that write no cache."""
+    return layer.writes and (norms is None or (norms.has_v and not norms.norms_v))

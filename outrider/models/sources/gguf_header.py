@@ -48,16 +48,32 @@ class _Cursor:
 
     def take(self, num_bytes: int) -> bytes:
         if self.at + num_bytes > len(self.data):
-            raise SourceError(f"{self.path} is cut off or damaged: its header goes on after byte {len(self.data)}, "
-                              "where the file ends. Fetch it again.")
+            raise self._cut_off()
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
+
+    def _cut_off(self) -> SourceError:
+        return SourceError(f"{self.path} is cut off or damaged: its header goes on after byte {len(self.data)}, "
+                           "where the file ends. Fetch it again.")
 
     def scalar(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def strings(self, count: int) -> list[str]:
+        """Many strings in one loop without calls: a vocabulary and its merges have a hundred thousand."""
+        data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length(data, at)[0] if begin <= end else begin
+            if at > end:
+                raise self._cut_off()
+            found.append(data[begin:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in SCALARS:
@@ -74,6 +90,8 @@ class _Cursor:
             size = struct.calcsize(f"<{SCALARS[item]}")
             packed = self.take(count * size)
             return list(struct.unpack(f"<{count}{SCALARS[item]}", packed))
+        if item == STRING:
+            return self.strings(count)
         return [self.value(item, depth) for _ in range(count)]
 
 

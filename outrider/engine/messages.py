@@ -1,0 +1,44 @@
+"""Messages of a chat before and after a template renders them. Imports no Jinja, so that prompts of plain text start
+without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.core.fields import shown
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, it is not valid, it refused the messages or it exceeded a limit."""
+
+
+def with_plain_content(message: Message) -> Message:
+    """A message whose content is text; parts of text, as OpenAI's API has them, are joined by line ends."""
+    if not isinstance(message.get("role"), str):
+        raise ChatTemplateError("a message needs a 'role' that is a text, such as 'user', got "
+                                f"{shown(message.get('role'))} among {', '.join(map(str, message)) or 'nothing'}")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ChatTemplateError(f"a part {shown(kind)} of a message is not supported: only parts of type 'text' "
+                                    "are, with their 'text'")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
+    """A rendered chat without what the template writes after the last message, so that the answer continues it."""
+    last = str(messages[-1].get("content") or "").strip() if messages else ""
+    end = rendered.rfind(last) + len(last)
+    if not last or end < len(last):
+        raise ChatTemplateError("continue_final_message needs a last message with text, which the template keeps")
+    return rendered[:end]
