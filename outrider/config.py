@@ -16,6 +16,7 @@ from outrider.core.vllm_settings import translate
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
@@ -31,8 +32,8 @@ class EngineConfig:
     tokenizer: Text | None = None  # a folder, a GGUF file or a hub id, instead of the model's own
     revision: Text | None = None  # of a hub id: a branch, a tag or a commit
     download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
-    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
-    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N")] = "auto"
+    dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
+    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None

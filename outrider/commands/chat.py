@@ -44,8 +44,6 @@ class LocalConversation(Conversation):
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    if params.n != 1:
-        raise ValueError("a chat has one answer at a time: leave --n out")
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
     config = engine_config(args)

@@ -28,6 +28,7 @@ from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
 from outrider.engine.request_checks import CheckedRequest, RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
+from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request, RequestInput
@@ -66,6 +67,7 @@ class Engine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = EngineStats()
+        self.trace: StepTrace | None = None  # set before the first step, by whoever wants some steps traced
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars)
@@ -197,7 +199,7 @@ class Engine:
         """Schedule and queue the next step, if there is anything to compute."""
         if self._is_step_missing:
             return False
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule() if self.trace is None else self.trace.schedule(self.scheduler)
         if batch is None:
             return False
         self.stats.observe_batch(batch)
@@ -223,6 +225,8 @@ class Engine:
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
+        if self.trace is not None:
+            self.trace.finish(result)
         return self.scheduler.update(result)
 
     def _recover(self, error: Exception) -> None:

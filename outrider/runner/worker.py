@@ -16,6 +16,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core.status_line import status_line
 from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
@@ -74,15 +75,18 @@ class Worker:
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
-        limits, num_pages, is_compiled = _plan_cache(config, parts)
+        with status_line("compiling kernels and running the largest step"):
+            limits, num_pages, is_compiled = _plan_cache(config, parts)
         clock.lap("kernels and the largest step")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
-        self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
+        with status_line("capturing steps"):
+            self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
         clock.lap("captured steps")
-        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
-        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
-                                      takes_checkpoints=parts.takes_checkpoints)
+        with status_line("measuring what steps cost"):
+            drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+            prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
+                                          takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
@@ -90,8 +94,9 @@ class Worker:
                                takes_spans=parts.takes_spans)
 
     @classmethod
-    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None) -> Worker:
-        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids, grammars=grammars)
+    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
+             watch: Watch | None = None) -> Worker:
+        return cls(config, load_target(config, source, watch), eos_ids=source.eos_token_ids, grammars=grammars)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)

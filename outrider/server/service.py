@@ -108,6 +108,10 @@ class Service:
     async def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
         """One ask per prompt, each of which the engine has agreed to."""
         params = body.sampling(**more)
+        vocab_size = self.host.llm.engine.limits.vocab_size
+        if len(params.allowed_token_ids or ()) > vocab_size:
+            raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
+                                f"has {vocab_size}", param="allowed_token_ids")
         if params.structured_outputs is not None:
             await self._check_form(body, params)
         return self.checked_asks(body, prompts, params, tenant)
