@@ -20,6 +20,7 @@ import torch
 
 from outrider import cli
 from outrider.cache.kinds import FullSpec
+from outrider.commands import bench_exact
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.kernels import native, ops
@@ -258,7 +259,8 @@ def test_a_model_that_was_exact_can_be_ordinary_again() -> None:
     assert tokens == expected("qwen3_moe")
 
 
-def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(save_folder(tmp_path / "model", FAMILIES["llama"]))
     asked = ["bench", "exact", folder, "--device", "cpu", "--batch-sizes", "1,3", "--max-tokens", "4", "--rounds", "1"]
     assert cli.main([*asked, "--prompt-len", "70"]) == 0
@@ -266,6 +268,9 @@ def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp
     assert [(cell["kind"], cell["batch"]) for cell in found["results"]] == [("decoding", 1), ("decoding", 3),
                                                                            ("prompts", 1)]
     assert all(cell["default_tok_s"] > 0 < cell["exact_tok_s"] for cell in found["results"])
+    monkeypatch.setattr(bench_exact, "run_prompts", lambda *_: pytest.fail("something was timed before the refusal"))
+    assert cli.main([*asked, "--dtype", "bfloat16"]) != 0
+    assert "exact=True: on a CPU the arithmetic of bfloat16 is a library's" in capsys.readouterr().err
 
 
 def test_verify_demands_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path,
