@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import cli
+from outrider import LLM, PoolingParams, cli
 from outrider.cache.kinds import FullSpec
 from outrider.commands import bench_exact
 from outrider.core.outputs import RequestOutput
@@ -220,6 +220,17 @@ def test_log_probabilities_of_prompts_have_the_same_bits_in_every_batch() -> Non
 
     with rig_of("llama") as together, rig_of("llama", max_num_batched_tokens=9) as alone:
         assert prompts_of(together.run(asks)) == prompts_of(alone.run_one_by_one(asks))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_have_the_same_bits_however_prompts_are_cut(pooling: str, tmp_path: Path) -> None:
+    folder, found = str(save_folder(tmp_path / "model", FAMILIES["llama"])), []
+    for chunk, at_once in ((112, 1), (7, 3)):
+        settings = SETTINGS | {"max_num_batched_tokens": chunk, "max_num_seqs": at_once}
+        with LLM(folder, device="cpu", dtype="float32", num_pages=64, **settings) as llm:
+            outputs = llm.encode([list(prompt) for prompt in PROMPTS], PoolingParams(pooling=pooling))
+        found.append([torch.as_tensor(output.outputs.data).tolist() for output in outputs])
+    assert found[0] == found[1]
 
 
 def refusal(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> str:
