@@ -209,14 +209,13 @@ INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
 /* One token row, weight rows four by four. In the last four the last row stands in for missing ones. */
 INLINE void product_row_blocks(const Product *p, int64_t from, int64_t to, const int kind) {
     const Matrix *m = &p->w;
-    int64_t blocks = m->inputs / BLOCK, jump = 4 * m->row_bytes - (blocks - 1) * unit_bytes(kind);
     for (int64_t o = from; o < to;) {
         vf sums[4 * ROW_GROUPS];
         const uint8_t *w[4];
         int64_t groups = (to - o) / 4 > ROW_GROUPS ? ROW_GROUPS : to - o < 4 ? 1 : (to - o) / 4;
         int64_t end = to - o < 4 * groups ? to : o + 4 * groups;
         for (int c = 0; c < 4; c++) w[c] = weight_row(p, o + c < to ? o + c : to - 1);
-        multiply_rows(w, groups, blocks, jump, p->x, sums, kind);
+        multiply_rows(w, groups, m->inputs / BLOCK, unit_bytes(kind), 4 * m->row_bytes, p->x, sums, kind);
         for (vf *four = sums; o < end; four += 4) {
             float totals[4];
             store(totals, sum_each(four));

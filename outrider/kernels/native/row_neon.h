@@ -77,6 +77,7 @@ INLINE int least_is_exact(const Matrix *m) {
 #define ROW_BYTES_HIGH_Q4_0(i, n) ROW_BYTES(i, n, 2)
 #define ROW_BYTES_HIGH_Q4_1(i, n) ROW_BYTES(i, n, 4)
 #define ROW_BYTES_HIGH_Q8_0(i, n) ROW_BYTES(i, n, 18)
+#define ROW_FETCH(i) "prfm pldl1keep, [%[w" #i "], %[ahead]]\n"
 #define ROW_MASKED(operation, n, mask) operation " v" #n ".16b, v" #n ".16b, v" #mask ".16b\n"
 #define ROW_SHIFTED(n) "ushr v" #n ".16b, v" #n ".16b, #4\n"
 #define ROW_LOW_Q4_0(n) ROW_MASKED("and", n, 10)
@@ -131,7 +132,7 @@ INLINE int least_is_exact(const Matrix *m) {
              "uzp1 v11.8h, v10.8h, v10.8h\n")                                                                          \
     ROW_ODD(32, 64, "", "uzp2 v10.8h, v10.8h, v10.8h\n", "fcvtl v15.4s, v11.4h\n", "",                                 \
             ROW_MINIMA_##kind "ldr q11, [%[constants], #96]\n")                                                        \
-    ROW_EVEN(48, 80, "", "add %[w0], %[w0], %[step]\nadd %[w1], %[w1], %[step]\n",                                     \
+    ROW_EVEN(48, 80, ROW_FETCH(0) ROW_FETCH(1), "add %[w0], %[w0], %[step]\nadd %[w1], %[w1], %[step]\n",              \
              "add %[w2], %[w2], %[step]\nadd %[w3], %[w3], %[step]\n", "", ROW_LEAST_##kind(15))                       \
     ROW_ODD(0, 96, ROW_SPREAD(0, "spare"), ROW_SPREAD(1, "spare") ROW_BYTES_LOW_##kind(0, 4),                          \
             ROW_SPREAD(2, "spare") ROW_BYTES_LOW_##kind(1, 6), ROW_SPREAD(3, "spare") ROW_BYTES_LOW_##kind(2, 16),     \
@@ -139,7 +140,7 @@ INLINE int least_is_exact(const Matrix *m) {
             ROW_BYTES_LOW_##kind(3, 18))                                                                               \
     ROW_EVEN(16, 112, ROW_LOW_##kind(4) ROW_LOW_##kind(6), ROW_LOW_##kind(16), ROW_LOW_##kind(18), "",                 \
              "mov v28.16b, v15.16b\n")                                                                                 \
-    ROW_ODD(32, 0, "add %[at], %[at], #128\n", "", "", "", "")
+    ROW_ODD(32, 0, "add %[at], %[at], #128\n", ROW_FETCH(2) ROW_FETCH(3), "", "", "")
 
 /* After the last block of four rows come the next four rows; the very last block is opened once more in place of one
  * behind the end. */
@@ -155,21 +156,20 @@ INLINE int least_is_exact(const Matrix *m) {
                        [sums] "+r"(sums), [jump] "+r"(jump), [least] "+r"(least), [spare] "+r"(spare),                 \
                        [at] "=&r"(at), [left] "=&r"(left), [step] "=&r"(step), [a] "=&r"(halves[0]),                   \
                        [b] "=&r"(halves[1]), [c] "=&r"(halves[2]), [d] "=&r"(halves[3])                                \
-                     : [constants] "r"(&kind##_ROW), [x] "r"(x), [blocks] "r"(blocks)                                  \
+                     : [constants] "r"(&kind##_ROW), [x] "r"(x), [blocks] "r"(blocks), [ahead] "r"(ahead)              \
                      : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11",       \
                        "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24",      \
                        "v25", "v26", "v27", "v28", "v29", "v30", "v31")
 
 /* Sums of products of `groups` times four weight rows with one token row, in the order of `product_tile`. `w`: the
- * first four rows; `jump`: from the last block of a weight row to the first block of the row four further on. The
- * vector behind the token row is read too, and not used. */
-INLINE void multiply_rows(const uint8_t **w, int64_t groups, int64_t blocks, int64_t jump, const float *x, vf *sums,
-                          const int kind) {
+ * first four rows; `ahead`: from a weight row to the one four further on, which is fetched meanwhile. The vector behind
+ * the token row is read too, and not used. */
+INLINE void multiply_rows(const uint8_t **w, int64_t groups, int64_t blocks, int64_t size, int64_t ahead,
+                          const float *x, vf *sums, const int kind) {
     float both[32] __attribute__((aligned(128)));
     float *spare = both, *least = both + 16;
     const float *at;
-    int64_t left, step, halves[4];
-    jump = groups > 1 ? jump : 0;
+    int64_t left, step, halves[4], jump = groups > 1 ? ahead - (blocks - 1) * size : 0; /* from last to first block */
     if (kind == Q4_1) ROW_MULTIPLY(Q4_1);
     if (kind == Q4_0) ROW_MULTIPLY(Q4_0);
     if (kind == Q8_0) ROW_MULTIPLY(Q8_0);
