@@ -26,6 +26,7 @@ from outrider.commands.parser import (
     count_flag,
     counts_flag,
 )
+from outrider.core.status_line import CLEAR
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
@@ -112,7 +113,7 @@ def _add(commands: argparse._SubParsersAction[Parser], name: str, help_text: str
          module: str | None = None, usage: str = "[MODEL] [flags]") -> Parser:
     parser = commands.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".",
                                  epilog=epilog)
-    parser.usage = f"{parser.prog} {usage}"
+    parser.usage = f"%(prog)s {usage}"
     parser.set_defaults(module=module or name, parser=parser)
     parser.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
     return parser
@@ -133,6 +134,9 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_flags(parser)
 
 
+CHAT_DECIDES = ("n", "logprobs", "prompt_logprobs", "detokenize")
+
+
 def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "chat", "talk to a model", CHAT_EXAMPLES)
     add_model(parser)
@@ -142,7 +146,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
     _add_priority(parser)
-    add_sampling_flags(parser, temperature=0.7, top_p=0.9, max_tokens=512)
+    add_sampling_flags(parser, skip=CHAT_DECIDES, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
 
 
@@ -171,7 +175,7 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
                  usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
-    kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True)
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True, prog=bench.prog)
     for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
                             ("latency", "time to the first token and between tokens")):
         parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="bench")
@@ -284,7 +288,8 @@ def _report(error: Exception) -> int:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return f"outrider: {record.levelname.lower()}: {record.getMessage()}"
+        clear = CLEAR if sys.stderr.isatty() else ""  # a status line may stand where the record begins
+        return f"{clear}outrider: {record.levelname.lower()}: {record.getMessage()}"
 
 
 @contextmanager

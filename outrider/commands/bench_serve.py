@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.http_stream import Address, HttpError, get_json, stream_events
+from outrider.commands.http_stream import Address, HttpError, model_names, stream_events
 from outrider.commands.parser import UsageError
 
 PERCENTILES = (50, 90, 99)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _drive(args: argparse.Namespace, address: Address) -> list[Measured]:
     """Requests start at their arrival times, and no more than max_concurrency run at once."""
-    model = args.model or await _served_model(address, args.api_key)
+    model = args.model or (await model_names(address, args.api_key))[0]
     chosen = random.Random(args.seed)
     bodies = [_body(args, model, chosen) for _ in range(args.num_prompts)]
     room = asyncio.Semaphore(args.max_concurrency or args.num_prompts)
@@ -169,11 +169,6 @@ def _goals(words: Sequence[str]) -> dict[str, float]:
         if name not in ("ttft", "tpot", "e2el"):
             raise UsageError(f"--goodput: {word!r} must be ttft:MS, tpot:MS or e2el:MS")
     return goals
-
-
-async def _served_model(address: Address, key: str | None) -> str:
-    models = (await get_json(address, "/v1/models", key))["data"]
-    return str(models[0]["id"])
 
 
 def _print(result: dict[str, Any]) -> None:

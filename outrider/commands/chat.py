@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from outrider.commands.conversation import Conversation
 from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
-from outrider.commands.remote_chat import RemoteConversation, connect
+from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
@@ -24,45 +25,35 @@ COMMAND = re.compile(r"(/[a-z?]+)\s*")
 HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-class Conversation:
+class LocalConversation(Conversation):
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
-        self._system = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict[str, str]] = list(self._system)
+        super().__init__(system)
+        self._llm, self._params = llm, params
 
-    def reset(self) -> None:
-        self.messages = list(self._system)
-
-    def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Add a turn. Text that came before an interrupt is kept; a refused question leaves no trace."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        output = RequestOutput("0", text, [], [])  # if it is interrupted before the first token
+    def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
+        output = RequestOutput("0", None, [], [])  # if it is interrupted before the first token
         said = ""
         with interruptible() as interrupt, suppress(Interrupted):
-            prompt = self._llm.encode_chat(asked)
+            prompt = self._llm.encode_chat(messages)
             for output in self._llm.follow([prompt], self._params, priority=priority, before_step=interrupt.check):
                 show(output.outputs[0].text[len(said) :])
                 said = output.outputs[0].text
         raise_failed([output])
-        self.messages = [*asked, {"role": "assistant", "content": said}]
         return output
 
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    if params.n != 1:
-        raise ValueError("a chat has one answer at a time: leave --n out")
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
     config = engine_config(args)
     loaded = load(config)
     loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}])  # without a template it is refused now
     with loaded.llm(config) as llm:
-        return _talk(Conversation(llm, params, args.system), args)
+        return _talk(LocalConversation(llm, params, args.system), args)
 
 
-def _talk(conversation: Conversation | RemoteConversation, args: argparse.Namespace) -> int:
+def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
     lines = LineInput("> ")
     if lines.on_terminal:
         print(f"{args.url or args.model}: {HELP}")
@@ -91,7 +82,7 @@ def _talk(conversation: Conversation | RemoteConversation, args: argparse.Namesp
             return 0
 
 
-def _obey(command: str, conversation: Conversation | RemoteConversation) -> bool:
+def _obey(command: str, conversation: Conversation) -> bool:
     """Whether the command ends the chat."""
     match command:
         case "/exit" | "/quit":
@@ -107,7 +98,7 @@ def _obey(command: str, conversation: Conversation | RemoteConversation) -> bool
     return False
 
 
-def _turn(conversation: Conversation | RemoteConversation, text: str, args: argparse.Namespace) -> None:
+def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:
     if not text:
         return
     start = time.perf_counter()

@@ -50,10 +50,12 @@ async def stream_events(address: Address, path: str, body: dict[str, Any],
         writer.close()
 
 
-async def get_json(address: Address, path: str, key: str | None) -> Any:
-    reader, writer = await _request(address, "GET", path, b"", key)
+async def model_names(address: Address, key: str | None) -> list[str]:
+    """The names of the models that a server has."""
+    reader, writer = await _request(address, "GET", "/v1/models", b"", key)
     try:
-        return json.loads(b"".join([chunk async for chunk in _body(reader)]))
+        answer = json.loads(b"".join([chunk async for chunk in _body(reader)]))
+        return [str(model["id"]) for model in answer["data"]]
     finally:
         writer.close()
 

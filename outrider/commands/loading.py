@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
+from outrider.core.status_line import status_line
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
-from outrider.engine.progress import bar
+from outrider.engine.progress import loading_bar
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.models.base import Model
-    from outrider.models.loader import Tensors
     from outrider.runner.worker import Prepare, Worker
 
 NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
@@ -67,12 +67,8 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:
         raise ValueError(NO_TOKENIZER.format(source.name))
-    with collections_paused():
+    with collections_paused(), status_line("starting torch"):
         from outrider.runner.worker import load_target
     gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
-
-    def watch(tensors: Tensors, count: int) -> Tensors:
-        return bar(tensors, total=count, desc=f"loading {source.name}", unit="tensors")
-
-    return Loaded(source.name, load_target(config, source, watch), tokenizer, source.eos_token_ids)
+    return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)
 

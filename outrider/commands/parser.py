@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
+from outrider.commands.help import HelpAction, help_text
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
@@ -48,6 +50,7 @@ ENGINE_HELP = {
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
     "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",
+    "index_key_dtype": "sparse attention: fp8 stores the indexers' keys in half the memory, rounded, with a scale each",
 }
 SAMPLING_HELP = {
     "n": "samples per prompt",
@@ -125,13 +128,25 @@ class UsageError(ValueError):
     """The command line cannot be understood. The message says what to write instead."""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line ends and leaves flags enough room that most help texts fit on their line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(120, shutil.get_terminal_size((110, 24)).columns - 2))
+
+
 class Parser(argparse.ArgumentParser):
     """Names the nearest flag, command or choice; never prints or exits on an error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("formatter_class", _Formatter)
         kwargs["allow_abbrev"] = False  # a part of a flag is a mistake, not a flag
+        kwargs["add_help"] = False
         super().__init__(*args, **kwargs)
+        self.add_argument("-h", "--help", action=HelpAction)
+
+    def format_help(self) -> str:
+        return help_text(self)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -156,6 +171,8 @@ class Parser(argparse.ArgumentParser):
         name = flags[0].split("=")[0]
         if name in BENCH_ONLY:
             own.error(f"{name} is for `outrider bench throughput` and `latency` alone: {BENCH_ONLY[name]}")
+        if name.removeprefix("--").replace("-", "_") in (*ENGINE_FIELDS, *SAMPLING_FIELDS):
+            own.error(f"`{own.prog}` has no flag {name}: other commands have it")
         known = [option for action in own._actions for option in action.option_strings]
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
 

@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from outrider.commands.http_stream import Address, HttpError, get_json, stream_events
+from outrider.commands.conversation import Conversation
+from outrider.commands.http_stream import Address, HttpError, model_names, stream_events
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, sampling_params
 from outrider.commands.run_prompts import Interrupt, Interrupted, interruptible
 from outrider.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -22,30 +23,21 @@ UNSENT = ("n", "detokenize", "bad_words_token_ids", "logprobs", "prompt_logprobs
 PATIENCE = 0.1  # seconds until Ctrl-C is looked for
 
 
-class RemoteConversation:
-    """Has the methods of chat's own Conversation."""
-
+class RemoteConversation(Conversation):
     def __init__(self, address: Address, model: str, body: dict[str, Any], system: str | None,
                  key: str | None) -> None:
+        super().__init__(system)
         self._address, self._key = address, key
         self._body = body | {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._system = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict[str, str]] = list(self._system)
 
-    def reset(self) -> None:
-        self.messages = list(self._system)
-
-    def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Add a turn. Text that came before an interrupt is kept; a refused question leaves no trace."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        body = self._body | {"messages": asked} | ({"priority": priority} if priority else {})
-        output = RequestOutput("0", text, [], [CompletionOutput(0)])
+    def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
+        body = self._body | {"messages": messages} | ({"priority": priority} if priority else {})
+        output = RequestOutput("0", None, [], [CompletionOutput(0)])
         with interruptible() as interrupt:
             try:
                 asyncio.run(self._stream(body, output, show, interrupt))
             except (HttpError, OSError, asyncio.IncompleteReadError) as error:
                 raise RuntimeError(str(error) or type(error).__name__) from None
-        self.messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]
         return output
 
     async def _stream(self, body: dict[str, Any], output: RequestOutput, show: Callable[[str], None],
@@ -103,8 +95,8 @@ def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
         raise UsageError(f"--{given[0].replace('_', '-')} is a setting of the engine, and with --url the server has it")
     address = Address.parse(args.url)
     try:
-        models = asyncio.run(get_json(address, "/v1/models", args.api_key))
-        name = args.model if args.model != default_model else models["data"][0]["id"]
+        names = asyncio.run(model_names(address, args.api_key))
+        name = args.model if args.model != default_model else names[0]
     except (HttpError, OSError, ValueError, LookupError, asyncio.IncompleteReadError) as error:
         raise ValueError(f"no model to talk to at {args.url}: {error}") from None
     return RemoteConversation(address, name, request_body(sampling_params(args)), args.system, args.api_key)

@@ -19,6 +19,7 @@ from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
+from outrider.engine.step_trace import StepTrace
 from outrider.engine.worker_process import WorkerProcess
 from outrider.server.settings import ServerConfig
 
@@ -45,11 +46,17 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
-    host = EngineHost(lambda: AsyncLLM.around(start_engine(engine, in_process=True), names[0]),
-                      stall_timeout=config.stall_timeout, max_restarts=config.max_restarts, end_stalled=kill_worker,
-                      has_worker=has_worker, on_serving=lambda: tell("ready"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
+
+    def start() -> AsyncLLM:
+        started = start_engine(engine, in_process=True)
+        if tracing is not None and config.trace_steps_per_second:
+            started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
+        return AsyncLLM.around(started, names[0])
+
+    host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
+                      end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
     service = Service(host, config, names, chat_template(config), tracing)
     server = uvicorn.Server(uvicorn.Config(
@@ -121,6 +128,8 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
 
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(given, dict):

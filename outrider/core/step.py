@@ -145,6 +145,7 @@ class ScheduledBatch:
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
     spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
+    is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
 
     @property
     def num_requests(self) -> int:
@@ -183,9 +184,18 @@ class RequestResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When a traced step began in its worker, and how long its parts took."""
+
+    began: float  # seconds since the epoch
+    parts: tuple[tuple[str, float], ...]  # names and seconds, one part after the other
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
     requests: list[RequestResult]
     seconds: float = 0.0
     checkpoints: list[int] = field(default_factory=list)  # ids of the checkpoints that were written
     uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one
+    times: StepTimes | None = None  # of a traced step, where its worker can tell them

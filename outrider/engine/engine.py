@@ -1,7 +1,7 @@
 """The loop: schedule, step, update, emit, with the next step scheduled before the last one's result is read.
 
-Owns the life of a request from its checks to its last run. Knows scheduler and runner by their data only; a runner
-may live in another thread or process.
+Owns the life of a request from its arrival, checked, to its last run. Knows scheduler and runner by their data only; a
+runner may live in another thread or process.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.core import Finish, Limits, StepResult
-from outrider.core.fields import Text, check_value, shown
+from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
-from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params, request_seed
+from outrider.core.params import SamplingParams, request_seed
 from outrider.core.pooling import PoolingParams, RequestParams
-from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
-from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput, pooling_input
+from outrider.engine.request_checks import CheckedRequest, RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
+from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request, RequestInput
@@ -39,20 +39,6 @@ log = logging.getLogger("outrider")
 
 class EngineError(RuntimeError):
     """The engine has failed or was shut down; no request can be served any more. The cause is chained."""
-
-
-class CheckedRequest(NamedTuple):
-    """A request that the engine can serve."""
-
-    token_ids: list[int]
-    params: RequestParams  # with their words as tokens
-    priority: int
-    cache_salt: str | None
-    spans: PromptSpans = NO_SPANS
-
-    @property
-    def num_samples(self) -> int:
-        return self.params.n if isinstance(self.params, SamplingParams) else 1
 
 
 @dataclass(slots=True)
@@ -81,12 +67,11 @@ class Engine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = EngineStats()
+        self.trace: StepTrace | None = None  # set before the first step, by whoever wants some steps traced
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
+        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars)
         self._seed = seed
-        self._max_logprobs = max_logprobs
-        self._grammars = grammars
-        self._takes_spans = takes_spans
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
@@ -130,8 +115,8 @@ class Engine:
             cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> None:
         """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
         check_value("request_id", Text, request_id)
-        self.queue({request_id: self.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
-                                           bidirectional_spans=bidirectional_spans)})
+        self.queue({request_id: self.checks.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
+                                                  bidirectional_spans=bidirectional_spans)})
 
     def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
         """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
@@ -176,66 +161,6 @@ class Engine:
         self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
-    def check(self, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-              cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-        """Raises a ValueError that says what to change, if the request cannot be served."""
-        return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt, bidirectional_spans)
-
-    def check_prompt(self, prompt_token_ids: list[int], params: RequestParams, priority: int,
-                     cache_salt: str | None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-        """Like `check`, with parameters from `check_params`."""
-        limits = self.limits
-        check_value("priority", Priority, priority)
-        check_value("cache_salt", str | None, cache_salt)
-        if not prompt_token_ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt_token_ids) + isinstance(params, SamplingParams) > limits.max_len:
-            raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {limits.max_len}, which leaves no "
-                "room for an answer: shorten the prompt or raise max_model_len"
-            )
-        if set(map(type, prompt_token_ids)) != {int}:
-            token = next(token for token in prompt_token_ids if type(token) is not int)
-            raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
-        for token in (min(prompt_token_ids), max(prompt_token_ids)):
-            if not 0 <= token < limits.vocab_size:
-                raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of {limits.vocab_size}")
-        spans = NO_SPANS
-        if bidirectional_spans:
-            if not self._takes_spans:
-                raise ValueError("bidirectional_spans are not served by this engine: start it with "
-                                 "attention_backend='flex' (or 'torch'), for a model whose layers are all attention")
-            # In the worst case every other request computes one token and its drafts beside the span.
-            most = limits.max_batched_tokens - limits.max_requests * (1 + limits.max_drafts)
-            spans = check_spans(bidirectional_spans, len(prompt_token_ids), most)
-        return CheckedRequest(prompt_token_ids, params, priority, cache_salt, spans)
-
-    def check_params(self, given: RequestParams) -> RequestParams:
-        """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
-        if isinstance(given, PoolingParams):
-            return given.checked(self.limits.hidden_size)
-        limits, params = self.limits, check_params(given)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
-            if most is not None and most > self._max_logprobs:
-                raise ValueError(f"{name}={value} exceeds max_logprobs={self._max_logprobs} of this engine")
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
-        params = self._with_bad_word_ids(params)
-        check_token_ids(params, self.eos_ids, limits)
-        self.check_form(params)
-        return params
-
-    def check_form(self, params: SamplingParams) -> None:
-        """Raises ValueError for structured output that cannot be served. Compiles a grammar that is new, which may take
-        seconds: whoever must not wait calls it in a thread before. For any thread."""
-        if params.structured_outputs is None:
-            return
-        if self._grammars is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        self._grammars.check(params.structured_outputs.to_plain())
-
     # One step
 
     def step(self) -> list[OutputIncrement]:
@@ -274,7 +199,7 @@ class Engine:
         """Schedule and queue the next step, if there is anything to compute."""
         if self._is_step_missing:
             return False
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule() if self.trace is None else self.trace.schedule(self.scheduler)
         if batch is None:
             return False
         self.stats.observe_batch(batch)
@@ -300,6 +225,8 @@ class Engine:
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
+        if self.trace is not None:
+            self.trace.finish(result)
         return self.scheduler.update(result)
 
     def _recover(self, error: Exception) -> None:
@@ -399,15 +326,3 @@ class Engine:
         if not live.num_left:
             metrics.finished_time = time.perf_counter()
             del self._live[live.request_id]
-
-    def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
-        if not params.bad_words or params.bad_words_token_ids:
-            return params
-        if self.tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias, allowed_token_ids")
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            # At the start of a text and after a space a word has different tokens: forbid both.
-            for text in (word.lstrip(), " " + word.lstrip()):
-                words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return replace(params, bad_words_token_ids=tuple(words))

@@ -18,6 +18,11 @@ def bar(items: Any = None, **options: Any) -> Any:
     return tqdm(items, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True, file=sys.stderr, **options)
 
 
+def loading_bar(model: str) -> Callable[[Any, int], Any]:
+    """Makes a bar of the tensors that are read: see `Watch` of the loader."""
+    return lambda tensors, count: bar(tensors, total=count, desc=f"loading {model}", unit="tensors")
+
+
 class RequestBar:
     """A bar of finished requests with the speed of their tokens. `wanted`: whether to show it, or what makes one."""
 

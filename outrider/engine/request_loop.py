@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from outrider.core.outputs import RequestOutput
 from outrider.core.pooling import Output, RequestParams, empty_output
-from outrider.engine.engine import CheckedRequest, Engine
+from outrider.engine.engine import Engine
 from outrider.engine.prompts import EncodedPrompt
+from outrider.engine.request_checks import CheckedRequest
 
 
 class Ask(NamedTuple):
@@ -76,12 +77,13 @@ class RequestLoop:
         self._tidy()
         texts, checked = {}, {}
         given = {id(ask.params): ask.params for ask in asks}  # requests often share parameters: checked once
-        params = {key: self._engine.check_params(own) for key, own in given.items()}
+        params = {key: self._engine.checks.check_params(own) for key, own in given.items()}
         for ask in asks:
             request_id = str(next(self._ids))
             texts[request_id] = ask.prompt.text
-            checked[request_id] = self._engine.check_prompt(ask.prompt.token_ids, params[id(ask.params)], ask.priority,
-                                                            ask.prompt.cache_salt, ask.prompt.bidirectional_spans)
+            checked[request_id] = self._engine.checks.check_prompt(
+                ask.prompt.token_ids, params[id(ask.params)], ask.priority, ask.prompt.cache_salt,
+                ask.prompt.bidirectional_spans)
         caller.left.update(checked)
         self._is_mid_change = True
         try:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.core.status_line import status_line
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
+from outrider.engine.progress import loading_bar
 from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
 from outrider.models.sources import ModelSource
@@ -30,11 +32,11 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
         child = WorkerProcess(config, source)
         worker, grammars = child, _grammars(tokenizer, source, child.announce)
     else:
-        with collections_paused():
+        with collections_paused(), status_line("starting torch"):
             from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
         grammars = _grammars(tokenizer, source)
-        worker = Worker.load(config, source, grammars)
+        worker = Worker.load(config, source, grammars, loading_bar(source.name))
     engine = engine_around(config, worker, tokenizer, grammars)
     freeze_heap(engine)
     return engine

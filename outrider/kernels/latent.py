@@ -42,25 +42,36 @@ def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
     """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
     is_live = (slots >= 0)[:, None]
     pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
+    entries = entries.to(cache.dtype)
+    if cache.dtype == torch.float8_e4m3fn:  # which torch stores, but cannot select
+        entries, cache = entries.view(torch.uint8), cache.view(torch.uint8)
     # Dead rows put back what the null page's first cell holds.
-    cache[pages, offsets] = torch.where(is_live, entries.to(cache.dtype), cache[pages, offsets])
+    cache[pages, offsets] = torch.where(is_live, entries, cache[pages, offsets])
 
 
-def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
+def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
+                     scales: Tensor | None = None) -> None:
     """Writes into chosen [tokens, top_k] the visible positions of the highest scores, ascending, then NOT_CHOSEN.
 
     q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
-    heads of weight * relu(q . key); equal scores go to the lower position."""
+    heads of weight * relu(q . key); equal scores go to the lower position. scales [pages, page tokens, 1]: of keys that
+    are stored in fp8."""
+    num_keys = check_choice(q, weights, keys, contexts, chosen)
+    for rows in _chunks(q.shape[0], num_keys):
+        own = contexts.cut(rows)
+        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long(), scales)
+        chosen[rows] = best_positions(scores, own, chosen.shape[1])
+
+
+def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> int:
+    """Raises unless the arguments of `choose_positions` agree. Returns the positions that a page table has room for."""
     num_keys, top_k = contexts.page_table.shape[1] * keys.shape[1], chosen.shape[1]
     if not q.shape[0] == weights.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
         raise ValueError(f"choose_positions: token rows disagree: queries {q.shape[0]}, weights {weights.shape[0]}, "
                          f"contexts {contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
     if num_keys < top_k:
         raise ValueError(f"choose_positions: {num_keys} positions cannot yield {top_k}; attend to all of them")
-    for rows in _chunks(q.shape[0], num_keys):
-        own = contexts.cut(rows)
-        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long())
-        chosen[rows] = _best(scores, own, top_k)
+    return num_keys
 
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
@@ -103,22 +114,31 @@ def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
     return (positions >= contexts.first[:, None]) & (positions < contexts.stop[:, None])
 
 
-def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor) -> Tensor:
+def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scales: Tensor | None) -> Tensor:
     """[rows, positions] the scores of every position, of those that are not visible too. pages [rows, columns]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, columns, page_tokens = len(q), pages.shape[1], keys.shape[1]
     scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)
     step = max(1, MAX_ELEMENTS // (rows * page_tokens * max(q.shape[1:])))
     for first in range(0, columns, step):
-        own = keys[pages[:, first : first + step]].to(wide)  # [rows, columns, page tokens, dim]
+        own = as_numbers(keys, scales, (pages[:, first : first + step],), wide)  # [rows, columns, page tokens, dim]
         dots = torch.einsum("rhd,rcpd->rhcp", q.to(wide), own).relu_()
         scores[:, first : first + step] = torch.einsum("rh,rhcp->rcp", weights.to(wide), dots)
     return scores.flatten(1)
 
 
-def _best(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
-    """A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection:
-    it may be NaN."""
+def as_numbers(keys: Tensor, scales: Tensor | None, cells: tuple[Tensor, ...], wide: torch.dtype) -> Tensor:
+    """The index keys of some pages, or of cells of pages, multiplied by their scales where they are stored in fp8."""
+    if scales is None:
+        return keys[cells].to(wide)
+    return keys.view(torch.uint8)[cells].view(keys.dtype).to(wide) * scales[cells].to(wide)
+
+
+def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
+    """[rows, top_k] the visible positions of the highest scores [rows, positions], ascending, then NOT_CHOSEN.
+
+    A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection: it
+    may be NaN."""
     num_keys = scores.shape[1]
     is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
     ranked = torch.where(is_visible, scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :top_k]

@@ -52,19 +52,23 @@ class LatentExpansion(Module):
         self.weight = torch.empty(num_heads * (nope_dim + value_dim), latent_dim, dtype=dtype, device=device)
         heads = self.weight.view(num_heads, nope_dim + value_dim, latent_dim)
         self._to_latent, self._to_values = heads[:, :nope_dim].transpose(1, 2), heads[:, nope_dim:]
+        self._products = ops.head_products
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
 
+    def set_exact(self, exact: bool) -> None:
+        self._products = ops.head_products.variant(exact)
+
     def absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """q [tokens, heads, nope] -> out [tokens, heads, latent], whose products with latents are those of q with
         keys."""
-        ops.head_products(q, self._to_latent, out)
+        self._products(q, self._to_latent, out)
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
         """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
         values = latents.new_empty(*latents.shape[:2], self._to_values.shape[1])
-        ops.head_products(latents, self._to_values, values)
+        self._products(latents, self._to_values, values)
         return values.flatten(1)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.cache.groups import CacheLayout
-from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, SlidingSpec
+from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, ScaledIndexSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.batch import BatchView
 from outrider.mixers.latent.base import LatentMixer
@@ -50,6 +50,7 @@ _MIXERS: dict[type[PagedSpec], MakeMixer] = {
     SlidingSpec: PagedMixer,
     LatentSpec: LatentMixer,
     IndexedLatentSpec: LatentMixer,
+    ScaledIndexSpec: LatentMixer,
 }
 
 
@@ -66,7 +67,9 @@ def can_capture(layout: CacheLayout, backend: Backend) -> bool:
 
 
 class CachedLayers:
-    def __init__(self, layers: Sequence[LayerParams], pool: DevicePool, backend: Backend) -> None:
+    def __init__(self, layers: Sequence[LayerParams], pool: DevicePool, backend: Backend, *,
+                 exact: bool = False) -> None:
+        """exact: a token row has the same bits alone and among others. Mixers that can have a method `set_exact`."""
         self._device = pool.data.device
         groups = {layer.index: pool.layout.groups_of(layer.index) for layer in layers}
         self.groups = tuple({group.index: group for own in groups.values() for group in own}.values())
@@ -77,6 +80,11 @@ class CachedLayers:
                 raise ValueError(f"{spec.__name__} has no mixer: register one with register_mixer")
             by_kind.setdefault(_MIXERS[spec], []).append(layer)
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
+        for mixer in self.mixers if exact else ():
+            set_exact = getattr(mixer, "set_exact", None)
+            if set_exact is None:
+                raise ValueError(f"exact=True: {type(mixer).__name__} cannot be exact: it has no method set_exact")
+            set_exact(True)
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
         """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from outrider.cache.groups import CacheLayout
-from outrider.cache.kinds import LatentSpec
 from outrider.config import EngineConfig
 from outrider.kernels import native, ops
 from outrider.kernels.native.checks import takes_heads
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Model
 
 
-def refuse_inexact(config: EngineConfig, model: Model, layout: CacheLayout) -> None:
+def refuse_inexact(config: EngineConfig, model: Model) -> None:
     """Raise ValueError if a token's logits could depend on more than its request."""
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
-    if any(isinstance(group.spec, LatentSpec) for group in layout.groups):
-        ops.latent_attention.variant(exact=True)  # refuses
     if model.device.type == "cpu":
         _refuse_on_cpu(model)
     else:
@@ -31,7 +28,7 @@ def _refuse_on_cpu(model: Model) -> None:
     if not native.available():
         raise ValueError(f"exact=True: on a CPU it needs the native kernels, and there are none ({native.reason()})")
     for layer in model.attention_layers:
-        if not takes_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim):
+        if isinstance(layer, AttentionLayer) and not takes_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim):
             raise ValueError(f"exact=True: native attention does not serve layer {layer.index} with {layer.num_heads} "
                              f"heads of {layer.head_dim} over {layer.num_kv_heads} key/value heads")
 

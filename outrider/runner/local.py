@@ -9,11 +9,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
 from outrider.runner.batch import PaddedSize
+from outrider.runner.clock import NO_CLOCK, StepClock
 from outrider.runner.generations import Generations
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
@@ -35,11 +37,10 @@ def _next(sizes: list[int], at_least: int) -> int:
 
 
 class LocalRunner:
-    def __init__(self, step: DeviceStep, padding: Padding | None = None,
-                 before_step: Callable[[ScheduledBatch], None] | None = None) -> None:
+    def __init__(self, step: DeviceStep, padding: Padding | None = None) -> None:
         self.device_step = step
         self._padding = padding or Padding()
-        self._before_step = before_step  # tests: poison free pages
+        self._before_step: Callable[[ScheduledBatch], None] | None = None  # tests: poison free pages
         self._generations = Generations(step)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-runner")
         self._thread.submit(int)  # the one thread starts now: an interrupt of a later submit cannot start a second
@@ -54,12 +55,19 @@ class LocalRunner:
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
         start = time.perf_counter()
+        clock = self.device_step.clock = StepClock() if batch.is_traced else NO_CLOCK
         with self._generations.running(batch):
             if self._before_step is not None:
                 self._before_step(batch)
             self.device_step.apply_host_writes(batch)
+            clock.lap("admit")
             size = self._padding.size_for(batch)
             self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
             result = self.device_step.run(batch, size)
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
-            return self.device_step.grammars.settle(batch, done) if batch.form is StepForm.SPLIT else done
+            if batch.form is StepForm.SPLIT:
+                done = self.device_step.grammars.settle(batch, done)
+            if batch.is_traced:
+                clock.lap("read")
+                done = replace(done, times=clock.times)
+            return done

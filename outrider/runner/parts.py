@@ -86,7 +86,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
     if config.exact:
-        refuse_inexact(config, model, layout)
+        refuse_inexact(config, model)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)

@@ -31,6 +31,7 @@ from outrider.runner.batch import (
     pack_eager,
     token_spans,
 )
+from outrider.runner.clock import NO_CLOCK, NoClock
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.hidden import HiddenRows, reported_hidden
 from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
@@ -116,9 +117,10 @@ class DeviceStep:
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
-        self.cached = CachedLayers(model.attention_layers, pool, backend)
+        self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
         self._folded = self._none  # by the last host writes
+        self.clock: NoClock = NO_CLOCK  # of the step that runs
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
@@ -172,8 +174,10 @@ class DeviceStep:
         shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
         plan = self.plan(scheduled, shape)
         half = self.forward_half(shape, to_device(ints, torch.int64, self.state.device), plan)
+        self.clock.lap("forward")
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
+            self.clock.lap("grammars")
         result = self.finish_half(half, plan)
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
                                   row_by_row=self._samples_row_by_row)
@@ -211,8 +215,10 @@ class DeviceStep:
         inputs, hidden = half.inputs, half.hidden
         logprobs, committed = self.finish(inputs, hidden, plan)
         written = self.recurrent.commit(half.recurrent, committed.accepted.num_accepted)
+        self.clock.lap("finish")
         if self.drafter is not None:
             self.draft(self.drafter, inputs, hidden, committed, plan)
+            self.clock.lap("draft")
         return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, plan.checkpoints,
                             self._none if written is None else written, self._none)
 

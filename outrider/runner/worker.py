@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core.status_line import status_line
 from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
@@ -44,19 +46,31 @@ from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
+FP8_CAPABILITY = (8, 9)
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
     """The model that the config asks for, on its device. `watch`: see load_model."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, source, device)
+    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+        model = build_model(values, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
     fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
                watch=watch)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
     return model
+
+
+def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
+    asked = f"index_key_dtype={config.index_key_dtype!r}"
+    if values.get("index_topk") is None:
+        raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
+    return {**values, "index_key_dtype": config.index_key_dtype}
 
 
 class Worker:
@@ -74,15 +88,18 @@ class Worker:
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
-        limits, num_pages, is_compiled = _plan_cache(config, parts)
+        with status_line("compiling kernels and running the largest step"):
+            limits, num_pages, is_compiled = _plan_cache(config, parts)
         clock.lap("kernels and the largest step")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
-        self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
+        with status_line("capturing steps"):
+            self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
         clock.lap("captured steps")
-        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
-        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
-                                      takes_checkpoints=parts.takes_checkpoints)
+        with status_line("measuring what steps cost"):
+            drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+            prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
+                                          takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
@@ -90,8 +107,9 @@ class Worker:
                                takes_spans=parts.takes_spans)
 
     @classmethod
-    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None) -> Worker:
-        return cls(config, load_target(config, source), eos_ids=source.eos_token_ids, grammars=grammars)
+    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
+             watch: Watch | None = None) -> Worker:
+        return cls(config, load_target(config, source, watch), eos_ids=source.eos_token_ids, grammars=grammars)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)

@@ -7,12 +7,9 @@ use a token or an exact length of a step in flight.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
@@ -20,7 +17,6 @@ from outrider.core import (
     Admission,
     Bound,
     Finish,
-    HostDraft,
     Limits,
     RequestResult,
     ScheduledBatch,
@@ -31,16 +27,10 @@ from outrider.core import (
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan
 from outrider.sched.faults import Suspects
+from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
 from outrider.sched.request import Request, State
-
-
-class HostDrafter(Protocol):
-    """Guesses on the host, from settled tokens."""
-
-    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]: ...
-
-    def finish(self, request_id: int, token_ids: Sequence[int]) -> None: ...
+from outrider.sched.waiting import WaitingRequests
 
 
 @dataclass(slots=True)
@@ -72,16 +62,12 @@ class Scheduler:
         self.limits = limits
         self.stats = SchedulerStats()
         self._drafts = drafts
-        self._host_drafter = host_drafter
+        self._host_drafts = None if host_drafter is None else HostDrafts(host_drafter)
         self._prompt_time = prompt_time
-        self._host_drafts: list[HostDraft] = []
-        self._arrivals = count()
-        self._waiting: list[tuple[int, int, Request]] = []  # a heap by priority, then arrival
-        self._arrival_of: dict[int, int] = {}
+        self._waiting = WaitingRequests()
         self._running: list[Request] = []
         self._num_with_form = 0  # of those, the ones that ask for structured output
         self._requests: dict[int, Request] = {}
-        self._held_back: list[tuple[int, int, Request]] = []  # wait until the requests on trial are done
         self._suspects = Suspects()
         self._generation = generation
         self._free_rows = list(range(limits.max_requests, 0, -1))
@@ -97,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._held_back)
+        return len(self._waiting)
 
     @property
     def generation(self) -> int:
@@ -109,7 +95,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._held_back or self._in_flight) or self.cache.has_folds
+        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 
     def add(self, *requests: Request) -> None:
         """All of them, or none: whatever can be refused is asked for before the first one waits."""
@@ -117,8 +103,7 @@ class Scheduler:
             self.cache.check_fits(request.end_len)
         for request in requests:
             self._requests[request.id] = request
-            self._arrival_of[request.id] = next(self._arrivals)
-            self._wait(request)
+            self._waiting.arrive(request)
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
         """End a request from the host: an abort, a stop string, an error. Results in flight for it are dropped."""
@@ -134,42 +119,11 @@ class Scheduler:
         if self._suspects:
             self._try_suspects()
         batch = BatchBuilder(self.stats.num_steps, self._generation)
-        budget = self.limits.max_batched_tokens
-        running = list(self._running)
         plan = self._plan_drafts()
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
-        prefills: list[Request] = []
-        short = False  # pages are missing: admit nobody before those who run have theirs
-        lookahead = self.cache.lookahead
-        others = len(running)  # still to be looked at
-        # The hot loop: a thousand requests, every step. Without requests the plan speaks of those about to start.
-        for request, num_drafts in zip(running, plan.wanted, strict=False):
-            others -= 1
-            if request.state is not State.RUNNING:
-                continue  # preempted by an earlier one in this loop
-            bound = request.bound.at_most
-            if request.admitted_len > bound:
-                prefills.append(request)
-                continue
-            end_len = request.end_len
-            left = end_len - len(request.token_ids) - request.in_flight_samples
-            if left <= 0:
-                continue  # the steps in flight end it
-            if num_drafts:  # one token for everyone goes before anyone's drafts
-                num_drafts = min(num_drafts, left - 1, budget - 1 - others - len(prefills))
-            if num_drafts and self._host_drafter is not None:
-                num_drafts = self._host_draft(self._host_drafter, request, num_drafts)
-            bound += 1 + num_drafts
-            if bound > end_len:
-                bound = end_len
-            if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
-                short = True
-                self._host_drafts = [draft for draft in self._host_drafts if draft.row != request.row]
-                continue
-            budget -= 1 + num_drafts
-            batch.add(request, 1, num_drafts, True, bound)
-        step = self._begin_prompts(batch, budget, has_prompts=bool(prefills or self._waiting))
+        prefills, budget, short = self._schedule_decoding(batch, plan)
+        step = self._begin_prompts(batch, budget, has_prompts=bool(prefills) or self._waiting.has_next)
         for request in prefills:
             if request.state is State.RUNNING and step.most_tokens(request.bound.at_most) > 0:
                 short |= self._schedule_known(request, step, batch) == 0
@@ -202,7 +156,7 @@ class Scheduler:
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
-        self._admissions, self._host_drafts = [], []
+        self._admissions = []
         failed = zip(batches[0].request_ids, batches[0].epochs, batches[0].bounds, strict=True)
         points = {request_id: bound for request_id, epoch, bound in failed
                   if request_id in self._requests and self._requests[request_id].epoch == epoch}
@@ -233,18 +187,46 @@ class Scheduler:
         the prompt must see it from its first token."""
         if self._drafts is None:
             return DraftPlan([0] * len(self._running), 0)
-        requests = self._running or [e[2] for e in heapq.nsmallest(len(self._free_rows), self._waiting)]
-        return self._drafts.choose(requests, is_exact=not self._in_flight and self._host_drafter is None)
+        requests = self._running or self._waiting.first(len(self._free_rows))
+        return self._drafts.choose(requests, is_exact=not self._in_flight and self._host_drafts is None)
 
-    def _host_draft(self, drafter: HostDrafter, request: Request, most: int) -> int:
-        """Ask for drafts that follow the settled tokens, with room for what steps in flight may accept of them."""
-        known = len(request.token_ids)
-        in_flight = request.bound.at_most + 1 - known
-        guess = drafter.propose(request.id, request.token_ids, most + in_flight)
-        if len(guess) <= (0 if in_flight == 0 else request.in_flight_samples):
-            return 0 if request.num_proposed == 0 else most  # a device drafter may have one
-        self._host_drafts.append(HostDraft(request.row, known, guess))
-        return min(most, len(guess))
+    def _schedule_decoding(self, batch: BatchBuilder, plan: DraftPlan) -> tuple[list[Request], int, bool]:
+        """A token and drafts for every request that yields tokens. Returns the requests that still compute their
+        prompts, the tokens left for them, and whether pages were missing: then nobody may be admitted."""
+        running = list(self._running)
+        budget = self.limits.max_batched_tokens
+        prefills: list[Request] = []
+        is_short = False
+        lookahead, host_drafts = self.cache.lookahead, self._host_drafts
+        others = len(running)  # still to be looked at
+        # The hot loop: a thousand requests, every step. Without requests the plan speaks of those about to start.
+        for request, num_drafts in zip(running, plan.wanted, strict=False):
+            others -= 1
+            if request.state is not State.RUNNING:
+                continue  # preempted by an earlier one in this loop
+            bound = request.bound.at_most
+            if request.admitted_len > bound:
+                prefills.append(request)
+                continue
+            end_len = request.end_len
+            left = end_len - len(request.token_ids) - request.in_flight_samples
+            if left <= 0:
+                continue  # the steps in flight end it
+            if num_drafts:  # one token for everyone goes before anyone's drafts
+                num_drafts = min(num_drafts, left - 1, budget - 1 - others - len(prefills))
+            if num_drafts and host_drafts is not None:
+                num_drafts = host_drafts.propose(request, num_drafts)
+            bound += 1 + num_drafts
+            if bound > end_len:
+                bound = end_len
+            if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
+                is_short = True
+                if host_drafts is not None:
+                    host_drafts.drop(request.row)
+                continue
+            budget -= 1 + num_drafts
+            batch.add(request, 1, num_drafts, True, bound)
+        return prefills, budget, is_short
 
     def _begin_prompts(self, batch: BatchBuilder, budget: int, has_prompts: bool) -> FullStep | TimedStep:
         """The room that the requests which decode leave for prompts."""
@@ -269,14 +251,13 @@ class Scheduler:
         return chunk
 
     def _admit(self, step: FullStep | TimedStep, batch: BatchBuilder) -> None:
-        while self._waiting and self._free_rows and step.most_tokens(0) > 0:
-            request = self._waiting[0][2]
+        while self._waiting.has_next and self._free_rows and step.most_tokens(0) > 0:
+            request = self._waiting.next
             start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
                                           use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
             if not self.cache.can_start(start):
                 return
-            heapq.heappop(self._waiting)
-            self._start(request, start)
+            self._start(self._waiting.pop(), start)
             if step.most_tokens(request.bound.at_most) == 0 or self._schedule_known(request, step, batch) == 0:
                 return
 
@@ -305,15 +286,12 @@ class Scheduler:
             if self._in_flight:
                 return False
             scheduled = batch.request_ids
-            victim = max((r for r in self._running if r.id not in scheduled), key=self._rank)
+            victim = max((r for r in self._running if r.id not in scheduled), key=self._waiting.rank)
             self._preempt(victim)
             if victim is request:
                 return False
         request.covered = self.cache.covered(request.id)
         return True
-
-    def _rank(self, request: Request) -> tuple[int, int]:
-        return (request.input.priority, self._arrival_of[request.id])
 
     def _preempt(self, request: Request) -> None:
         """Give its row and pages back; it is computed again from its settled tokens."""
@@ -325,7 +303,8 @@ class Scheduler:
         self.stats.num_preemptions += 1
         request.stats.num_preemptions += 1
         self._release(request)
-        self._wait(request)
+        request.state = State.WAITING
+        self._waiting.push(request)
 
     def _try_suspects(self, is_new: bool = False) -> None:
         """Before a step, and after a failed one (`is_new`): those who are not on trial wait."""
@@ -336,10 +315,7 @@ class Scheduler:
         if on_trial is not None:
             for request in [r for r in self._running if r.id not in on_trial]:
                 self._preempt(request)
-        entries = [*self._waiting, *self._held_back]
-        self._waiting = [e for e in entries if on_trial is None or e[2].id in on_trial]
-        self._held_back = [e for e in entries if on_trial is not None and e[2].id not in on_trial]
-        heapq.heapify(self._waiting)
+        self._waiting.hold_back_all_but(on_trial)
 
     def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
@@ -350,8 +326,9 @@ class Scheduler:
         folds = self.cache.take_folds(step)
         granted = self.cache.take_granted()
         form = batch.form if self._num_with_form else StepForm.WHOLE
-        scheduled = batch.build(self._admissions, granted, self._host_drafts, checkpoints, folds, propose, form)
-        self._admissions, self._host_drafts = [], []
+        host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
+        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, propose, form)
+        self._admissions = []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
         self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
@@ -392,14 +369,13 @@ class Scheduler:
                 self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=is_exact)
             self._release(request)
         else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            self._held_back = [entry for entry in self._held_back if entry[2] is not request]
-            heapq.heapify(self._waiting)
+            self._waiting.remove(request)
         request.state = State.FINISHED
         self.cache.forget(request.id)
-        if self._host_drafter is not None:
-            self._host_drafter.finish(request.id, request.token_ids)
-        del self._requests[request.id], self._arrival_of[request.id]
+        if self._host_drafts is not None:
+            self._host_drafts.finish(request)
+        del self._requests[request.id]
+        self._waiting.forget(request)
         self._suspects.forget(request.id)
         if self._drafts is not None:
             self._drafts.forget(request)
@@ -411,17 +387,10 @@ class Scheduler:
         self._running.remove(request)
         self._num_with_form -= request.input.has_form
         self._free_rows.append(request.row)
-        # The row may be taken again in this very batch: its former owner's admission must not reach the device later.
+        # The row may be taken again in this very batch: nothing of its former owner must reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]
+        if self._host_drafts is not None:
+            self._host_drafts.drop(request.row)
         request.row = NULL_ROW
         request.epoch += 1
         request.settled = Settled()
-
-    def _wait(self, request: Request) -> None:
-        request.state = State.WAITING
-        entry = (request.input.priority, self._arrival_of[request.id], request)
-        on_trial = self._suspects.on_trial
-        if on_trial is None or request.id in on_trial:
-            heapq.heappush(self._waiting, entry)
-        else:
-            self._held_back.append(entry)

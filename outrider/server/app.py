@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -16,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
 from outrider.core.fields import did_you_mean
+from outrider.engine.async_llm import LONG_TEXT
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
@@ -23,7 +25,7 @@ from outrider.server.embeddings import EmbeddingRequest, create_embeddings
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import TENANT, Guard
-from outrider.server.messages import MessagesRequest, create_message
+from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -35,7 +37,6 @@ from outrider.server.service import Service
 from outrider.server.work import api_error
 
 log = logging.getLogger("outrider")
-BODY_FIELDS = sorted(ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys())
 
 
 def build_app(service: Service) -> FastAPI:
@@ -92,6 +93,10 @@ def _openai_routes(service: Service) -> APIRouter:
     async def create_anthropic(body: MessagesRequest, request: Request) -> Response:
         return await create_message(service, body, request.scope[TENANT])
 
+    @routes.post("/v1/messages/count_tokens")
+    async def count_message_tokens(body: MessagesPrompt) -> dict[str, int]:
+        return {"input_tokens": await count_tokens(service, body)}
+
     @routes.post("/v1/embeddings")
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         return await create_embeddings(service, body, request.scope[TENANT])
@@ -128,10 +133,11 @@ def _text_routes(service: Service) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        for token in body.tokens:
+        for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
             if not 0 <= token < service.host.llm.engine.limits.vocab_size:
                 raise ApiError(400, f"token id {str(token)[:30]} is outside the vocabulary", param="tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": decode() if len(body.tokens) <= LONG_TEXT else await asyncio.to_thread(decode)}
 
     return routes
 
@@ -141,6 +147,8 @@ def _state_routes(service: Service) -> APIRouter:
 
     @routes.get("/health")
     @routes.get("/ping")
+    @routes.head("/health", include_in_schema=False)
+    @routes.head("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 with an empty body, or 503 with the reason: loading, failed, or no step for too long."""
         problem = service.host.problem
@@ -149,6 +157,7 @@ def _state_routes(service: Service) -> APIRouter:
         return Response()
 
     @routes.get("/ready")
+    @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """Whether a request would be served now: healthy, and room in the queue."""
         await health()
@@ -190,7 +199,9 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {404: "there is no such route", 405: "this route has another method", 400: "the body cannot be read"}
-    return _answer(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    answer = _answer(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    answer.headers.update(error.headers or {})  # 405 says which methods there are
+    return answer
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
@@ -198,21 +209,28 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
     return _answer(ApiError(500, INTERNAL))
 
 
+def _body_fields(request: Request) -> list[str]:
+    """Names of the fields that the body of the request's route has."""
+    body = request.scope["route"].body_field
+    return [] if body is None else sorted(body.field_info.annotation.model_fields)
+
+
 async def _on_bad_body(request: Request, error: Exception) -> Response:
     """One sentence that names the field; all of pydantic's alternatives for one field become one."""
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
-    first = problems[0]
+    first = next((problem for problem in problems if problem["type"] == "refused"), problems[0])
     where = [str(part) for part in first["loc"] if part != "body"]
     match first["type"]:
         case "refused":
-            return _answer(ApiError(400, first["msg"], param=first["ctx"]["param"]))
+            param = where[0] if where else first["ctx"]["param"]
+            return _answer(ApiError(400, f"{param}: {first['msg']}" if where else first["msg"], param=param))
         case "json_invalid":
             return _answer(ApiError(400, "the body is not valid JSON"))
         case "missing" if not where:
             return _answer(ApiError(400, "the request has no body"))
         case "extra_forbidden":
-            hint = did_you_mean(where[0], BODY_FIELDS) if len(where) == 1 else ""
+            hint = did_you_mean(where[0], _body_fields(request)) if len(where) == 1 else ""
             return _answer(ApiError(400, f"there is no field {'.'.join(where)[:100]!r}{hint}", param=where[0]))
     param = where[0] if where else None
     said = list(dict.fromkeys(p["msg"] for p in problems if p["loc"][1:2] == first["loc"][1:2]))

@@ -45,23 +45,26 @@ async def prepare_chat(service: Service, body: ChatRequest,
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
     more["structured_outputs"] = chat_form(body, forced, service.config.reasoning_parser, prompt_end, service.tokenizer)
-    choices = _parsed_choices(service, body, forced, prompt_end)
-    if choices:
+    choice = _parsed_choice(service, body, forced, prompt_end)
+    if choice is not None:
         more["skip_special_tokens"] = False  # markers often are special tokens
-    return model, await service.asks(body, [prompt], tenant, **more), choices
+    asks = await service.asks(body, [prompt], tenant, **more)
+    # Only now: until the engine agrees, `n` may be any number.
+    others = [_parsed_choice(service, body, forced, prompt_end) for _ in range(1, asks[0].num_samples)]
+    return model, asks, [own for own in (choice, *others) if own is not None]
 
 
-def _parsed_choices(service: Service, body: ChatRequest, forced: ForcedCalls | None,
-                    prompt_end: str) -> list[ParsedChoice]:
-    """One for each sample; none if all text is content."""
+def _parsed_choice(service: Service, body: ChatRequest, forced: ForcedCalls | None,
+                   prompt_end: str) -> ParsedChoice | None:
+    """For one sample; None if all text is content."""
     tools = (body.tools or []) if body.tool_choice != "none" else []
     tool_format = service.config.tool_call_parser if tools else None
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    parsers = [output_parser(tool_format, service.config.reasoning_parser, schemas=schemas, prompt_end=prompt_end,
-                             calls=() if forced is None else forced.regions) for _ in range(body.n or 1)]
-    is_named = forced is not None and forced.is_named
-    return [ParsedChoice(parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format,
-                         is_named=is_named) for parser in parsers if parser is not None]
+    parser = output_parser(tool_format, service.config.reasoning_parser, schemas=schemas, prompt_end=prompt_end,
+                           calls=() if forced is None else forced.regions)
+    return None if parser is None else ParsedChoice(
+        parser, includes_reasoning=body.include_reasoning is not False, tool_format=tool_format,
+        is_named=forced is not None and forced.is_named)
 
 
 def _check(body: ChatRequest, tool_format: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
@@ -26,8 +27,10 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
         if body.stream:
             raise ApiError(400, "echo is for answers that are not streamed", param="echo")
         more["prompt_logprobs"] = body.prompt_logprobs if body.logprobs is None else body.logprobs
-    asks = await service.asks(body, prompts, tenant, **more,
-                              max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1  # nothing but the prompt is wanted: the token after it is left out of the answer
+    asks = await service.asks(body, prompts, tenant, **more, max_tokens=max_tokens)
     run = _Completion(service, body, asks, model)
     timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
@@ -46,6 +49,8 @@ class _Completion:
         outputs = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
         choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
                    for i, output in enumerate(outputs) for sample in output.outputs]
+        if self._body.max_tokens == 0:
+            self._usage.leave_out_completions()
         return self._head | {"choices": choices, "usage": self._usage.to_json(),
                              "metrics": self._usage.metrics_to_json()}
 
@@ -87,6 +92,9 @@ class _Completion:
         choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
                                   "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
         offset = 0
+        if self._body.max_tokens == 0:
+            sample = replace(sample, text="", token_ids=[], logprobs=None if sample.logprobs is None else [])
+            choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
         if self._body.echo:
             prompt = self._service.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
             choice["text"], offset = prompt + sample.text, len(prompt)
@@ -115,9 +123,10 @@ class _Completion:
             chosen = entry[token_id]
             tokens.append(chosen.decoded_token or "")
             values.append(finite(chosen.logprob))
-            # Tokens that are parts of a character look the same: the likeliest of them is named.
-            top.append({t.decoded_token or "": finite(t.logprob)
-                        for t in reversed(top_logprobs(entry, self._body.logprobs or 0))})
+            # The chosen token is always there, as OpenAI's API has it. Tokens that are parts of a character look the
+            # same: the likeliest of them is named.
+            named_ones = [chosen, *reversed(top_logprobs(entry, self._body.logprobs or 0))]
+            top.append({t.decoded_token or "": finite(t.logprob) for t in named_ones})
             offsets.append(offset)
             offset += len(tokens[-1])
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from outrider.server.chat import prepare_chat
+from outrider.server.errors import ApiError
 from outrider.server.generation import ChangeReader, Usage
 from outrider.server.parsers import Content, Event
 from outrider.server.protocol import ChatRequest
@@ -13,15 +14,19 @@ from outrider.server.service import Service
 
 
 class Conversation:
-    def __init__(self, service: Service, body: ChatRequest) -> None:
-        self._service, self._body = service, body
+    def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
+        """names: the API's own names of fields that have another name in a chat's body."""
+        self._service, self._body, self._names = service, body, names
         self.model = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     async def prepare(self, tenant: str | None) -> None:
         """Raises what is wrong with the request."""
-        self.model, asks, self._choices = await prepare_chat(self._service, self._body, tenant)
+        try:
+            self.model, asks, self._choices = await prepare_chat(self._service, self._body, tenant)
+        except ApiError as error:
+            raise error.renamed(self._names) from None
         self._asks = asks
         self.usage = Usage(asks)
 

@@ -6,6 +6,7 @@ A message says what was wrong with the request. Paths, stack traces and texts of
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 TYPES = {
@@ -14,7 +15,8 @@ TYPES = {
     503: "ServiceUnavailableError", 504: "TimeoutError",
 }  # fmt: skip
 INTERNAL = "the server failed to handle this request; its log says why"
-OWNER = re.compile(r"^(?:SamplingParams: )?(\w+)\b")
+PARAMS = re.compile(r"^(?:SamplingParams|PoolingParams): ")
+OWNER = re.compile(r"^(\w+)\b")
 
 
 class ApiError(Exception):
@@ -31,9 +33,18 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": TYPES.get(self.status, "APIError"), "param": self.param,
                           "code": self.status}}
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The error in the words of a body whose fields have other names: `names` by the names in the message."""
+        if self.param is None or self.param not in names:
+            return self
+        name = names[self.param]
+        other = ApiError(self.status, str(self).replace(self.param, name), param=name)
+        other.headers = self.headers
+        return other
+
 
 def bad_value(error: ValueError, fields: Any = ()) -> ApiError:
     """A request that the engine refused. Its message names the field first, if one field is at fault."""
-    message = str(error).removeprefix("SamplingParams: ")
+    message = PARAMS.sub("", str(error))
     found = OWNER.match(message)
     return ApiError(400, message, param=found[1] if found and found[1] in fields else None)

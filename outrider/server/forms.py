@@ -127,7 +127,7 @@ def _rules(asked: StructuredOutputsParams) -> str:
             json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
         return f"form: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
     if asked.choice is not None:
-        return "form: " + " | ".join(map(json.dumps, asked.choice))
+        return "form: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice))
     if asked.regex is not None:
         escaped = re.sub(r"(?<!\\)/", r"\\/", asked.regex)
         return f"form: /{escaped}/"

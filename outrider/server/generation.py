@@ -121,6 +121,10 @@ class Usage:
                 "total_tokens": self._num_prompt + self._num_completion,
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
 
+    def leave_out_completions(self) -> None:
+        """The client asked for no tokens and gets none."""
+        self._num_completion = 0
+
     def metrics_to_json(self) -> dict[str, Any]:
         return {"speculative_decoding": drafts_to_json(list(self._metrics.values()))}
 

@@ -70,6 +70,8 @@ class Guard:
                 body = await self._read(receive)
         except TimeoutError:
             raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+        if body:
+            _check_kind(scope)
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -102,6 +104,15 @@ async def send_error(send: Send, error: ApiError) -> None:
         headers.append((b"connection", b"close"))  # the rest of the body was not read
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _check_kind(scope: Scope) -> None:
+    """Bodies are JSON as it is. What else they are called would otherwise be read as something that is no object."""
+    kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+    if not kind.endswith((b"/json", b"+json")):
+        raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
+    if _header(scope, b"content-encoding").strip().lower() not in (b"", b"identity"):
+        raise ApiError(400, "compressed bodies are not read: send the body without Content-Encoding")
 
 
 def _given_key(scope: Scope) -> bytes:

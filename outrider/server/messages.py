@@ -10,11 +10,12 @@ from typing import Any, Literal
 from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
-from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, Tool, ToolCall
+from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, Said, Tool, ToolCall
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
+ERROR_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class TextBlock(Body):
@@ -46,7 +47,7 @@ class ResultBlock(Body):
     cache_control: Json | None = None
 
 
-class Message(Body):
+class Message(Said):
     role: Literal["user", "assistant"]
     content: str | list[TextBlock | ThinkingBlock | UseBlock | ResultBlock]
 
@@ -59,38 +60,53 @@ class MessageTool(Body):
     cache_control: Json | None = None
 
 
-class MessagesRequest(Body):
+class MessagesPrompt(Body):
+    """The part of a request that becomes the prompt."""
+
     model: str | None = None
-    max_tokens: int
     messages: list[Message]
     system: str | list[TextBlock] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: Json | None = None
+
+
+class MessagesRequest(MessagesPrompt):
+    max_tokens: int
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    tools: list[MessageTool] | None = None
-    tool_choice: Json | None = None
     metadata: Json | None = None  # an id of the user, read by nobody
 
 
+async def count_tokens(service: Service, body: MessagesPrompt) -> int:
+    """Tokens of the prompt that the messages become."""
+    service.check_model(body.model)
+    tools = None if _tool_choice(body) == "none" else _tools(body)
+    return len(await service.encode_chat(chat_messages(body), tools, None, None))
+
+
+def _tools(body: MessagesPrompt) -> list[Tool]:
+    return [Tool(type="function", function=Function(name=tool.name, description=tool.description,
+                                                    parameters=tool.input_schema)) for tool in body.tools or []]
+
+
 async def create_message(service: Service, body: MessagesRequest, tenant: str | None) -> Work:
-    tools = [Tool(type="function", function=Function(name=tool.name, description=tool.description,
-                                                     parameters=tool.input_schema)) for tool in body.tools or []]
-    if not body.messages:
-        raise ApiError(400, "messages is an empty list", param="messages")
-    chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=tools or None, top_p=body.top_p,
+    chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=_tools(body) or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
                        stop=body.stop_sequences or None, tool_choice=_tool_choice(body),
                        parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use", False))
-    conversation = Conversation(service, chat)
+    conversation = Conversation(service, chat, {"stop": "stop_sequences"})
     await conversation.prepare(tenant)
     run = _Message(conversation, body)
     timeout = service.config.request_timeout
-    return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
+    if not body.stream:
+        return JsonWork(run.answer(), timeout)
+    return EventStream(run.frames(), timeout, end=b"", error_event=error_event)
 
 
-def _tool_choice(body: MessagesRequest) -> str | Json | None:
+def _tool_choice(body: MessagesPrompt) -> str | Json | None:
     choice = body.tool_choice or {}
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
@@ -98,7 +114,9 @@ def _tool_choice(body: MessagesRequest) -> str | Json | None:
     return {None: None, "auto": "auto", "none": "none", "any": "required"}.get(kind, str(kind))
 
 
-def chat_messages(body: MessagesRequest) -> list[ChatMessage]:
+def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:
+    if not body.messages:
+        raise ApiError(400, "messages is an empty list", param="messages")
     messages = [ChatMessage(role="system", content=_text(body.system))] if body.system else []
     for message in body.messages:
         messages += [ChatMessage(role=message.role, content=message.content)] if isinstance(message.content, str) else (
@@ -219,6 +237,12 @@ class ContentBlocks:
         self.blocks.append(block)
         self._is_open = True
         return "content_block_start", {"index": len(self.blocks) - 1, "content_block": block | shown}
+
+
+def error_event(error: ApiError) -> bytes:
+    """Clients of this API read events by their names, and pass over one that has none."""
+    kind = ERROR_TYPES.get(error.status, "api_error")
+    return _framed([("error", {"error": {"type": kind, "message": str(error)}})])
 
 
 def _framed(changes: Iterable[tuple[str, Json]]) -> bytes:

@@ -24,6 +24,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_backend": ((), "there is one grammar library"),
     "guided_whitespace_pattern": ((), 'use structured_outputs: {"json": ..., "whitespace_pattern": ...}'),
     "best_of": ((1,), "use n"),
+    "previous_response_id": ((), "nothing is stored: send the whole conversation"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer's decoder says where spaces are"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "add_special_tokens": ((), "chat templates hold their own special tokens, and prompts may be token ids"),
     "use_beam_search": ((False,), "beam search is not supported"),
     "length_penalty": ((1, 1.0), "beam search is not supported"),
     "echo": ((False,), "the prompt is not repeated"),
@@ -46,6 +50,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
 }  # fmt: skip
+MAX_TEXTS = {"stop": 64, "bad_words": 1024}
+MAX_CHARACTERS = 1 << 14  # of all texts of such a list
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
 OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs")
 
@@ -140,6 +146,8 @@ class Sampled(Scheduled):
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
     user: str | None = Field(default=None, description="read by nobody")
+    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
+    safety_identifier: str | None = Field(default=None, description="read by nobody")
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = Field(
         default=None, description="the form of the text: json, regex, choice, grammar or json_object")
@@ -168,12 +176,24 @@ class Sampled(Scheduled):
                 given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
             except ValueError:
                 raise ApiError(400, "logit_bias must have token ids as its keys", param="logit_bias") from None
+        self._check_sizes()
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs is for answers that are not streamed", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
         try:
             return SamplingParams(**given)
         except ValueError as error:
             raise bad_value(error, type(self).model_fields) from None
+
+    def _check_sizes(self) -> None:
+        """Lists whose every text is looked for after every token, or tokenized before the first one."""
+        for name, most in MAX_TEXTS.items():
+            given = getattr(self, name) or []
+            if isinstance(given, list) and len(given) > most:
+                raise ApiError(400, f"{name} has {len(given)} texts, and at most {most} are served", param=name)
+            if sum(map(len, given)) > MAX_CHARACTERS:
+                raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters", param=name)
 
     @property
     def wants_usage(self) -> bool:
@@ -196,6 +216,24 @@ class TextPart(Body):
     text: str
 
 
+OTHER_MEDIA = ("image", "audio", "video", "file", "document")  # in the types of parts
+
+
+class Said(Body):
+    """A message whose content may be a list of parts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_other_media(cls, data: Any) -> Any:
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and any(medium in kind for medium in OTHER_MEDIA):
+                raise PydanticCustomError("refused", "content of the type {value} is not supported: text is the only "
+                                          "medium", {"param": "content", "value": shown(kind)})
+        return data
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -208,7 +246,7 @@ class ToolCall(Body):
     index: int | None = None
 
 
-class ChatMessage(Body):
+class ChatMessage(Said):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None

@@ -23,6 +23,7 @@ from outrider.server.protocol import (
     Function,
     FunctionCall,
     ResponseFormat,
+    Said,
     TextPart,
     Tool,
     ToolCall,
@@ -40,7 +41,7 @@ class InputText(Body):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Body):
+class InputMessage(Said):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputText]
@@ -121,8 +122,9 @@ class ResponsesRequest(Body):
     text: ResponseText | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    previous_response_id: None = Field(default=None, description="nothing is stored: send the whole conversation")
     user: str | None = None
+    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
+    safety_identifier: str | None = Field(default=None, description="read by nobody")
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -147,7 +149,8 @@ async def create_response(service: Service, body: ResponsesRequest, tenant: str 
     chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
                        response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
                        **{name: getattr(body, name) for name in SHARED})
-    conversation = Conversation(service, chat)
+    conversation = Conversation(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
+                                                "response_format": "text"})
     await conversation.prepare(tenant)
     run = _Response(conversation, body)
     timeout = service.config.request_timeout

@@ -108,6 +108,10 @@ class Service:
     async def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
         """One ask per prompt, each of which the engine has agreed to."""
         params = body.sampling(**more)
+        vocab_size = self.host.llm.engine.limits.vocab_size
+        if len(params.allowed_token_ids or ()) > vocab_size:
+            raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
+                                f"has {vocab_size}", param="allowed_token_ids")
         if params.structured_outputs is not None:
             await self._check_form(body, params)
         return self.checked_asks(body, prompts, params, tenant)
@@ -115,7 +119,7 @@ class Service:
     async def _check_form(self, body: Sampled, params: SamplingParams) -> None:
         """In a thread: a grammar that is new may take seconds to compile."""
         try:
-            await asyncio.to_thread(self.host.llm.engine.check_form, params)
+            await asyncio.to_thread(self.host.llm.engine.checks.check_form, params)
         except ValueError as error:
             message = str(error)
             if body.structured_outputs is None:
@@ -127,10 +131,10 @@ class Service:
                      tenant: str | None) -> list[Ask]:
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
         asks = [Ask(prompt, params, body.priority or 0, salt) for prompt in prompts]
-        engine = self.host.llm.engine
+        checks = self.host.llm.engine.checks
         try:
             for ask in asks:
-                engine.check(ask.token_ids, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
+                checks.check(ask.token_ids, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
         except ValueError as error:
             raise bad_value(error, type(body).model_fields) from None
         return asks

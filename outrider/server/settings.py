@@ -33,6 +33,7 @@ class ServerConfig:
     enable_log_requests: bool = False  # one line for every request that ended
     log_format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
     otlp_traces_endpoint: Text | None = None  # of an OpenTelemetry collector; none: no traces
+    trace_steps_per_second: Annotated[float, Range(0, 1e6)] = 1.0  # at most so many steps become spans; 0: none
     uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"
 
     def __post_init__(self) -> None:

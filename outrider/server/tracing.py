@@ -1,6 +1,8 @@
-"""OpenTelemetry traces, an optional extra: a span for each request, and below it its queue, prefill and decode times.
+"""OpenTelemetry traces, an optional extra: spans of requests, and of a few of the engine's steps.
 
-Spans are made when a request has ended, so that a token costs nothing.
+A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so that a
+token costs nothing. A step's span has its schedule and the parts of its run; a bounded number of steps a second gets
+one.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from outrider.core.outputs import RequestMetrics
+from outrider.engine.step_trace import TracedStep
 
 NEEDS = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'outrider[otel]'"
 TRACE_PARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)  # the client's span, if it sent one
@@ -54,6 +57,28 @@ class Tracing:
                 part.end(_nanoseconds(end, offset))
                 begin = end
         span.end(_nanoseconds(now, offset))
+
+    def record_step(self, step: TracedStep) -> None:
+        """The spans of a step whose result was read. A trace of their own: a step serves many requests."""
+        from opentelemetry.trace import set_span_in_context
+
+        batch, result = step.batch, step.result
+        attributes: dict[str, Any] = {
+            "outrider.step": batch.step, "outrider.requests": batch.num_requests, "outrider.tokens": batch.num_tokens,
+            "outrider.draft_tokens": sum(batch.num_drafts), "outrider.admissions": len(batch.admissions),
+            "outrider.accepted_tokens": sum(own.num_accepted for own in result.requests),
+            "outrider.output_tokens": sum(len(own.run) for own in result.requests)}
+        if result.uncaptured is not None:
+            attributes["outrider.uncaptured"] = result.uncaptured.name.lower()
+        span = self._tracer.start_span("step", attributes=attributes, start_time=int(step.began * 1e9))
+        inside, end = set_span_in_context(span), step.in_worker.began
+        parts = [("schedule", step.began, step.scheduled)]
+        for name, seconds in step.in_worker.parts:
+            parts.append((name, end, end + seconds))
+            end += seconds
+        for name, start, stop in parts:
+            self._tracer.start_span(name, inside, start_time=int(start * 1e9)).end(int(stop * 1e9))
+        span.end(int(max(step.ended, end) * 1e9))
 
     def close(self) -> None:
         self._provider.shutdown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -74,12 +74,15 @@ class JsonWork(Work):
 
 
 class EventStream(Work):
-    """`frames`: each item holds all events that were ready, as bytes."""
+    """`frames`: each item holds all events that were ready, as bytes. `error_event` writes an error that comes after
+    the first of them."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], timeout: float | None, end: bytes = DONE) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], timeout: float | None, end: bytes = DONE,
+                 error_event: Callable[[ApiError], bytes] = lambda error: event(error.body)) -> None:
         super().__init__(timeout)
         self._frames = frames
         self._end = end
+        self._error_event = error_event
 
     async def _produce(self, send: Send) -> None:
         try:
@@ -98,7 +101,7 @@ class EventStream(Work):
     async def _fail(self, send: Send, error: ApiError) -> None:
         if not self._has_started:
             raise error
-        await send({"type": "http.response.body", "body": event(error.body) + self._end})
+        await send({"type": "http.response.body", "body": self._error_event(error) + self._end})
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -266,8 +266,8 @@ def test_thousands_of_nested_rules_are_compiled_or_refused() -> None:
     nested = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2000)}
     many = {"$ref": "#/$defs/a0", "$defs": nested | {"a2000": {"type": "string"}}}
     with rig_of() as rig:
-        rig.engine.check_params(greedy(4, structured_outputs=form(grammar=f'start: a0\n{chain}\na9000: "x"')))
-        rig.engine.check_params(greedy(4, structured_outputs=form(json=many)))
+        rig.engine.checks.check_params(greedy(4, structured_outputs=form(grammar=f'start: a0\n{chain}\na9000: "x"')))
+        rig.engine.checks.check_params(greedy(4, structured_outputs=form(json=many)))
 
 
 def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.0)
     with rig_of() as rig, pytest.raises(ValueError, match="takes longer than 0 seconds to compile"):
-        rig.engine.check_params(greedy(4, structured_outputs=form(regex="a+")))
+        rig.engine.checks.check_params(greedy(4, structured_outputs=form(regex="a+")))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.kernels import moe, native, ops
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Exactness, Operation, Refused
 from outrider.kernels.quantized import BLOCK_BYTES, QuantizedProduct, QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
@@ -107,6 +109,70 @@ def drawn(operation: Operation[..., Any]) -> Call:
     return call
 
 
+LATENT, ROPE = 20, 6  # dimensions of a cache entry of latent attention
+
+
+def latent_cache(rows: torch.Tensor) -> tuple[torch.Tensor, TokenContexts]:
+    """A cache of 20 pages, and token rows that are requests of their own, with contexts of other lengths."""
+    stop, table = 1 + 2 * rows, torch.arange(20, device=DEVICE)[None].expand(len(rows), -1).contiguous()
+    own = torch.arange(len(rows), device=DEVICE)
+    return random(20, 16, LATENT + ROPE, seed=1), TokenContexts(table, own, torch.zeros_like(stop), stop)
+
+
+def dense_latent_attention(rows: torch.Tensor) -> torch.Tensor:
+    """The longest context among the rows says how many positions there may be."""
+    cache, contexts = latent_cache(rows)
+    attend = ops.dense_latent_attention.variant(exact=True)
+    q = random(ROWS, 3, LATENT + ROPE)[rows]
+    return attend(q, cache, contexts, int(contexts.stop.max()), 0.3, LATENT)
+
+
+def latent_attention(rows: torch.Tensor) -> torch.Tensor:
+    """Every third position of a context that has more than 70 of them. A context with fewer is attended whole, with the
+    bits that it has where there is no choice."""
+    cache, contexts = latent_cache(rows)
+    listed = torch.arange(70, device=DEVICE)[None] * (1 + 2 * (contexts.stop > 70)[:, None])
+    positions = torch.where(listed < contexts.stop[:, None], listed, -1)
+    out = ops.latent_attention.variant(exact=True)(random(ROWS, 3, LATENT + ROPE)[rows], cache, contexts, positions,
+                                                   0.3, LATENT)
+    is_whole = contexts.stop <= 70
+    assert torch.equal(out[is_whole], dense_latent_attention(rows)[is_whole])
+    return out
+
+
+def choose_positions(rows: torch.Tensor) -> torch.Tensor:
+    _, contexts = latent_cache(rows)
+    chosen = torch.empty(len(rows), 37, dtype=torch.int64, device=DEVICE)
+    weights, keys = random(ROWS, 5, seed=2, dtype=torch.float32)[rows], random(20, 16, 11, seed=3)
+    ops.choose_positions.variant(exact=True)(random(ROWS, 5, 11)[rows], weights, keys, contexts, chosen)
+    return chosen
+
+
+def rope_rows(rows: torch.Tensor) -> RopeRows:
+    return RopeRows(torch.arange(ROWS, device=DEVICE)[rows], random(ROWS, ROPE, seed=4, dtype=torch.float32))
+
+
+def write_latents(rows: torch.Tensor) -> torch.Tensor:
+    cache, keys = (torch.zeros(ROWS // 16 + 1, 16, width, dtype=DTYPE, device=DEVICE) for width in (LATENT + ROPE, 11))
+    index = IndexInputs(5, random(11, seed=5), random(11, seed=6), 0.2, False, keys)
+    norms, compressed = (random(13, seed=7), random(LATENT, seed=8)), random(ROWS, 13 + LATENT + ROPE + 11 + 5)
+    q, weights = ops.write_latents.variant(exact=True)(compressed[rows], *norms, 1e-6, rope_rows(rows), rows, cache,
+                                                       index)
+    return torch.cat((q, weights, cache.flatten(0, 1)[rows], keys.flatten(0, 1)[rows]), dim=1)
+
+
+def rotate_queries(rows: torch.Tensor) -> torch.Tensor:
+    q, index_q = (torch.zeros(len(rows), *shape, dtype=DTYPE, device=DEVICE) for shape in ((3, LATENT + ROPE), (5, 11)))
+    ops.rotate_queries(random(ROWS, 3 * (9 + ROPE) + 5 * 11)[rows], rope_rows(rows), q, 9, index_q, True)
+    return torch.cat((q.flatten(1), index_q.flatten(1)), dim=1)
+
+
+def head_products(rows: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(rows), 3, LATENT, dtype=DTYPE, device=DEVICE)
+    ops.head_products.variant(exact=True)(random(ROWS, 3, 9)[rows], random(3, 9, LATENT, seed=1).transpose(1, 2), out)
+    return out
+
+
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
     "add_rms_norm": [add_rms_norm],
@@ -131,6 +197,12 @@ SHOWN: dict[str, list[Call]] = {
     "exact_experts": [experts],
     "rope_write": [rope_write],
     "paged_attention": [paged_attention, lambda rows: paged_attention(rows, 40)],
+    "exact_dense_latent_attention": [dense_latent_attention],
+    "exact_latent_attention": [latent_attention],
+    "exact_choose_positions": [choose_positions],
+    "exact_write_latents": [write_latents],
+    "rotate_queries": [rotate_queries],
+    "exact_head_products": [head_products],
     "choose_scaled": [drawn(ops.operations()["choose_scaled"])],
     "draw_tokens": [drawn(ops.operations()["draw_tokens"])],
 }

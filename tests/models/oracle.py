@@ -1,7 +1,6 @@
 """Tiny random models saved by transformers, and a dense attention to run ours without pages.
 
-Other tests import `make_folder`, `hf_model`, `FAMILIES`, `MOE_FAMILIES`, `HYBRID_FAMILIES`,
-`LATENT_FAMILIES`, `DenseAttend` and `greedy` from here.
+Every family is held against transformers by the same `assert_...` functions.
 """
 
 from __future__ import annotations
@@ -323,3 +322,31 @@ def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
         computed = len(known)
         known.append(int(model.logits(hidden[-1:]).argmax()))
     return known[len(prompt) :]
+
+
+def hf_logits(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return hf_model(folder, **options)(tokens[None]).logits[0]
+
+
+def assert_logits_equal(folder: Path, count: int) -> None:
+    tokens = tokens_of(seed=1, count=count)
+    logits = all_logits(load(folder), tokens)
+    assert logits.dtype == torch.float32
+    assert (logits - hf_logits(folder, tokens)).abs().max() < 1e-4
+
+
+def assert_chunked_equals_whole(folder: Path, count: int, chunks: tuple[int, ...], within: float) -> None:
+    tokens = tokens_of(seed=2, count=count)
+    model = load(folder, torch.float64)
+    whole, chunked = all_logits(model, tokens), all_logits(model, tokens, chunks=chunks)
+    assert whole.dtype == torch.float64
+    assert (whole - chunked).abs().max() < within
+
+
+def assert_greedy_text_equals(folder: Path) -> None:
+    prompt = tokens_of(seed=3, count=12).tolist()
+    text = hf_model(folder).generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+    expected = text[0, len(prompt) :].tolist()
+    assert greedy(load(folder), prompt, 32) == expected
+    assert len(set(expected)) > 4, "a constant text would hide mistakes"

@@ -23,7 +23,18 @@ from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.safetensors_files import safetensors_tensors
-from tests.models.oracle import MOE_FAMILIES, all_logits, greedy, hf_config, hf_model, load, make_folder, tokens_of
+from tests.models.oracle import (
+    MOE_FAMILIES,
+    all_logits,
+    assert_chunked_equals_whole,
+    assert_greedy_text_equals,
+    assert_logits_equal,
+    hf_config,
+    hf_model,
+    load,
+    make_folder,
+    tokens_of,
+)
 from tests.unit.test_sample_host_reads import no_host_reads
 
 Folders = Callable[[str], Path]
@@ -36,29 +47,17 @@ F64 = {"dtype": torch.float64, "device": DEVICE}
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_logits_equal_transformers(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=1, count=80)
-    with torch.no_grad():
-        wanted = hf_model(folder_of(family))(tokens[None]).logits[0]
-    assert (all_logits(load(folder_of(family)), tokens) - wanted).abs().max() < 1e-4
+    assert_logits_equal(folder_of(family), count=80)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_chunked_equals_whole(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=2, count=60)
-    model = load(folder_of(family), torch.float64)
-    whole, chunked = all_logits(model, tokens), all_logits(model, tokens, chunks=(1, 15, 1, 2, 30))
-    assert whole.dtype == torch.float64
-    assert (whole - chunked).abs().max() < 1e-11
+    assert_chunked_equals_whole(folder_of(family), 60, (1, 15, 1, 2, 30), 1e-11)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> None:
-    prompt = tokens_of(seed=3, count=12).tolist()
-    reference = hf_model(folder_of(family))
-    text = reference.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    expected = text[0, len(prompt) :].tolist()
-    assert greedy(load(folder_of(family)), prompt, 32) == expected
-    assert len(set(expected)) > 4, "a constant text would hide mistakes"
+    assert_greedy_text_equals(folder_of(family))
 
 
 def test_bfloat16_is_near_float64(folder_of: Folders) -> None:

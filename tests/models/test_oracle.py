@@ -11,14 +11,21 @@ import pytest
 import torch
 
 from outrider.cache.kinds import FullSpec, SlidingSpec
-from tests.models.oracle import FAMILIES, DenseAttend, all_logits, greedy, hf_model, load, make_folder, tokens_of
+from tests.models.oracle import (
+    FAMILIES,
+    DenseAttend,
+    all_logits,
+    assert_chunked_equals_whole,
+    assert_greedy_text_equals,
+    assert_logits_equal,
+    hf_logits,
+    hf_model,
+    load,
+    make_folder,
+    tokens_of,
+)
 
 Folders = Callable[[str], Path]
-
-
-def hf_logits(folder: Path, tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    with torch.no_grad():
-        return hf_model(folder, **options)(tokens[None]).logits[0]
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -30,29 +37,17 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=1, count=80)  # five windows of 16, and beyond the 64 positions of the scaled ropes
-    logits = all_logits(load(folder_of(family)), tokens)
-    assert logits.dtype == torch.float32
-    assert (logits - hf_logits(folder_of(family), tokens)).abs().max() < 1e-4
+    assert_logits_equal(folder_of(family), count=80)  # five windows of 16; beyond 64 positions ropes are scaled
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_equals_whole(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=2, count=60)
-    model = load(folder_of(family), torch.float64)
-    whole, chunked = all_logits(model, tokens), all_logits(model, tokens, chunks=(1, 15, 1, 2, 30))
-    assert whole.dtype == torch.float64
-    assert (whole - chunked).abs().max() < 1e-11
+    assert_chunked_equals_whole(folder_of(family), 60, (1, 15, 1, 2, 30), 1e-11)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> None:
-    prompt = tokens_of(seed=3, count=12).tolist()
-    reference = hf_model(folder_of(family))
-    text = reference.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    expected = text[0, len(prompt) :].tolist()
-    assert greedy(load(folder_of(family)), prompt, 32) == expected
-    assert len(set(expected)) > 4, "a constant text would hide mistakes"
+    assert_greedy_text_equals(folder_of(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

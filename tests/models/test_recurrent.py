@@ -21,8 +21,11 @@ from tests.models.oracle import (
     HYBRID_FAMILIES,
     DenseAttend,
     all_logits,
-    greedy,
+    assert_chunked_equals_whole,
+    assert_greedy_text_equals,
+    assert_logits_equal,
     hf_config,
+    hf_logits,
     hf_model,
     load,
     tokens_of,
@@ -31,36 +34,19 @@ from tests.models.oracle import (
 Folders = Callable[[str], Path]
 
 
-def hf_logits(folder: Path, tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    with torch.no_grad():
-        return hf_model(folder, **options)(tokens[None]).logits[0]
-
-
 @pytest.mark.parametrize("family", HYBRID_FAMILIES)
 def test_logits_equal_transformers(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=1, count=150)  # more than two chunks of a scan
-    logits = all_logits(load(folder_of(family)), tokens)
-    assert logits.dtype == torch.float32
-    assert (logits - hf_logits(folder_of(family), tokens)).abs().max() < 1e-4
+    assert_logits_equal(folder_of(family), count=150)  # more than two chunks of a scan
 
 
 @pytest.mark.parametrize("family", HYBRID_FAMILIES)
 def test_chunked_equals_whole(folder_of: Folders, family: str) -> None:
-    tokens = tokens_of(seed=2, count=150)
-    model = load(folder_of(family), torch.float64)
-    whole, chunked = all_logits(model, tokens), all_logits(model, tokens, chunks=(1, 2, 15, 1, 1, 65, 3))
-    assert whole.dtype == torch.float64
-    assert (whole - chunked).abs().max() < 1e-10
+    assert_chunked_equals_whole(folder_of(family), 150, (1, 2, 15, 1, 1, 65, 3), 1e-10)
 
 
 @pytest.mark.parametrize("family", HYBRID_FAMILIES)
 def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> None:
-    prompt = tokens_of(seed=3, count=12).tolist()
-    reference = hf_model(folder_of(family))
-    text = reference.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    expected = text[0, len(prompt) :].tolist()
-    assert greedy(load(folder_of(family)), prompt, 32) == expected
-    assert len(set(expected)) > 4, "a constant text would hide mistakes"
+    assert_greedy_text_equals(folder_of(family))
 
 
 @pytest.mark.parametrize("family", ["nemotron_h_latent", "qwen3_5_moe", "bamba"])

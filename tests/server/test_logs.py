@@ -11,9 +11,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from outrider.core import SamplingParams, StepResult
+from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.step_trace import StepTrace, TracedStep
 from outrider.server.logs import FIELDS, REQUESTS, JsonFormatter, TextFormatter
 from outrider.server.tracing import Tracing
-from tests.server.rig import MODEL, Served, serving
+from tests.engine.harness import Ask
+from tests.server.rig import MODEL, Served, serving, tiny_engine
 
 SPANS = InMemorySpanExporter()
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -21,10 +25,11 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as served:
+    with serving(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine)) as served:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(SPANS))
-        served.service.metrics.tracing = Tracing(provider)
+        served.service.metrics.tracing = tracing = Tracing(provider)
+        served.llm.engine.trace = StepTrace(tracing.record_step, steps_per_second=1e6)
         yield served
 
 
@@ -64,3 +69,50 @@ def test_spans_of_a_request_are_below_the_clients_own(served: Served) -> None:
     assert all(part.parent.span_id == whole.context.span_id for part in parts)
     times = [whole.start_time, *(time for part in parts for time in (part.start_time, part.end_time)), whole.end_time]
     assert times == sorted(times)
+
+
+def test_spans_of_steps(served: Served) -> None:
+    SPANS.clear()
+    served.post("/v1/completions", prompt="abcabcabc", max_tokens=20, temperature=0, ignore_eos=True)
+    formed = served.post("/v1/completions", prompt="a", max_tokens=9, structured_outputs={"regex": "[ab]{4}"})
+    assert formed.status_code == 200, formed.text
+    served.assert_idle()
+    spans = SPANS.get_finished_spans()
+    steps = [span for span in spans if span.name == "step"]
+    assert steps and all(step.parent is None for step in steps)
+    assert sum(step.attributes["outrider.output_tokens"] for step in steps) >= 20 + 4
+    assert sum(step.attributes["outrider.admissions"] for step in steps) == 2
+    assert max(step.attributes["outrider.draft_tokens"] for step in steps) >= 1
+    has_grammars = False
+    for step in steps:
+        parts = [span for span in spans if span.parent and span.parent.span_id == step.context.span_id]
+        names = [part.name for part in sorted(parts, key=lambda part: part.start_time)]
+        assert [name for name in names if name != "grammars"] == [
+            "schedule", "admit", "forward", "finish", "draft", "read"]
+        assert all(step.start_time <= part.start_time <= part.end_time <= step.end_time for part in parts)
+        has_grammars |= "grammars" in names
+    assert has_grammars
+
+
+def test_steps_are_traced_at_a_bounded_rate() -> None:
+    """One step in ten seconds; every other step has no times."""
+    rig, traced, now = tiny_engine(), list[TracedStep](), [0.0]
+    rig.engine.trace = StepTrace(traced.append, steps_per_second=0.1, clock=lambda: now[0])
+    for _ in range(2):
+        rig.run([Ask([1, 2, 3], SamplingParams(max_tokens=8, temperature=0))])
+        now[0] += 10
+    assert len(traced) == 2 and len(rig.results) > 4
+    assert [result.step for result in rig.results if result.times is not None] == [own.batch.step for own in traced]
+
+
+def test_a_worker_that_tells_no_times_is_one_part() -> None:
+    traced: list[TracedStep] = []
+    trace = StepTrace(traced.append, steps_per_second=1)
+    rig = tiny_engine()
+    rig.engine.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
+    batch = trace.schedule(rig.scheduler)
+    assert batch is not None and batch.is_traced
+    trace.finish(StepResult(batch.step + 1, []))  # of another step
+    trace.finish(StepResult(batch.step, [], seconds=0.25))
+    (own,) = traced
+    assert own.in_worker.parts == (("device", 0.25),) and own.began <= own.scheduled <= own.ended

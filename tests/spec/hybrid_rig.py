@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,10 +66,20 @@ def mtp_of(target: Model, k: int) -> Drafter:
     return head_drafter("mtp", head, k)
 
 
-def drafter_of(name: str, family: str, k: int, script: Script) -> Drafter:
+def script_with_errors(right: dict[tuple[int, ...], list[int]], distances: Sequence[int]) -> Script:
+    """The right continuations by prompt, with errors at these distances from each other, again and again."""
+    errors = set(accumulate([*distances] * max(map(len, right.values()))))
+
+    def script(prompt: tuple[int, ...], index: int) -> list[int]:
+        return [(token + 1) % VOCAB if i in errors else token for i, token in enumerate(right.get(prompt, ()))]
+
+    return script
+
+
+def drafter_of(name: str, target: Model, k: int, script: Script) -> Drafter:
     match name:
         case "mtp":
-            return mtp_of(hybrid_of(family), k)
+            return mtp_of(target, k)
         case "ngram":
             return NgramDrafter(k, min_n=1, max_n=4)
         case _:

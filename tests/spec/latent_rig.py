@@ -13,13 +13,10 @@ import torch
 
 from outrider.models.base import Model
 from outrider.models.mtp import build_mtp
-from outrider.spec.base import Drafter
-from outrider.spec.ngram import NgramDrafter
-from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import random_model, save_folder
-from tests.spec.hybrid_rig import Script, mtp_of
+from tests.spec.hybrid_rig import VOCAB
 
-VOCAB, TOP_K = 24, 24
+TOP_K = 24
 # An index key is as wide as the entry beside it: pages of layers with and without one are then 16 and 32 tokens.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -31,6 +28,7 @@ _SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
+    "deepseek_v32_fp8": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "index_key_dtype": "fp8"},
     "glm_moe_dsa": _SIZES | {
         "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
@@ -57,14 +55,3 @@ def save_latent(family: str, path: Path, **changes: Any) -> Path:
     file = path / "model.safetensors"
     save_file(load_file(file) | tensors, file)
     return path
-
-
-def drafter_of(name: str, family: str, k: int, script: Script) -> Drafter:
-    match name:
-        case "mtp":
-            return mtp_of(latent_of(family), k)
-        case "ngram":
-            return NgramDrafter(k, min_n=1, max_n=4)
-        case _:
-            # How many there are changes with the length, so that some scheduled drafts are dead.
-            return ScriptedDrafter(k, script, count=lambda position: k if position % 5 else position % (k + 1))

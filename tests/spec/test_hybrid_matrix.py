@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from outrider.core.params import SamplingParams
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models import oracle
-from tests.spec.hybrid_rig import DRAFTERS, FAMILIES, VOCAB, HybridRig, Script, drafter_of, hybrid_of
+from tests.spec.hybrid_rig import (
+    DRAFTERS,
+    FAMILIES,
+    VOCAB,
+    HybridRig,
+    Script,
+    drafter_of,
+    hybrid_of,
+    script_with_errors,
+)
 
 K = 3
 LENGTH = 22
@@ -59,15 +68,9 @@ def next_turn(family: str) -> tuple[Ask, list[list[list[int]]]]:
 
 
 def script_of(family: str, distances: Sequence[int], is_small: bool = False) -> Script:
-    """The true continuations with errors at these distances from each other, again and again."""
     asks = SMALL if is_small else ASKS
     right = {tuple(ask.prompt): run for ask, (run,) in zip(asks, expected(family, is_small), strict=True)}
-    errors = set(accumulate([*distances] * LENGTH))
-
-    def script(prompt: tuple[int, ...], index: int) -> list[int]:
-        return [(t + 1) % VOCAB if i in errors else t for i, t in enumerate(right.get(prompt, ()))]
-
-    return script
+    return script_with_errors(right, distances)
 
 
 class Cell(NamedTuple):
@@ -120,7 +123,7 @@ ALL = [
 @pytest.mark.parametrize(("family", "drafter", "name"), ALL)
 def test_tokens_and_states_are_a_function_of_the_request(family: str, drafter: str, name: str) -> None:
     cell = CELLS[name]
-    made = drafter_of(drafter, family, K, script_of(family, range(1, K + 2)))
+    made = drafter_of(drafter, hybrid_of(family), K, script_of(family, range(1, K + 2)))
     # States are compared with a recomputation, which takes its time, for one family of each recurrence.
     options = cell.settings | {"compares": name == "plain" and family in ("nemotron_h", "qwen3_next")}
     with HybridRig(hybrid_of(family), drafter=made, **options) as rig:
@@ -154,7 +157,7 @@ def assert_occurred(rig: HybridRig, cell: Cell) -> None:
 def test_seven_drafts(family: str) -> None:
     seen: set[int] = set()
     for distances in ((8, 7, 6, 1), (5, 4, 3, 2, 1)):
-        made = drafter_of("scripted", family, 7, script_of(family, distances))
+        made = drafter_of("scripted", hybrid_of(family), 7, script_of(family, distances))
         with HybridRig(hybrid_of(family), drafter=made, **Cell(chunk=40, overlap=len(distances) == 4).settings) as rig:
             assert tokens_of(rig.run(ASKS)) == expected(family)
             assert rig.scheduler.cache.stats.hit_tokens > 0
@@ -191,7 +194,7 @@ def lives_of(family: str) -> st.SearchStrategy[Life]:
 
 def run_life(life: Life) -> Counter[str]:
     family, k, wanted = life.family, life.k, expected(life.family, True)
-    made = drafter_of(life.drafter, family, k, script_of(family, life.distances, True)) if k else None
+    made = drafter_of(life.drafter, hybrid_of(family), k, script_of(family, life.distances, True)) if k else None
     with HybridRig(hybrid_of(family), drafter=made, depth=life.depth, max_num_seqs=life.max_requests,
                    num_pages=life.num_pages, max_model_len=64, max_num_batched_tokens=life.chunk, compares=False,
                    enable_prefix_caching=life.prefix, checkpoint_interval=32,

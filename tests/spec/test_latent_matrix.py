@@ -7,22 +7,22 @@ are evicted; contexts below and above top-k. Every cell asserts from counters th
 from __future__ import annotations
 
 import functools
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.kernels import ops
+from outrider.mixers.latent import base as latent_mixer
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models.paged import PagedModel, Piece
-from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB, drafter_of, latent_of
+from tests.spec.hybrid_rig import DRAFTERS, VOCAB, drafter_of, script_with_errors
+from tests.spec.latent_rig import FAMILIES, TOP_K, latent_of
 
 K = 3
 LENGTH = 20
 SHARED = prompt_of(0, 32, VOCAB)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
-DRAFTERS = ("mtp", "ngram", "scripted")
 
 
 def noisy(seed: int, temperature: float = 4.0, **fields: Any) -> SamplingParams:
@@ -43,17 +43,6 @@ def expected(family: str) -> list[list[list[int]]]:
     """Each request alone, in one chunk, with everything switched off."""
     with Rig(latent_of(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
         return tokens_of(rig.run_one_by_one(ASKS))
-
-
-def script_of(family: str) -> Any:
-    """The true continuations with errors at growing distances from each other, again and again."""
-    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
-    errors = set(accumulate([*range(1, K + 2)] * LENGTH))
-
-    def script(prompt: tuple[int, ...], index: int) -> list[int]:
-        return [(t + 1) % VOCAB if i in errors else t for i, t in enumerate(right.get(prompt, ()))]
-
-    return script
 
 
 class Cell(NamedTuple):
@@ -108,7 +97,7 @@ def test_tokens_are_a_function_of_the_request(
     family: str, drafter: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell, choices = CELLS[name], {True: 0, False: 0}
-    dense, sparse = ops.dense_latent_attention, ops.latent_attention
+    operations = latent_mixer.ORDINARY
 
     def counted(operation: Any, is_sparse: bool) -> Any:
         def call(*args: Any) -> Any:
@@ -117,9 +106,11 @@ def test_tokens_are_a_function_of_the_request(
 
         return call
 
-    monkeypatch.setattr(ops, "dense_latent_attention", counted(dense, False))
-    monkeypatch.setattr(ops, "latent_attention", counted(sparse, True))
-    made = drafter_of(drafter, family, K, script_of(family))
+    watched = operations._replace(attend=counted(operations.attend, True),
+                                  attend_everywhere=counted(operations.attend_everywhere, False))
+    monkeypatch.setattr(latent_mixer, "ORDINARY", watched)
+    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
+    made = drafter_of(drafter, latent_of(family), K, script_with_errors(right, range(1, K + 2)))
     with Rig(latent_of(family), drafter=made, **cell.settings) as rig:
         outputs = rig.run(ASKS, after_step=rig.preempt if cell.preempted else None)
         assert tokens_of(outputs) == expected(family)

@@ -196,6 +196,7 @@ class Driver:
             step = InFlight(batch, self.pool.take_unwritten())
             self._steps.append(step)
             self.counts["steps"] += 1
+            assert {draft.row for draft in batch.host_drafts} <= set(batch.rows), "a draft for nobody's row"
             self.counts["chunked prompts"] += batch.samples.count(False)
             if not self.scenario.is_lazy:
                 step.result = self.device.step(batch, step.unwritten)

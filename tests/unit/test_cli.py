@@ -21,7 +21,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, cli
 from outrider.commands import bench, loading, run_prompts
-from outrider.commands.chat import Conversation
+from outrider.commands.chat import LocalConversation
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
 from outrider.config import EngineConfig
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
@@ -74,9 +74,9 @@ def test_flags_are_refused_before_torch_is_imported(flags: list[str]) -> None:
 
 
 def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
-    program = ("import sys, time; start = time.perf_counter(); from outrider import cli\n"
+    program = ("import sys, time; start = time.process_time(); from outrider import cli\n"
                "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
-               "print(time.perf_counter() - start, 'torch' in sys.modules)")
+               "print(time.process_time() - start, 'torch' in sys.modules)")
     command = [sys.executable, "-c", program]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
     assert all("examples:" in run.stdout and run.stdout.split()[-1] == "False" for run in runs)
@@ -90,6 +90,32 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         cli.main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert exit_info.value.code == 0 and "example" in text and f"outrider {command.split()[0]}" in text
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit):
+        cli.main(list(argv))
+    return capsys.readouterr().out
+
+
+def test_short_help_shows_common_flags_and_the_others_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    short, everything = (help_of(capsys, "generate", flag) for flag in ("--help", "--help=all"))
+    assert "--max-tokens" in short and "--speculative-config" in short and "--bad-words" not in short
+    assert len(short.splitlines()) < 60 and "more flags: --help=all" in short and short.rstrip().endswith("4}'")
+    names = [*ENGINE_FIELDS, *SAMPLING_FIELDS]
+    assert all(f"--{name.replace('_', '-')} " in everything.replace(",", " ") for name in names)
+    assert "more flags" not in everything
+    sampling, penalties = help_of(capsys, "generate", "--help=sampling"), help_of(capsys, "generate", "--help", "penal")
+    assert "--bad-words" in sampling and "--dtype" not in sampling
+    assert "--presence-penalty" in penalties and "--bad-words" not in penalties
+    assert "--help=samplin: no group and no flag has that name: did you mean sampling?" in refused(
+        capsys, "generate", "--help=samplin")
+
+
+def test_help_lists_only_flags_that_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(capsys, "bench", "spec", "--help").startswith("usage: outrider bench spec [MODEL] [flags]\n")
+    assert not {"--n", "--logprobs", "--prompt-logprobs"} & set(help_of(capsys, "chat", "--help=all").split())
+    assert "`outrider chat` has no flag --n: other commands have it" in refused(capsys, "chat", "--n", 2)
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +223,7 @@ def test_interrupts_come_between_steps(folder: Path) -> None:
     loaded = loading.load(config)
     llm = loaded.llm(config)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, skip_special_tokens=False)
-    chat = Conversation(llm, params, "be brief")
+    chat = LocalConversation(llm, params, "be brief")
     output = chat.answer("hello", lambda text: os.kill(os.getpid(), signal.SIGINT))
     assert 1 <= len(output.outputs[0].token_ids) < 100
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]

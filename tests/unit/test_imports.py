@@ -29,7 +29,8 @@ COLUMNS = [
     {"spec"},
     {"runner"},
     {"engine", "sched"},
-    {"beam_search", "inputs", "outputs", "sampling_params", "llm", "server", "commands", "cli", "__main__"},
+    {"beam_search", "inputs", "outputs", "sampling_params", "vllm_modules", "llm", "server", "commands", "cli",
+     "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "cache", "sched", "engine", "llm", "server", "cli")
@@ -168,10 +169,10 @@ def test_the_server_does_not_import_the_runner() -> None:
 
 def test_importing_the_package_is_quick_and_leaves_torch_alone() -> None:
     program = (
-        "import sys, time; start = time.perf_counter(); import outrider; spent = time.perf_counter() - start; "
+        "import sys, time; start = time.process_time(); import outrider; spent = time.process_time() - start; "
         "print(spent, 'torch' in sys.modules)"
     )
-    # The best of three: other test processes share the machine.
+    # The processor's time and the best of three: other test processes share the machine.
     command = [sys.executable, "-c", program]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
     assert all(has_torch == "False" for _, has_torch in runs)

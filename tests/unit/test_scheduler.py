@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,6 +12,7 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts, auto_drafts
+from outrider.sched.host_drafts import HostDrafts
 from outrider.sched.request import Request, RequestInput, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
@@ -203,6 +205,27 @@ def test_what_matters_least_gives_way_even_if_it_asks() -> None:
     assert tokens_of(batch) == {0: 1}, "no room for another beside it yet"
     sched.update(result_of(batch, {0: Finish.STOP}))
     assert tokens_of(scheduled(sched)) == {1: 7}
+
+
+class AlwaysFours:
+    """A drafter on the host that guesses the same token for ever."""
+
+    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]:
+        return [4] * most
+
+    def finish(self, request_id: int, token_ids: Sequence[int]) -> None: ...
+
+
+def test_the_drafts_of_a_request_that_gives_way_reach_no_row() -> None:
+    """It has no row any more, and in the next batch the row may be another request's."""
+    sched = scheduler(num_pages=5, drafts=3, steps=1)
+    sched._host_drafts = HostDrafts(AlwaysFours())
+    sched.add(request(0, 2, new=10), request(1, 3, new=10))
+    for _ in range(6):
+        batch = scheduled(sched)
+        assert {draft.row for draft in batch.host_drafts} <= set(batch.rows)
+        sched.update(result_of(batch))
+    assert sched.stats.num_preemptions > 0
 
 
 def test_a_preempted_request_goes_on_from_its_settled_tokens() -> None:

@@ -3,6 +3,7 @@ pipe, which keeps what is finished. What was sent shows in the length of the pro
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider import LLM
+from outrider.kernels.native import build
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
@@ -93,9 +96,34 @@ class Terminal:
 @pytest.fixture(scope="module")
 def terminal(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     terminal = Terminal(folder, tmp_path_factory.mktemp("cache"), "--max-tokens", "3")
+    terminal.expect(r"outrider: starting torch \.\.\.\r\x1b\[K")  # shown while it lasts, and forgotten
     terminal.expect("> ")
     yield terminal
     terminal.close()
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_parts_of_a_start_say_so_on_a_terminal_and_nowhere_else(folder: Path, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    for stderr, says in ((FakeTerminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=32, num_pages=20, speculative_config=drafts).close()
+        said = stderr.getvalue()
+        assert ("outrider: measuring what steps cost ...\r\x1b[K" in said) is says
+        assert ("loading" in said) is says and (said == "") is not says
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setattr(build, "_compile", lambda compiler, target: None)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, "1", ""))
+    for stderr, says in ((FakeTerminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        build.build()
+        assert ("building the CPU kernels, once" in stderr.getvalue()) is says
 
 
 @pytest.fixture

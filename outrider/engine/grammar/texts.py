@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,9 +31,14 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in asked.choice))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\n{choice_rule(asked.choice)}")
     assert asked.grammar is not None
     return LLMatcher.grammar_from_lark(_lark(asked.grammar))
+
+
+def choice_rule(texts: Sequence[str]) -> str:
+    """The rule `CHOICE`. A terminal: the parser could not follow more than 2000 alternatives at once."""
+    return "CHOICE: " + " | ".join(map(json.dumps, texts))
 
 
 @lru_cache(maxsize=64)

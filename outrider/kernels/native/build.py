@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from outrider.core.status_line import status_line
 from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
@@ -63,7 +64,8 @@ def build() -> Path:
         target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, target)
+            with status_line("building the CPU kernels, once, in about 10 s"):
+                _compile(compiler, target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
     return target

@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 ROW_BY_ROW, NO_ARITHMETIC, DRAFTS = Exactness.ROW_BY_ROW, Exactness.NO_ARITHMETIC, Exactness.DRAFTS
-LATENT = Refused("latent attention sums over as many keys as the batch's longest context has")
 
 # Norms
 
@@ -148,32 +147,32 @@ visible_ranges = Operation(
 write_latents = Operation(
     latent_inputs.write_latents,
     triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=exact.write_latents,
 )
 rotate_queries = Operation(
     latent_inputs.rotate_queries,
     triton_kernel("outrider.kernels.triton.latent_inputs:rotate_queries", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=ROW_BY_ROW,
 )
 head_products = Operation(
     latent_inputs.head_products,
     triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=exact.head_products,
 )
 choose_positions = Operation(
     latent.choose_positions,
     triton_kernel("outrider.kernels.triton.index_choice:choose_positions", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=exact.choose_positions,
 )
 latent_attention = Operation(
     latent.latent_attention,
     triton_kernel("outrider.kernels.triton.latent_attention:latent_attention", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=exact.latent_attention,
 )
 dense_latent_attention = Operation(
     latent.dense_latent_attention,
     triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
-    exact=LATENT,
+    exact=exact.dense_latent_attention,
 )
 
 

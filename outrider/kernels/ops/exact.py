@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import moe, reference
+from outrider.kernels import exact_latent, moe, reference
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     FLOAT32,
@@ -119,4 +119,32 @@ experts = Operation(
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_experts"),
     triton_kernel("outrider.kernels.triton.moe:exact_experts", SIXTEEN_BITS),
     name="exact_experts", exact=ROW_BY_ROW,
+)
+
+# Latent attention and its indexer
+
+write_latents = Operation(
+    exact_latent.write_latents,
+    triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
+    name="exact_write_latents", exact=ROW_BY_ROW,
+)
+head_products = Operation(
+    exact_latent.head_products,
+    triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
+    name="exact_head_products", exact=ROW_BY_ROW,
+)
+choose_positions = Operation(
+    exact_latent.choose_positions,
+    triton_kernel("outrider.kernels.triton.exact_latent:exact_choose_positions", UP_TO_FLOAT32),
+    name="exact_choose_positions", exact=ROW_BY_ROW,
+)
+latent_attention = Operation(
+    exact_latent.latent_attention,
+    triton_kernel("outrider.kernels.triton.exact_latent:exact_latent_attention", UP_TO_FLOAT32),
+    name="exact_latent_attention", exact=ROW_BY_ROW,
+)
+dense_latent_attention = Operation(
+    exact_latent.dense_latent_attention,
+    triton_kernel("outrider.kernels.triton.exact_latent:exact_dense_latent_attention", UP_TO_FLOAT32),
+    name="exact_dense_latent_attention", exact=ROW_BY_ROW,
 )

@@ -194,37 +194,50 @@ def _attention(
     pdl: bool | None,
 ) -> torch.Tensor:
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    num_tokens, num_heads, width = _check(name, q, cache, contexts, latent_dim)
-    is_dense = positions is None
-    config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=is_dense)
-    block_h = min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
-    grid = (triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile))
-    splits = num_splits or _num_splits(grid[0] * grid[1], max_count, config, num_sms(q.device))
+    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+    config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
+    programs = triton.cdiv(num_heads, _heads_per_program(num_heads)) * triton.cdiv(num_tokens, config.q_tile)
+    splits = num_splits or _num_splits(programs, max_count, config, num_sms(q.device))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    made, lse = out, out
-    strides = (out.stride(0), out.stride(1), 0)
+    made, lse = out, None
     if splits > 1:
         made = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q.device)
-        strides = made.stride()[:3]
-    chosen = contexts.request_of if positions is None else positions
-    latent_pad = max(16, next_power_of_two(latent_dim))
-    _latent_attention_kernel[(*grid, splits)](
-        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made, lse, scale,
-        num_tokens, max_count, splits, config.min_split, q.stride(0), q.stride(1), cache.stride(0), cache.stride(1),
-        contexts.page_table.stride(0), chosen.stride(0), *strides, HEADS=num_heads, BLOCK_H=block_h, L=latent_dim,
-        L_PAD=latent_pad, R=width - latent_dim, R_PAD=max(16, next_power_of_two(width - latent_dim)),
-        PAGE=cache.shape[1], Q_TILE=config.q_tile, BLOCK_N=config.block_n, CHOSEN=not is_dense, SPLIT=splits > 1,
-        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
-    )
+    launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl)
     if splits > 1:
         _merge_kernel[(num_tokens, num_heads)](
-            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, L_PAD=latent_pad,
-            SPLITS=MOST_SPLITS, GROUP=8, PDL=pdl, num_warps=4, **pdl_options(pdl),
+            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim,
+            L_PAD=max(16, next_power_of_two(latent_dim)), SPLITS=MOST_SPLITS, GROUP=8, PDL=pdl, num_warps=4,
+            **pdl_options(pdl),
         )
     return out
+
+
+def launch_splits(
+    q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None, max_count: int,
+    scale: float, config: LatentConfig, splits: int, made: torch.Tensor, lse: torch.Tensor | None, pdl: bool,
+) -> None:
+    """made: the output [tokens, heads, latent], or with `lse` [tokens, heads, splits] the splits' results
+    [tokens, heads, splits, latent], which are to be merged."""
+    (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
+    block_h = _heads_per_program(num_heads)
+    strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]
+    chosen = contexts.request_of if positions is None else positions
+    _latent_attention_kernel[(triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile), splits)](
+        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made,
+        made if lse is None else lse, scale, num_tokens, max_count, splits, config.min_split, q.stride(0), q.stride(1),
+        cache.stride(0), cache.stride(1), contexts.page_table.stride(0), chosen.stride(0), *strides, HEADS=num_heads,
+        BLOCK_H=block_h, L=latent_dim, L_PAD=max(16, next_power_of_two(latent_dim)), R=width - latent_dim,
+        R_PAD=max(16, next_power_of_two(width - latent_dim)), PAGE=cache.shape[1], Q_TILE=config.q_tile,
+        BLOCK_N=config.block_n, CHOSEN=positions is not None, SPLIT=lse is not None, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )
+
+
+def _heads_per_program(num_heads: int) -> int:
+    return min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
 
 
 def _num_splits(programs: int, max_count: int, config: LatentConfig, sms: int) -> int:
@@ -232,8 +245,8 @@ def _num_splits(programs: int, max_count: int, config: LatentConfig, sms: int) -
     return max(1, min(triton.cdiv(max_count, config.min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))
 
 
-def _check(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
-           latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
+def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
+                  latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
     """(token rows, heads, width of an entry)."""
     device, integers = q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.cache.groups import Group
-from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
+from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
 from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
+from outrider.kernels.ops import Operation
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
 
@@ -35,6 +36,7 @@ class IndexedPositions:
     head_dim: int
     top_k: int
     lasts_for_drafting: bool = False  # further drafting passes take the choice of the first one
+    has_fp8_keys: bool = False  # index keys are stored in fp8, each with a scale
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class LatentLayer:
 
     def cache_spec(self, itemsize: int) -> LatentSpec:
         if isinstance(self.attends_to, IndexedPositions):
-            return IndexedLatentSpec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
+            spec = ScaledIndexSpec if self.attends_to.has_fp8_keys else IndexedLatentSpec
+            return spec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
         return LatentSpec(self.latent_dim, self.rope_dim, itemsize)
 
 
@@ -69,6 +72,23 @@ class GroupPlan:
     slots: torch.Tensor  # [tokens]
     contexts: TokenContexts
     num_positions: int  # no context is longer
+
+
+class LatentOperations(NamedTuple):
+    """The operations on the cache of latent layers, in the ordinary mode or in exact mode."""
+
+    write: Operation[..., tuple[torch.Tensor, torch.Tensor]]
+    choose: Operation[..., None]
+    attend: Operation[..., torch.Tensor]
+    attend_everywhere: Operation[..., torch.Tensor]
+
+    @classmethod
+    def for_mode(cls, exact: bool) -> LatentOperations:
+        return cls(ops.write_latents.variant(exact), ops.choose_positions.variant(exact),
+                   ops.latent_attention.variant(exact), ops.dense_latent_attention.variant(exact))
+
+
+ORDINARY = LatentOperations.for_mode(exact=False)
 
 
 class LatentNorms(NamedTuple):
@@ -104,6 +124,7 @@ class BoundLatentLayer:
     cache: dict[str, torch.Tensor]
     plan: GroupPlan
     chosen: ChosenPositions
+    operations: LatentOperations = ORDINARY
 
     def write(self, compressed: torch.Tensor, norms: LatentNorms,
               rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,9 +135,9 @@ class BoundLatentLayer:
             assert norms.index_key is not None
             scale = (attends_to.num_heads * attends_to.head_dim) ** -0.5
             index = IndexInputs(attends_to.num_heads, *norms.index_key, scale, norms.index_in_pairs,
-                                self.cache["index_key"])
-        return ops.write_latents(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
-                                 self.cache["latent"], index)
+                                self.cache["index_key"], self.cache.get("index_scale"))
+        return self.operations.write(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
+                                     self.cache["latent"], index)
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
         """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads] for this layer and for those after it
@@ -129,7 +150,8 @@ class BoundLatentLayer:
             self.chosen.latest = None
             return
         self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
-        ops.choose_positions(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest)
+        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest,
+                               self.cache.get("index_scale"))
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
@@ -140,8 +162,9 @@ class BoundLatentLayer:
         elif chosen.kept is not None:
             contexts = contexts._replace(first=chosen.kept.first, stop=chosen.kept.stop)
         if positions is None:
-            return ops.dense_latent_attention(q, cache, contexts, plan.num_positions, layer.scale, layer.latent_dim)
-        return ops.latent_attention(q, cache, contexts, positions, layer.scale, layer.latent_dim)
+            return self.operations.attend_everywhere(q, cache, contexts, plan.num_positions, layer.scale,
+                                                     layer.latent_dim)
+        return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim)
 
     def keep_choice(self, earlier: BoundLatentLayer, token_rows: torch.Tensor) -> None:
         """Attend to what an earlier pass chose for `token_rows`, one for each token row of this pass."""
@@ -157,16 +180,20 @@ class LatentMixer:
     def __init__(self, layers: Sequence[LatentLayer], pool: DevicePool, backend: Any) -> None:
         self._layers = [(layer, pool.layer(layer.index), pool.layout.groups_of(layer.index)[0]) for layer in layers]
         self._groups = {group.index: group for _, _, group in self._layers}
+        self._operations = ORDINARY
 
     @staticmethod
     def is_capturable(spec: LatentSpec) -> bool:
         """Whether kernels serve the layers. The torch twins would work on the greatest length there may be."""
         return spec.itemsize <= torch.float32.itemsize
 
+    def set_exact(self, exact: bool) -> None:
+        self._operations = LatentOperations.for_mode(exact)
+
     def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
         plans = {index: plan_group(view, group) for index, group in self._groups.items()}
         chosen = ChosenPositions()
-        return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen)
+        return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen, self._operations)
                 for layer, cache, group in self._layers}  # fmt: skip
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:

@@ -131,6 +131,9 @@ class PagedMixer:
                         for layer in layers]
         self._groups = tuple({group.index: group for _, _, group in self._layers}.values())
 
+    def set_exact(self, exact: bool) -> None:
+        """The backend was made for exact mode or not, and all of the arithmetic is the backend's."""
+
     def bind(self, view: BatchView) -> dict[int, PagedLayer]:
         """Plan every group once, and bind the layers to the plans."""
         backend = self.backend

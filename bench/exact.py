@@ -1,0 +1,278 @@
+"""Counts the tokens and the bits that depend on how requests are run, with exact mode and without.
+
+    python bench/exact.py bench/configs/llama8b --load-format dummy --out results --speculative-config \\
+        '{"method": "eagle3", "model": "bench/configs/llama8b-eagle3", "num_speculative_tokens": 3}'
+
+The same requests, half of them greedy and half seeded with top_p, run all at once as the reference, then in cells:
+other batch sizes, other chunks of prompts, preempted, with prefix hits, with scripted drafts, n-gram drafts and drafts
+of the model that --speculative-config names. Each cell is compared with the reference of its mode, token by token, and
+by the bits of the log-probabilities of the chosen and the 20 likeliest tokens, into which all logits enter.
+
+Results are kept under --out, one line of JSON for each cell. A call goes on where the last one ended, and begins no
+cell that would not end within --seconds. Last line: JSON with the sums.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import random
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from outrider.commands.loading import Loaded, load  # noqa: E402
+from outrider.commands.parser import Parser, add_engine_flags, add_model, engine_config  # noqa: E402
+from outrider.commands.prompt_sets import read_sets  # noqa: E402
+from outrider.commands.run_prompts import Ask, run_prompts  # noqa: E402
+from outrider.commands.verify_bits import asking_for_bits, bits_of  # noqa: E402
+from outrider.config import EngineConfig  # noqa: E402
+from outrider.core import RequestOutput, SamplingParams  # noqa: E402
+from outrider.runner.worker import Worker  # noqa: E402
+from outrider.spec.scripted import ScriptedDrafter  # noqa: E402
+
+NUM_DRAFTS, WRONG_EVERY = 3, 5  # of scripted drafts
+NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "auto": False}
+SHARED = 64  # tokens with which every fourth prompt begins
+Answer = tuple[list[int], list[str]]  # tokens of a request, and a digest of the log-probabilities at each
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to run the requests. Zero: all at once, prompts in chunks of the engine's own size."""
+
+    name: str
+    drafts: str = ""  # scripted, ngram or head
+    at_once: int = 0
+    chunk: int = 0
+    is_preempted: bool = False
+    has_hits: bool = False
+
+    def is_met(self, happened: dict[str, int]) -> bool:
+        """Whether what the cell is about has happened."""
+        wanted = {"drafts": bool(self.drafts), "hits": self.has_hits, "preemptions": self.is_preempted}
+        return all(happened[name] > 0 for name, is_wanted in wanted.items() if is_wanted)
+
+
+REFERENCE = Cell("reference")
+PLAIN = [Cell("2 at once", at_once=2), Cell("7 at once", at_once=7), Cell("24 at once", at_once=24),
+         Cell("chunks of 96", chunk=96), Cell("7 at once, chunks of 33", at_once=7, chunk=33),
+         Cell("preempted", is_preempted=True), Cell("prefix hits", has_hits=True),
+         Cell("prefix hits, preempted, chunks of 96", chunk=96, is_preempted=True, has_hits=True),
+         Cell("alone", at_once=1)]  # fmt: skip
+
+
+def with_drafts(kind: str) -> list[Cell]:
+    """The first cell says how many pages the cell with preemptions may have."""
+    return [Cell(f"{kind} drafts", kind), Cell(f"{kind} drafts, 7 at once, chunks of 96", kind, 7, 96),
+            Cell(f"{kind} drafts, prefix hits, preempted", kind, is_preempted=True, has_hits=True),
+            Cell(f"{kind} drafts, 2 at once", kind, 2)]  # fmt: skip
+
+
+def cells(has_head: bool) -> list[Cell]:
+    kinds = ["scripted", "ngram", *(["head"] if has_head else [])]
+    drafting = [with_drafts(kind) for kind in kinds]
+    return [cell for row in zip(*drafting, strict=True) for cell in row] + PLAIN
+
+
+@dataclass
+class Result:
+    """What came out of one cell. Differences are counted by place, from the first different token of a request on."""
+
+    model: str
+    exact: bool
+    cell: str
+    tokens: int
+    differing_tokens: int
+    differing_bits: int
+    differing_requests: int
+    happened: dict[str, int]
+    is_met: bool
+    pages: int  # that the requests need at their ends
+    longest_pages: int  # that the longest request needs
+    seconds: float
+
+
+class Bench:
+    """The requests of one model, its results so far, and the runs that are left."""
+
+    def __init__(self, loaded: Loaded, config: EngineConfig, asks: list[Ask], out: Path) -> None:
+        self._loaded, self._config, self._out = loaded, config, out
+        self._asks = asking_for_bits(asks, loaded.model.vocab_size)
+        self._file = out / f"{loaded.name}.jsonl"
+        lines = self._file.read_text().splitlines() if self._file.is_file() else []
+        self.results = [Result(**json.loads(line)) for line in lines]
+
+    def has(self, cell: Cell, exact: bool) -> bool:
+        return self._find(cell.name, exact) is not None
+
+    def _find(self, name: str, exact: bool) -> Result | None:
+        return next((one for one in self.results if (one.cell, one.exact) == (name, exact)), None)
+
+    def run(self, cell: Cell, exact: bool) -> Result:
+        begin = time.monotonic()
+        rounds, happened, pages = self._answers(cell, exact)
+        reference = self._reference(exact, rounds[0] if cell is REFERENCE else None)
+        found = [compare(one, other) for answers in rounds for one, other in zip(reference, answers, strict=True)]
+        num_tokens = 0 if cell is REFERENCE else sum(len(tokens) for answers in rounds for tokens, _ in answers)
+        result = Result(self._loaded.name, exact, cell.name, num_tokens, sum(tokens for tokens, _ in found),
+                        sum(bits for _, bits in found), sum(map(any, found)), happened, cell.is_met(happened), *pages,
+                        round(time.monotonic() - begin, 1))
+        self.results.append(result)
+        with self._file.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        return result
+
+    def _reference(self, exact: bool, made: list[Answer] | None = None) -> list[Answer]:
+        file = self._out / f"{self._loaded.name}-{'exact' if exact else 'default'}.json"
+        if made is not None:
+            file.write_text(json.dumps(made))
+        return [(tokens, digests) for tokens, digests in json.loads(file.read_text())]
+
+    def _settings(self, cell: Cell, exact: bool) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "exact": exact, "enable_prefix_caching": cell.has_hits, "overlap": not cell.has_hits,
+            "max_num_seqs": cell.at_once or len(self._asks), "speculative_config": None,
+        }  # fmt: skip
+        if cell.chunk:
+            settings["max_num_batched_tokens"] = cell.chunk
+        if cell.drafts == "ngram":
+            settings["speculative_config"] = NGRAM
+        elif cell.drafts == "head":
+            settings["speculative_config"] = {"auto": False} | (self._config.speculative_config or {})
+        if cell.is_preempted:
+            unhindered = self._find(f"{cell.drafts} drafts" if cell.drafts else REFERENCE.name, exact)
+            assert unhindered is not None, "the same drafts with room for all come first"
+            settings["num_pages"] = 1 + max(unhindered.longest_pages + 1, unhindered.pages // 3)
+            settings["kv_cache_memory_bytes"] = None
+        return settings
+
+    def _answers(self, cell: Cell, exact: bool) -> tuple[list[list[Answer]], dict[str, int], tuple[int, int]]:
+        """(the answers of every round, what happened, pages of all requests and of the longest)"""
+        config = replace(self._config, **self._settings(cell, exact))
+        drafter = self._scripted(exact) if cell.drafts == "scripted" else None
+        worker = Worker(config, self._loaded.model, eos_ids=(), drafter=drafter)
+        with self._loaded.llm(config, worker) as llm:
+            rounds = [answers_of(run_prompts(llm, self._asks).outputs) for _ in range(1 + cell.has_hits)]
+            stats, scheduler = llm.engine.stats, llm.engine.scheduler
+            ends = [scheduler.cache.pages_to_start(len(ask.token_ids) + (ask.params.max_tokens or 0))
+                    for ask in self._asks]  # fmt: skip
+        happened = {"drafts": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens,
+                    "hits": stats.num_hit_tokens, "preemptions": scheduler.stats.num_preemptions}
+        del llm, worker
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return rounds, happened, (sum(ends), max(ends))
+
+    def _scripted(self, exact: bool) -> ScriptedDrafter:
+        """Drafts the reference's tokens, some of them wrong."""
+        answers = zip(self._asks, self._reference(exact), strict=True)
+        right = {tuple(ask.token_ids): tokens for ask, (tokens, _) in answers}
+        vocab = self._loaded.model.vocab_size
+
+        def script(prompt: tuple[int, ...], index: int) -> list[int]:
+            return [(token + 1) % vocab if i % WRONG_EVERY == WRONG_EVERY - 1 else token
+                    for i, token in enumerate(right[prompt])]  # fmt: skip
+
+        return ScriptedDrafter(NUM_DRAFTS, script)
+
+
+def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
+    return [(list(output.outputs[0].token_ids), [digest(place) for place in places])
+            for output, places in zip(outputs, bits_of(outputs), strict=True)]  # fmt: skip
+
+
+def digest(place: dict[int, float]) -> str:
+    packed = b"".join(struct.pack("<qd", token, place[token]) for token in sorted(place))
+    return hashlib.blake2b(packed, digest_size=8).hexdigest()
+
+
+def compare(one: Answer, other: Answer) -> tuple[int, int]:
+    """(places with another token, places with other log-probabilities)"""
+    counts = [sum(a != b for a, b in zip(first, second, strict=False)) + abs(len(first) - len(second))
+              for first, second in zip(one, other, strict=True)]  # fmt: skip
+    return counts[0], counts[1]
+
+
+def make_asks(loaded: Loaded, count: int, longest: int, max_tokens: int, seed: int) -> list[Ask]:
+    """Prompts of 3 to `longest` tokens, pieces of texts where the model has a tokenizer and random ids otherwise."""
+    chance, vocab = random.Random(seed), loaded.model.vocab_size
+    if loaded.tokenizer is None:
+        source = [chance.randrange(3, vocab) for _ in range(50_000)]
+    else:
+        texts = [text for one in read_sets(None) for text in one.prompts]
+        source = [token for text in texts for token in loaded.tokenizer.encode(text)]
+    asks = []
+    for index in range(count):
+        length = chance.randint(3, longest)
+        start = chance.randrange(max(1, len(source) - length))
+        begin = source[:SHARED] if index % 4 == 0 else []
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": seed + index} if index % 2 else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampled)
+        asks.append(Ask([*begin, *source[start : start + length]][:longest], params))
+    return asks
+
+
+def make_parser() -> Parser:
+    parser = Parser(description=__doc__)
+    add_model(parser)
+    add_engine_flags(parser, skip=("exact",))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell that would end later")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt-len", type=int, default=396, help="the longest prompt")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--modes", default="exact,default")
+    return parser
+
+
+def describe(result: Result) -> str:
+    happened = ", ".join(f"{name} {count}" for name, count in result.happened.items() if count)
+    return (f"{'exact' if result.exact else 'default':<8} {result.cell:<45} {result.tokens:>7} tokens, other tokens "
+            f"{result.differing_tokens:>6}, other bits {result.differing_bits:>6}; {result.seconds:.0f} s; {happened}"
+            + ("" if result.is_met else " (NOT TRIED: its condition did not occur)"))
+
+
+def summarise(model: str, results: Sequence[Result], num_left: int) -> dict[str, Any]:
+    sums: dict[str, Any] = {"bench": "exactness", "model": model, "cells_left": num_left}
+    for mode, exact in (("exact", True), ("default", False)):
+        own = [one for one in results if one.exact == exact and one.cell != REFERENCE.name]
+        sums[mode] = {"cells": len(own), "not_tried": sum(not one.is_met for one in own),
+                      "tokens": sum(one.tokens for one in own),
+                      "differing_tokens": sum(one.differing_tokens for one in own),
+                      "differing_bits": sum(one.differing_bits for one in own)}  # fmt: skip
+    return sums
+
+
+def main(argv: Sequence[str]) -> int:
+    begin = time.monotonic()
+    args = make_parser().parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    config = engine_config(args, max_model_len=args.prompt_len + args.max_tokens + 1)
+    loaded = load(config, needs_text=False)
+    bench = Bench(loaded, config, make_asks(loaded, args.requests, args.prompt_len, args.max_tokens, config.seed),
+                  args.out)
+    modes = [mode == "exact" for mode in args.modes.split(",")]
+    wanted = [(cell, exact) for exact in modes for cell in [REFERENCE, *cells(config.speculative_config is not None)]]
+    left = [(cell, exact) for cell, exact in wanted if not bench.has(cell, exact)]
+    longest = 0.0
+    while left and time.monotonic() - begin + longest < args.seconds:
+        result = bench.run(*left.pop(0))
+        longest = max(longest, result.seconds)
+        print(describe(result), flush=True)
+    print(json.dumps(summarise(loaded.name, bench.results, len(left))))
+    return int(any(one.exact and one.differing_bits + one.differing_tokens for one in bench.results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""StepTrace: follows a few steps of an engine from their schedule to their result, for whoever draws spans of them.
+
+The engine asks it for batches in place of the scheduler. It marks at most so many steps a second as traced, and all
+others pass through; an engine without a StepTrace has none of this on its way. Knows no OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from outrider.core import ScheduledBatch, StepResult
+from outrider.core.step import StepTimes
+from outrider.sched.scheduler import Scheduler
+
+MAX_PENDING = 16  # traced steps whose results are not there yet; there are fewer steps in flight
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step. Times are seconds since the epoch."""
+
+    batch: ScheduledBatch
+    result: StepResult
+    began: float  # when the scheduler was asked
+    scheduled: float  # when it had answered
+    ended: float  # when the result was read
+    in_worker: StepTimes  # one part, "device", where the worker tells no others
+
+
+class StepTrace:
+    """Belongs to the engine's thread, in which `take` is called."""
+
+    def __init__(self, take: Callable[[TracedStep], None], steps_per_second: float,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._take = take
+        self._interval = 1 / steps_per_second
+        self._clock = clock
+        self._next = clock()  # no step is traced before this time
+        self._pending: dict[int, tuple[ScheduledBatch, float, float]] = {}  # by step, with the times of its schedule
+
+    def schedule(self, scheduler: Scheduler) -> ScheduledBatch | None:
+        now = self._clock()
+        if now < self._next:
+            return scheduler.schedule()
+        began = time.time()
+        batch = scheduler.schedule()
+        if batch is None:
+            return None
+        self._next = now + self._interval
+        batch = replace(batch, is_traced=True)
+        if len(self._pending) == MAX_PENDING:
+            self._pending.clear()  # steps that failed have no result
+        self._pending[batch.step] = batch, began, time.time()
+        return batch
+
+    def finish(self, result: StepResult) -> None:
+        pending = self._pending.pop(result.step, None) if self._pending else None
+        if pending is None:
+            return
+        batch, began, scheduled = pending
+        ended = time.time()
+        in_worker = result.times or StepTimes(ended - result.seconds, (("device", result.seconds),))
+        self._take(TracedStep(batch, result, began, scheduled, ended, in_worker))

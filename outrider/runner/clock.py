@@ -1,0 +1,39 @@
+"""Times of the parts of a step, for steps that are traced. A step that is not traced has a clock that does nothing."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.core.step import StepTimes
+
+
+class NoClock:
+    """The clock of a step that nobody traces."""
+
+    def lap(self, part: str) -> None:
+        """`part` ends now, and began where the part before it ended."""
+
+    @property
+    def times(self) -> StepTimes | None:
+        return None
+
+
+class StepClock(NoClock):
+    """Starts when it is made. Reads the host's time only, so it tells about devices that the host itself plays."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._last = time.perf_counter()
+        self._parts: list[tuple[str, float]] = []
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts.append((part, now - self._last))
+        self._last = now
+
+    @property
+    def times(self) -> StepTimes:
+        return StepTimes(self._began, tuple(self._parts))
+
+
+NO_CLOCK = NoClock()

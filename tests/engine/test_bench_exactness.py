@@ -1,0 +1,43 @@
+"""bench/exact.py: goes on where it ended, compares with the reference of its mode, and counts what differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import exact as bench
+from outrider.kernels import native
+from outrider.kernels.native.products import CpuProduct
+from tests.engine.harness import save_folder
+from tests.engine.test_exact_mode import FAMILIES
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")
+FEW = [bench.Cell("scripted drafts", "scripted"),
+       bench.Cell("prefix hits, preempted", chunk=40, is_preempted=True, has_hits=True)]
+
+
+def test_it_resumes_and_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_folder(tmp_path / "model", FAMILIES["llama"])
+    asked = [str(folder), "--device", "cpu", "--requests", "6", "--max-tokens", "9", "--prompt-len", "90",
+             "--num-pages", "80", "--modes", "exact", "--out", str(tmp_path / "out")]  # fmt: skip
+    monkeypatch.setattr(bench, "cells", lambda has_head: FEW[:1])
+    assert bench.main([*asked, "--seconds", "0"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells_left"] == 2
+    assert bench.main(asked) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["exact"] == {"cells": 1, "not_tried": 0, "tokens": 54, "differing_tokens": 0, "differing_bits": 0}
+    monkeypatch.setattr(bench, "cells", lambda has_head: FEW)
+    product = CpuProduct._native
+
+    def biased(self: CpuProduct, x: torch.Tensor) -> torch.Tensor:
+        return product(self, x) * (1 + 1e-6 * (len(x) > 1))
+
+    monkeypatch.setattr(CpuProduct, "_native", biased)
+    assert bench.main(asked) == 1, "differences of exact mode are faults"
+    shown = capsys.readouterr().out.splitlines()
+    assert "prefix hits, preempted" in shown[0] and "NOT TRIED" not in shown[0] and len(shown) == 2
+    assert json.loads(shown[-1])["exact"]["differing_bits"] > 0

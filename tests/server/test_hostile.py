@@ -1,0 +1,150 @@
+"""Requests that would cost others their time, and mistakes of integrators, which are answered with what to change."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import outrider.server.chat as chat_module
+from outrider.engine.async_llm import AsyncLLM
+from outrider.server.messages import ContentBlocks
+from tests.server.rig import Served, serving, tiny_engine
+
+CHAT = [{"role": "user", "content": "Go."}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine), tool_call_parser="hermes") as served:
+        yield served
+
+
+def test_a_huge_n_makes_no_parsers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(*args: Any, **options: Any) -> None:
+        made.append(args)
+        assert len(made) < 10, "the event loop would be busy for minutes"
+
+    monkeypatch.setattr(chat_module, "output_parser", counted)
+    assert served.error("/v1/chat/completions", messages=CHAT, n=10**9)["param"] == "n"
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"stop": ["x"] * 65}, "stop", "at most 64"), ({"stop": "x" * 20_000}, "stop", "16384 characters"),
+    ({"bad_words": ["x"] * 1025}, "bad_words", "at most 1024"), ({"bad_words": ["x" * 20_000]}, "bad_words", "16384"),
+    ({"allowed_token_ids": [1] * 257}, "allowed_token_ids", "the vocabulary has 256"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
+    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
+])  # fmt: skip
+def test_lists_that_are_too_long_and_fields_without_effect(served: Served, fields: dict[str, Any], param: str,
+                                                           words: str) -> None:
+    error = served.error("/v1/completions", prompt="a", **fields)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_hints_to_other_servers_are_taken(served: Served) -> None:
+    hints = {"prompt_cache_key": "k", "safety_identifier": "me", "return_tokens_as_token_ids": False}
+    assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, **hints).status_code == 200
+    assert served.post("/v1/responses", input="x", max_output_tokens=1, **hints).status_code == 200
+
+
+@pytest.mark.parametrize(("headers", "words"), [
+    ({"content-type": "application/x-www-form-urlencoded"}, "Content-Type: application/json"),  # what curl -d sends
+    ({"content-type": "text/plain"}, "Content-Type: application/json"), ({}, "Content-Type: application/json"),
+    ({"content-type": "application/json", "content-encoding": "gzip"}, "compressed"),
+])  # fmt: skip
+def test_a_body_that_is_called_something_else(served: Served, headers: dict[str, str], words: str) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    if "content-encoding" in headers:
+        body = gzip.compress(body)
+    answer = served.http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_methods(served: Served) -> None:
+    assert served.http.get("/v1/completions").headers["allow"] == "POST"
+    for path in ("/health", "/ping", "/ready"):
+        assert served.http.head(path).status_code == 200
+
+
+def test_errors_use_the_names_of_their_own_api(served: Served) -> None:
+    assert served.error("/v1/responses", input="x", n=2)["message"] == "there is no field 'n'"
+    error = served.error("/v1/responses", input="x", max_output_tokens=0)
+    assert error["param"] == "max_output_tokens" and error["message"].startswith("max_output_tokens must be")
+    message = {"messages": CHAT, "max_tokens": 1}
+    assert served.error("/v1/messages", **message, stop_sequences=[""])["param"] == "stop_sequences"
+    assert served.error("/v1/embeddings", input="a", dimensions=0)["param"] == "dimensions"
+
+
+@pytest.mark.parametrize(("path", "param", "body"), [
+    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+    ("/v1/messages", "messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+])  # fmt: skip
+def test_pictures_are_refused_by_name(served: Served, path: str, param: str, body: dict[str, Any]) -> None:
+    error = served.error(path, **body)
+    assert error["param"] == param and "text is the only medium" in error["message"]
+
+
+def test_thousands_of_choices(served: Served) -> None:
+    """More than a parser follows at once."""
+    choices = [f"c{i}" for i in range(3000)]
+    answer = served.post("/v1/completions", prompt="a", max_tokens=9, structured_outputs={"choice": choices})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] in choices
+
+
+def test_the_chosen_token_is_among_the_top_ones(served: Served) -> None:
+    """Also where it was not likely."""
+    answer = served.post("/v1/completions", prompt="a", max_tokens=20, logprobs=1, temperature=5, seed=1,
+                         allowed_token_ids=list(range(97, 123)))
+    logprobs = answer.json()["choices"][0]["logprobs"]
+    assert all(top[token] == value for top, token, value in zip(
+        logprobs["top_logprobs"], logprobs["tokens"], logprobs["token_logprobs"], strict=True))
+    assert max(len(top) for top in logprobs["top_logprobs"]) == 2
+
+
+def test_a_prompt_is_scored_without_an_answer(served: Served) -> None:
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "temperature": 0}
+    longer = served.post("/v1/completions", max_tokens=1, **body).json()["choices"][0]["logprobs"]
+    answer = served.post("/v1/completions", max_tokens=0, **body).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == "abc" and choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"] == {name: values[:3] for name, values in longer.items()}
+    assert served.error("/v1/completions", prompt="abc", max_tokens=0)["param"] == "max_tokens"
+
+
+def test_long_texts_of_many_tokens(served: Served) -> None:
+    assert served.post("/detokenize", tokens=[97] * 25_000).json() == {"prompt": "a" * 25_000}
+
+
+def test_tokens_of_messages_are_counted(served: Served) -> None:
+    prompt = {"messages": [{"role": "user", "content": [{"type": "text", "text": "How?"}]}], "system": "Brief.",
+              "tools": [{"name": "f", "input_schema": {}}]}
+    usage = served.post("/v1/messages", max_tokens=1, **prompt).json()["usage"]
+    assert served.post("/v1/messages/count_tokens", **prompt).json() == {"input_tokens": usage["input_tokens"]}
+    assert served.error("/v1/messages/count_tokens", messages=[])["param"] == "messages"
+
+
+def test_an_error_in_a_stream_of_messages_has_a_name(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anthropic's clients read events by their names: without one the stream would just end."""
+    take, num_taken = ContentBlocks.take, [0]
+
+    def failing(self: ContentBlocks, event: Any) -> Any:
+        num_taken[0] += 1
+        if num_taken[0] == 3:
+            raise RuntimeError("injected")
+        return take(self, event)
+
+    monkeypatch.setattr(ContentBlocks, "take", failing)
+    text = served.post("/v1/messages", messages=CHAT, max_tokens=30, stream=True, temperature=0).text
+    head, data = text.strip().split("\n\n")[-1].split("\ndata: ")
+    assert head == "event: error" and json.loads(data)["error"]["type"] == "api_error"
+    assert json.loads(data)["type"] == "error" and "injected" not in data
+    served.assert_idle()
