@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -45,19 +46,31 @@ from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
+FP8_CAPABILITY = (8, 9)
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
     """The model that the config asks for, on its device. `watch`: see load_model."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, source, device)
+    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build_model(source.config, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+        model = build_model(values, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
     fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
                watch=watch)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
     return model
+
+
+def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
+    asked = f"index_key_dtype={config.index_key_dtype!r}"
+    if values.get("index_topk") is None:
+        raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
+    return {**values, "index_key_dtype": config.index_key_dtype}
 
 
 class Worker:
