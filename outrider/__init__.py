@@ -9,23 +9,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from outrider.core.params import SamplingParams
+from outrider.vllm_modules import offer_vllm_modules
 
 if TYPE_CHECKING:
     from outrider.beam_search import BeamSearchParams
     from outrider.config import EngineArgs
     from outrider.config import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
-    from outrider.core.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
+    from outrider.core.pooling import (
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from outrider.core.structured import StructuredOutputsParams
     from outrider.engine.async_llm import AsyncLLM
     from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from outrider.inputs import PromptType as PromptType
     from outrider.inputs import TextPrompt, TokensPrompt
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
            "EmbeddingRequestOutput", "EngineArgs", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
-           "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"]
+           "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams",
+           "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
 HOMES = {
@@ -40,6 +49,8 @@ HOMES = {
     "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
     "PoolingParams": ("outrider.core.pooling", "PoolingParams"),
     "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
+    "PromptType": ("outrider.inputs", "PromptType"),
+    "ScoringRequestOutput": ("outrider.core.pooling", "ScoringRequestOutput"),
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.inputs", "TextPrompt"),
     "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
@@ -47,9 +58,12 @@ HOMES = {
 }
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
+    "ClassificationRequestOutput": "heads that classify are not served",
     "LLMEngine": "use LLM, or AsyncLLM where requests come at any time",
     "ModelRegistry": "see docs/extending.md",
 }
+
+offer_vllm_modules()
 
 
 def __getattr__(name: str) -> object:

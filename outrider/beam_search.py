@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import INT32, Count, Range, check_fields, shown
+from outrider.core.fields import INT32, Count, Range, check_fields, shown, unknown_name
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
@@ -26,6 +26,12 @@ class BeamSearchParams:
     temperature: Annotated[float, Range(0, 0)] = 0.0  # beams follow the model's own log-probabilities
     length_penalty: Annotated[float, Range(-INT32, INT32)] = 1.0
     include_stop_str_in_output: bool = False
+
+    def __new__(cls, *args: Any, **fields: Any) -> BeamSearchParams:
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"BeamSearchParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields("BeamSearchParams: ", self)

@@ -16,9 +16,11 @@ from outrider.core.vllm_settings import translate
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
+INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 24.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
@@ -31,8 +33,8 @@ class EngineConfig:
     tokenizer: Text | None = None  # a folder, a GGUF file or a hub id, instead of the model's own
     revision: Text | None = None  # of a hub id: a branch, a tag or a commit
     download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
-    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
-    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N")] = "auto"
+    dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
+    device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None
@@ -57,6 +59,7 @@ class EngineConfig:
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
+    index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
 
     def __post_init__(self) -> None:
         check_fields("", self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -15,3 +15,6 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     bidirectional_spans: NotRequired[list[list[int]]]  # [start, end) pairs whose tokens see each other both ways
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt

@@ -144,8 +144,9 @@ class LLM(Front):
         """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
         for name, value in options.items():
             refuse_sampling_field(self.chat, name, value)
-        if not isinstance(messages, Sequence):
-            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}: write "
+                             "[{'role': 'user', 'content': 'Hello'}], or give plain text to LLM.generate")
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]

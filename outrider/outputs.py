@@ -1,5 +1,14 @@
 """Outputs of requests, importable from the path that vLLM uses."""
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from outrider.core.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 
-__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "PoolingOutput",
+           "PoolingRequestOutput", "RequestMetrics", "RequestOutput", "ScoringOutput", "ScoringRequestOutput"]

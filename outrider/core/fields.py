@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -48,6 +48,7 @@ class OneOf:
     names: Sequence[Any]  # may grow: a name that is registered later is allowed too
     pattern: str | None = None  # a regular expression of further allowed texts
     also: str = ""  # describes the texts of `pattern` in error messages
+    meant: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names by what others call the same thing
 
     def holds(self, value: Any) -> bool:
         return value in self.names or (self.pattern is not None and re.fullmatch(self.pattern, value) is not None)
@@ -91,16 +92,19 @@ def check_value(name: str, declared: Any, value: Any) -> None:
 def _name_meant(declared: Any, value: Any) -> str | None:
     """The name nearest to a misspelt one, where the declaration allows only some names."""
     given = value if isinstance(value, (list, tuple)) else [value]
-    names = [name for name in _names_of(declared) if isinstance(name, str)]
-    near = (nearest(word, names, SURE) for word in given if isinstance(word, str) and word not in names)
-    return next(filter(None, near), None)
+    for rule in _rules_of(declared):
+        names = [name for name in rule.names if isinstance(name, str)]
+        for word in given:
+            if isinstance(word, str) and word not in names:
+                return rule.meant.get(word.lower()) or nearest(word, names, SURE)
+    return None
 
 
-def _names_of(declared: Any) -> list[Any]:
-    """The names of all `OneOf` rules in a declaration."""
+def _rules_of(declared: Any) -> list[OneOf]:
+    """All `OneOf` rules in a declaration."""
     if isinstance(declared, OneOf):
-        return list(declared.names)
-    return [name for part in get_args(declared) for name in _names_of(part)]
+        return [declared]
+    return [rule for part in get_args(declared) for rule in _rules_of(part)]
 
 
 def shown(value: Any) -> str:
@@ -124,12 +128,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {near}?" if near else ""
 
 
-def unknown_name(what: str, word: str, known: Iterable[str]) -> str:
-    """An error message about a name that there is not: the name that was probably meant, then a few others."""
+def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """An error message about a name that there is not: the name that was probably meant, then a few others. `also`:
+    names that may be meant and are not listed."""
     names, word = list(known), word[:100]
     listed = names if len(names) <= MOST_LISTED else difflib.get_close_matches(word, names, MOST_LISTED, cutoff=0)
     more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
-    hint = did_you_mean(word, names)
+    hint = did_you_mean(word, [*names, *also])
     return f"unknown {what} {shown(word)}{hint or ';'} {'Known' if hint else 'known'} are {', '.join(listed)}{more}"
 
 
@@ -185,7 +190,8 @@ def _with_rule(check: Check, rule: Rule) -> Check:
 
 def _either(first: Check, second: Check) -> Check:
     in_first, in_second = first[0], second[0]
-    return (lambda value: in_first(value) or in_second(value)), f"{first[1]} or {second[1]}"
+    words = second[1].replace(f"each {first[1]}", "each of these")  # a value, or a list of such values
+    return (lambda value: in_first(value) or in_second(value)), f"{first[1]} or {words}"
 
 
 def _is_text(value: Any) -> bool:

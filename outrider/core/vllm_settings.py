@@ -115,7 +115,56 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "tokenizer_mode": Refused("tokenizer.json is read, or a GGUF file's own", (None, "auto")),
     "tokenizer_revision": Refused("revision names the version of model and tokenizer"),
     "worker_cls": Refused("there is one worker", (None, "auto")),
+    "additional_config": Refused("there are no further settings", (None, {})),
+    "allowed_media_domains": Refused(NO_IMAGES),
+    "attention_config": Refused("choose a backend with attention_backend"),
+    "code_revision": Explained("no remote code is ever run: model families are built in"),
+    "cudagraph_capture_sizes": Explained("sizes of captured steps are chosen by the engine"),
+    "cuda_graph_sizes": Explained("sizes of captured steps are chosen by the engine"),
+    "data_parallel_backend": Refused(ONE_DEVICE, (None, "mp")),
+    "decode_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "disable_chunked_mm_input": Refused(NO_IMAGES, (None, False), is_switch=True),
+    "disable_hybrid_kv_cache_manager": Explained("there is one page manager", is_switch=True),
+    "enable_dbo": Refused(ONE_DEVICE, (None, False), is_switch=True),
+    "enable_eplb": Refused(ONE_DEVICE, (None, False), is_switch=True),
+    "enable_lora_bias": Refused(NO_ADAPTERS, (None, False), is_switch=True),
+    "fully_sharded_loras": Refused(NO_ADAPTERS, (None, False), is_switch=True),
+    "hf_config_path": Refused(OWN_CONFIG),
+    "ignore_patterns": Explained("only the files that a model needs are fetched"),
+    "kv_sharing_fast_prefill": Refused("layers that share a cache are always computed alike", (None, False),
+                                       is_switch=True),
+    "long_prefill_token_threshold": Explained("long prompts are always computed in chunks of max_num_batched_tokens"),
+    "lora_dtype": Refused(NO_ADAPTERS, (None, "auto")),
+    "mamba_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
+    "mamba_ssm_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
+    "max_long_partial_prefills": Explained("prompts share a step's tokens in the order of their arrival"),
+    "max_num_partial_prefills": Explained("prompts share a step's tokens in the order of their arrival"),
+    "max_parallel_loading_workers": Explained("weights are read by one process"),
+    "media_io_kwargs": Refused(NO_IMAGES, (None, {})),
+    "mm_encoder_tp_mode": Refused(NO_IMAGES, (None, "weights")),
+    "mm_processor_cache_gb": Explained("only text is served"),
+    "model_loader_extra_config": Refused("weights are read from safetensors or GGUF files", (None, {})),
+    "observability_config": Refused("the server has /metrics and --otlp-traces-endpoint"),
+    "prefill_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "safetensors_load_strategy": Explained("tensors are read one at a time"),
+    "scheduler_cls": Refused("there is one scheduler"),
+    "skip_mm_profiling": Refused(NO_IMAGES, (None, False), is_switch=True),
+    "stream_interval": Explained("a stream gets every token that its reader has not seen"),
+    "use_tqdm_on_load": Explained("a terminal shows a bar, and nothing else does", is_switch=True),
+    "worker_extension_cls": Refused("there is one worker", (None, "")),
 }
+
+DRAFTING_KEYS: dict[str, Meaning] = {
+    "disable_by_batch_size": Explained("the number of drafts is chosen every step, down to none"),
+    "disable_logprobs": Explained("log-probabilities are those of the model"),
+    "disable_padded_drafter_batch": Explained("batches have one form with drafts and without"),
+    "draft_tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "enforce_eager": Refused("give enforce_eager of the engine", (None, False)),
+    "max_model_len": Refused("a drafter serves the length of the model"),
+    "quantization": Refused(OWN_FORMAT),
+    "revision": Refused("give the folder of that revision as model"),
+}
+NONE_IS_DEFAULT = ("enable_prefix_caching",)  # own settings that vLLM's scripts may give as None
 
 # Values that are called something else here, by the setting they belong to.
 VALUES: dict[str, dict[str, str]] = {
@@ -142,13 +191,40 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                 if not any(type(value) is type(same) and value == same for same in neutral):
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
             case None if name not in known:
-                raise ValueError(f"{front}: {unknown_name('setting', name, [*known, *VLLM_SETTINGS])}")
+                raise ValueError(f"{front}: {unknown_name('setting', name, known, VLLM_SETTINGS)}")
+            case None if value is None and name in NONE_IS_DEFAULT:
+                pass
             case None:
                 settings[name] = _value(name, value)
     return settings
 
 
+def translate_drafting(given: dict[str, Any]) -> dict[str, Any]:
+    """A speculative_config as vLLM takes it, by the names here: its method may be left to the model's name."""
+    own: dict[str, Any] = {}
+    for key, value in given.items():
+        match DRAFTING_KEYS.get(key):
+            case Explained(words):
+                if value is not None:
+                    log.warning("speculative_config: %s=%s makes no difference: %s", key, shown(value), words)
+            case Refused(instead, neutral):
+                if value not in neutral:
+                    raise ValueError(f"speculative_config: {key}={shown(value)} is not supported: {instead}")
+            case _:
+                own[key] = value
+    model, method = own.get("model"), own.get("method")
+    if model in ("ngram", "[ngram]"):
+        own |= {"model": None, "method": "ngram"}
+    elif isinstance(model, str) and method is None:
+        own["method"] = next((name for name in ("eagle3", "eagle") if name in model.lower()), "draft_model")
+    elif isinstance(method, str) and method.endswith("_mtp"):
+        own["method"] = "mtp"
+    return own
+
+
 def _value(setting: str, value: Any) -> Any:
     if setting == "dtype" and type(value).__module__ == "torch":  # torch.float16 itself
         value = str(value).removeprefix("torch.")
+    if setting == "speculative_config" and isinstance(value, dict):
+        return translate_drafting(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

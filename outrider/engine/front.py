@@ -10,18 +10,32 @@ from typing import TYPE_CHECKING, Any, Self
 from outrider.config import EngineArgs
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
-from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS
+from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
 NOT_SERVED = {
     "classify": NO_HEADS,
     "reward": NO_HEADS,
     "add_lora": NO_ADAPTERS,
+    "apply_model": "the model lives with its worker: docs/extending.md says how to add parts",
+    "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
+    "llm_engine": "LLM has the methods itself, such as get_tokenizer",
+    "set_tokenizer": "give tokenizer= when the engine starts",
     "collective_rpc": "one engine uses one device",
     "reset_prefix_cache": "use skip_reading_prefix_cache of SamplingParams, or a cache_salt of the prompt",
     "sleep": "close the engine and start another",
     "start_profile": "run it under a profiler",
     "wake_up": "close the engine and start another",
+}
+
+
+# Arguments of vLLM's methods that are not there, with what to do instead. None asks for nothing, and is accepted.
+NO_ARGUMENTS = {
+    "guided_options_request": "use structured_outputs of SamplingParams",
+    "mm_processor_kwargs": NO_IMAGES,
+    "prompt_adapter_request": NO_ADAPTERS,
+    "tokenization_kwargs": "encode the prompt with get_tokenizer() and give prompt_token_ids",
+    "truncate_prompt_tokens": "encode the prompt with get_tokenizer() and give its last tokens",
 }
 
 
@@ -43,6 +57,10 @@ class Front:
 def refuse_misplaced(call: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise TypeError for keyword arguments that a method does not have, and say where they belong."""
     for name, value in given.items():
+        if name in NO_ARGUMENTS and value is None:
+            continue
+        if name in NO_ARGUMENTS:
+            raise TypeError(f"{call.__qualname__}: {name} is not supported: {NO_ARGUMENTS[name]}")
         refuse_sampling_field(call, name, value)
         known = [parameter for parameter in inspect.signature(call).parameters if parameter != "misplaced"]
         raise TypeError(f"{call.__qualname__}: {unknown_name('argument', name, known)}")

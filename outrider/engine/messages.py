@@ -17,6 +17,9 @@ class ChatTemplateError(ValueError):
 
 def with_plain_content(message: Message) -> Message:
     """A message whose content is text; parts of text, as OpenAI's API has them, are joined by line ends."""
+    if not isinstance(message.get("role"), str):
+        raise ChatTemplateError("a message needs a 'role' that is a text, such as 'user', got "
+                                f"{shown(message.get('role'))} among {', '.join(map(str, message)) or 'nothing'}")
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -14,12 +14,13 @@ from typing import Any
 
 import tokenizers
 
-from outrider.core.fields import check_value
+from outrider.core.fields import check_value, shown
 from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
 from outrider.engine.messages import ChatTemplateError, Message, up_to_the_end_of, with_plain_content
 
 __all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 
@@ -108,6 +109,22 @@ class Tokenizer:
         """The tokens that `skip_special_tokens` leaves out of the text."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
+        """The token of an id, or those of several: as the tokenizer's file writes them."""
+        return self.id_to_token(ids) if isinstance(ids, int) else [self.id_to_token(token_id) for token_id in ids]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
+        return self.token_to_id(tokens) if isinstance(tokens, str) else [self.token_to_id(token) for token in tokens]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SPECIAL_TOKENS:
+            return self.special_tokens.get(name)
+        raise AttributeError(f"this tokenizer has no {name!r}: AutoTokenizer.from_pretrained of transformers gives one "
+                             "with all methods")
+
     @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
@@ -135,6 +152,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
         **variables: Any,
     ) -> str:
         """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template. Further
@@ -147,6 +165,9 @@ class Tokenizer:
         check_value("add_generation_prompt", bool, add_generation_prompt)
         check_value("continue_final_message", bool, continue_final_message)
         check_value("chat_template_kwargs", dict[str, Any] | None, chat_template_kwargs)
+        if chat_template_content_format not in ("auto", "string"):
+            raise ChatTemplateError(f"chat_template_content_format={shown(chat_template_content_format)} is not "
+                                    "supported: templates get the content of a message as text")
         messages = [with_plain_content(message) for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}

@@ -161,6 +161,27 @@ RUNS = {
         from outrider.outputs import RequestOutput as Same
         from outrider.sampling_params import SamplingParams as SameParams
         assert RequestOutput is Same and SamplingParams is SameParams
+        from outrider import PromptType, ScoringRequestOutput
+        from outrider.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+        """,
+    "modules at their places": """
+        import outrider
+        from outrider.engine.arg_utils import AsyncEngineArgs, EngineArgs
+        from outrider.engine.async_llm_engine import AsyncLLMEngine
+        from outrider.entrypoints.llm import LLM as Same
+        from outrider.pooling_params import PoolingParams
+        from outrider.v1.engine.async_llm import AsyncLLM
+        assert Same is LLM and AsyncLLM is AsyncLLMEngine is outrider.AsyncLLM and EngineArgs is outrider.EngineArgs
+        """,
+    "arguments that ask for nothing": """
+        llm.generate("a", SamplingParams(max_tokens=1), tokenization_kwargs=None, prompt_adapter_request=None)
+        llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1), chat_template=None, tools=None,
+                 chat_template_content_format="auto", mm_processor_kwargs=None)
+        """,
+    "names of the tokenizer": """
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer.eos_token is None and tokenizer.convert_ids_to_tokens([97, 98]) == ["a", "b"]
+        assert tokenizer.convert_tokens_to_ids("a") == tokenizer.get_vocab()["a"] == 97
         """,
 }
 
@@ -192,6 +213,31 @@ REFUSED = {
                            r"^speculative_config: method 'ngrm': did you mean 'ngram'\? It must be one of ngram"),
     "a misspelt key of drafting": ("LLM(model, speculative_config={'methd': 'ngram'})",
                                    r"^speculative_config: unknown key 'methd': did you mean method\? Known are"),
+    "adapters at their place": ("from outrider.lora.request import LoRARequest",
+                                "outrider.lora is not supported: adapters are not served"),
+    "helpers of vLLM": ("from outrider.utils import random_uuid", "outrider.utils is not supported: .*uuid.uuid4"),
+    "the old grammars": ("from outrider.sampling_params import GuidedDecodingParams",
+                         "GuidedDecodingParams is not supported: use StructuredOutputsParams"),
+    "a module that nobody has": ("import outrider.nothing", "No module named 'outrider.nothing'"),
+    "arguments of the tokenizer": ("llm.generate('a', tokenization_kwargs={'truncation': True})",
+                                   "tokenization_kwargs is not supported: encode the prompt"),
+    "a text as a chat": ("llm.chat('Hello')", "messages must be a list of dicts.*got 'Hello': write .*LLM.generate"),
+    "a message of nobody": ("llm.chat([{'content': 'a'}])", "a message needs a 'role'"),
+    "the engine inside": ("llm.llm_engine.model_config", "LLM.llm_engine is not supported"),
+    "other methods of the tokenizer": ("llm.get_tokenizer().tokenize('a')", "this tokenizer has no 'tokenize'"),
+    "content of templates": ("llm.chat([{'role': 'user', 'content': 'a'}], chat_template_content_format='openai')",
+                             "chat_template_content_format='openai' is not supported"),
+    "short names of types": ("LLM(model, dtype='bf16')", r"^dtype 'bf16': did you mean 'bfloat16'\?"),
+    "another name of CUDA": ("LLM(model, device='gpu')", r"^device 'gpu': did you mean 'cuda'\?"),
+    "drafts without a method": ("LLM(model, speculative_config={'num_speculative_tokens': 2})",
+                                "^speculative_config: method must be one of ngram, .*or a list, each of these .*None$"),
+    "drafts without a number": ("LLM(model, speculative_config={'method': 'ngram'})",
+                                "^speculative_config: num_speculative_tokens must be an integer from 1 to 16, got"),
+    "a drafter on several devices": (
+        "LLM(model, speculative_config={'model': 'x', 'num_speculative_tokens': 2, 'draft_tensor_parallel_size': 2})",
+        "speculative_config: draft_tensor_parallel_size=2 is not supported: one engine uses one device"),
+    "a misspelt beam": ("from outrider import BeamSearchParams\nBeamSearchParams(beam_widht=2, max_tokens=2)",
+                        r"unknown field 'beam_widht': did you mean beam_width\?"),
     "a bad change": ("p = SamplingParams(); p.temperature = -1; llm.generate('a', p)", "temperature must be a number"),
     "two kinds of prompts": ("llm.generate('a', prompt_token_ids=[[1]])", "give prompts or prompt_token_ids, not both"),
     "wide beams": ("from outrider import BeamSearchParams\n"

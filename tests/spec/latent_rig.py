@@ -28,6 +28,7 @@ _SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
+    "deepseek_v32_fp8": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "index_key_dtype": "fp8"},
     "glm_moe_dsa": _SIZES | {
         "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
