@@ -20,6 +20,7 @@ DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64"
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 LOGPROBS_MODES = ("raw", "processed")
+INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 24.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
@@ -58,6 +59,7 @@ class EngineConfig:
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
+    index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
 
     def __post_init__(self) -> None:
         check_fields("", self)

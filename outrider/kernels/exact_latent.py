@@ -35,22 +35,25 @@ def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
         latent_inputs.head_products(row.clone(memory_format=torch.contiguous_format), weight, to)
 
 
-def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
+def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
+                     scales: Tensor | None = None) -> None:
     """See `latent.choose_positions`."""
     num_keys = latent.check_choice(q, weights, keys, contexts, chosen)
     for row in range(q.shape[0]):
         own = contexts.cut(slice(row, row + 1))
-        scores = _index_scores(q[row].clone(), weights[row : row + 1].clone(), keys, own, num_keys)
+        scores = _index_scores(q[row].clone(), weights[row : row + 1].clone(), keys, own, num_keys, scales)
         chosen[row] = latent.best_positions(scores, own, chosen.shape[1])[0]
 
 
-def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, num_keys: int) -> Tensor:
+def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, num_keys: int,
+                  scales: Tensor | None) -> Tensor:
     """[1, positions] the scores of one token row: q [heads, dim], weights [1, heads]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = []
     for start in range(0, num_keys, KEYS):
         at = torch.arange(start, start + KEYS, device=q.device).clamp_max(num_keys - 1)
-        dots = q.to(wide) @ _entries(keys, contexts, at).to(wide).t()
+        own = latent.as_numbers(keys, scales, _cells(keys, contexts, at), wide)
+        dots = q.to(wide) @ own.t()
         scores.append(weights.to(wide) @ dots.relu_())
     return torch.cat(scores, dim=1)[:, :num_keys]
 
@@ -79,8 +82,13 @@ def _every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
 
 def _entries(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> Tensor:
     """[positions, width] what the cache holds of the one token row's request."""
+    return cache[_cells(cache, contexts, positions)]
+
+
+def _cells(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(pages, cells in them) of positions of the one token row's request."""
     pages = contexts.page_table[contexts.request_of, positions // cache.shape[1]].long()
-    return cache[pages, positions % cache.shape[1]]
+    return pages, positions % cache.shape[1]
 
 
 def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,

@@ -42,19 +42,24 @@ def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
     """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
     is_live = (slots >= 0)[:, None]
     pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
+    entries = entries.to(cache.dtype)
+    if cache.dtype == torch.float8_e4m3fn:  # which torch stores, but cannot select
+        entries, cache = entries.view(torch.uint8), cache.view(torch.uint8)
     # Dead rows put back what the null page's first cell holds.
-    cache[pages, offsets] = torch.where(is_live, entries.to(cache.dtype), cache[pages, offsets])
+    cache[pages, offsets] = torch.where(is_live, entries, cache[pages, offsets])
 
 
-def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
+def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
+                     scales: Tensor | None = None) -> None:
     """Writes into chosen [tokens, top_k] the visible positions of the highest scores, ascending, then NOT_CHOSEN.
 
     q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
-    heads of weight * relu(q . key); equal scores go to the lower position."""
+    heads of weight * relu(q . key); equal scores go to the lower position. scales [pages, page tokens, 1]: of keys that
+    are stored in fp8."""
     num_keys = check_choice(q, weights, keys, contexts, chosen)
     for rows in _chunks(q.shape[0], num_keys):
         own = contexts.cut(rows)
-        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long())
+        scores = _index_scores(q[rows], weights[rows], keys, own.page_table[own.request_of].long(), scales)
         chosen[rows] = best_positions(scores, own, chosen.shape[1])
 
 
@@ -109,17 +114,24 @@ def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
     return (positions >= contexts.first[:, None]) & (positions < contexts.stop[:, None])
 
 
-def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor) -> Tensor:
+def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scales: Tensor | None) -> Tensor:
     """[rows, positions] the scores of every position, of those that are not visible too. pages [rows, columns]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, columns, page_tokens = len(q), pages.shape[1], keys.shape[1]
     scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)
     step = max(1, MAX_ELEMENTS // (rows * page_tokens * max(q.shape[1:])))
     for first in range(0, columns, step):
-        own = keys[pages[:, first : first + step]].to(wide)  # [rows, columns, page tokens, dim]
+        own = as_numbers(keys, scales, (pages[:, first : first + step],), wide)  # [rows, columns, page tokens, dim]
         dots = torch.einsum("rhd,rcpd->rhcp", q.to(wide), own).relu_()
         scores[:, first : first + step] = torch.einsum("rh,rhcp->rcp", weights.to(wide), dots)
     return scores.flatten(1)
+
+
+def as_numbers(keys: Tensor, scales: Tensor | None, cells: tuple[Tensor, ...], wide: torch.dtype) -> Tensor:
+    """The index keys of some pages, or of cells of pages, multiplied by their scales where they are stored in fp8."""
+    if scales is None:
+        return keys[cells].to(wide)
+    return keys.view(torch.uint8)[cells].view(keys.dtype).to(wide) * scales[cells].to(wide)
 
 
 def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from outrider.kernels.latent import write_entries
 
+MAX_FP8 = 448.0
+LEAST_SCALE = 2.0**-60
+
 
 class RopeRows(NamedTuple):
     """The rope of some token rows."""
@@ -40,6 +43,7 @@ class IndexInputs(NamedTuple):
     scale: float  # of the head weights
     in_pairs: bool  # how the index keys rotate
     cache: Tensor  # [pages, page tokens, dim]
+    scales: Tensor | None = None  # [pages, page tokens, 1] where keys are stored in fp8
 
 
 def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor, eps: float, rope: RopeRows,
@@ -58,9 +62,23 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if index is not None:
         normed = F.layer_norm(index_key, index.norm_weight.shape, index.norm_weight, index.norm_bias, eps)
-        write_entries(rope.turn(normed[:, None], in_pairs=index.in_pairs)[:, 0], index.cache, slots)
+        turned = rope.turn(normed[:, None], in_pairs=index.in_pairs)[:, 0]
+        if index.scales is not None:
+            turned, scales = to_fp8(turned)
+            write_entries(scales, index.scales, slots)
+        write_entries(turned, index.cache, slots)
         weights = weights * index.scale
     return q, weights
+
+
+def to_fp8(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(fp8 numbers, scales [tokens, 1]) of keys [tokens, dim]. A scale is the least power of two by which the greatest
+    number fits, so that dividing by it rounds nothing."""
+    wide = keys.float()
+    least = (wide.abs().amax(dim=1, keepdim=True) * (1 / MAX_FP8)).clamp_min(LEAST_SCALE)
+    # The next power of two: the bits of the exponent, one higher unless all others are 0.
+    scales = ((least.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return (wide / scales).to(torch.float8_e4m3fn), scales
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.cache.groups import CacheLayout
-from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, SlidingSpec
+from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, ScaledIndexSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.batch import BatchView
 from outrider.mixers.latent.base import LatentMixer
@@ -50,6 +50,7 @@ _MIXERS: dict[type[PagedSpec], MakeMixer] = {
     SlidingSpec: PagedMixer,
     LatentSpec: LatentMixer,
     IndexedLatentSpec: LatentMixer,
+    ScaledIndexSpec: LatentMixer,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.config import INDEX_KEY_DTYPES
 from outrider.layers import (
     DecoderLayer,
     Experts,
@@ -28,6 +29,7 @@ from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupp
 from outrider.models.nemotron_h import read_rule
 
 ACTIVATION = "silu"
+PREDICTED = "num_nextn_predict_layers"
 DENSE, SPARSE = "dense", "sparse"
 FULL_INDEX, SHARED_INDEX = "full", "shared"
 
@@ -58,9 +60,15 @@ class DeepseekV3(Decoder):
     def attends_to(self, index: int) -> AttendsTo:
         return EveryPosition()
 
+    @property
+    def num_predicted(self) -> int:
+        """Multi-token-prediction modules of the checkpoint."""
+        return self.config.get(PREDICTED, int, 1)
+
     def ignores(self, name: str) -> bool:
-        """The layer after the last one is the multi-token-prediction module."""
-        return super().ignores(name) or name.startswith(f"{self.names.layers}.{self.num_layers}.")
+        """The layers after the last one are the multi-token-prediction modules."""
+        modules = (f"{self.names.layers}.{self.num_layers + i}." for i in range(max(1, self.num_predicted)))
+        return super().ignores(name) or name.startswith(tuple(modules))
 
     def latent_layer(self, index: int, attends_to: AttendsTo) -> LatentLayer:
         return LatentLayer(index, self.sizes.num_heads, self.config.required("kv_lora_rank", int),
@@ -114,7 +122,9 @@ class DeepseekV32(DeepseekV3):
         head_dim, rope_dim = config.required("index_head_dim", int), config.required("qk_rope_head_dim", int)
         if head_dim < rope_dim:
             raise config.refusal("index_head_dim", f"its first {rope_dim} dimensions rotate (qk_rope_head_dim)")
-        return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int))
+        has_fp8_keys = config.must_equal("index_key_dtype", *INDEX_KEY_DTYPES, default="auto") == "fp8"
+        return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int),
+                                has_fp8_keys=has_fp8_keys)
 
 
 class GlmMoeDsa(DeepseekV32):

@@ -18,14 +18,14 @@ from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
 from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
-from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32
+from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama, LlamaLayer
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
 from outrider.models.qwen3_next import Qwen3Next
 
-PREDICTED = "num_nextn_predict_layers"
+SHARED_CHOICE = "index_share_for_mtp_iteration"
 # (index of the first attention layer) -> the decoder layers, and their attention layers.
 LayerFactory = Callable[[int], tuple[list[DecoderLayer], Sequence[AttentionLayer | LatentLayer]]]
 
@@ -56,6 +56,7 @@ class MTPDescription:
     embedding_first: bool = True  # whether the embedding comes first in the concatenation
     zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0 is 0
     num_predicted: int | None = 1  # drafts per step that the module was trained for; None if any number
+    following: tuple[MTPDescription, ...] = ()  # modules for later drafts, each of which consumes the one before it
 
 
 class MTPHead(DraftHead):
@@ -122,10 +123,24 @@ def register_mtp(model_class: type[Model], describe: Callable[..., MTPDescriptio
 
 
 def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> MTPHead:
+    """The target's first module, which is its only one in nearly all checkpoints."""
+    return MTPHead(describe_mtp(target), target, first_layer=first_layer, dtype=dtype, device=device)
+
+
+def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> list[MTPHead]:
+    """All modules of the target, in the order of the drafts that they make."""
+    first = describe_mtp(target)
+    made: list[MTPHead] = []
+    for description in (first, *first.following):
+        made.append(MTPHead(description, target, first_layer=first_layer, dtype=dtype, device=device))
+        first_layer += len(made[-1].attention_layers)
+    return made
+
+
+def describe_mtp(target: Model) -> MTPDescription:
     for model_class in type(target).__mro__:
         if model_class in _FAMILIES:
-            description = _FAMILIES[model_class](target)
-            return MTPHead(description, target, first_layer=first_layer, dtype=dtype, device=device)
+            return _FAMILIES[model_class](target)
     known = ", ".join(sorted(c.__name__ for c in _FAMILIES))
     raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module; known are {known}")
 
@@ -170,19 +185,28 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
-    """One more layer with experts, and with an indexer of its own where the target has them. The config says whether
-    further drafting passes keep the choice of the first."""
-    target.config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
-    module = f"{target.names.layers}.{target.num_layers}"
+    """One more layer with experts for each module, and with an indexer of its own where the target has them. The config
+    says whether further drafting passes keep the choice of the first."""
+    config, count = target.config, target.num_predicted
+    if count < 1:
+        raise config.refusal(PREDICTED, "the checkpoint has no multi-token-prediction module")
+    if count > 1:
+        config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
+    first, *later = (_deepseek_module(target, f"{target.names.layers}.{target.num_layers + i}", target.num_layers + i)
+                     for i in range(count))  # fmt: skip
+    return replace(first, num_predicted=count, following=tuple(later))
+
+
+def _deepseek_module(target: DeepseekV3, module: str, number: int) -> MTPDescription:
     names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
-                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=target.num_layers,
+                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=number,
                      norm=f"{module}.shared_head.norm",
                      shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
 
     def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
         attends_to: AttendsTo = EveryPosition()
         if isinstance(target, DeepseekV32):
-            lasts = target.config.get("index_share_for_mtp_iteration", bool, False)
+            lasts = target.config.get(SHARED_CHOICE, bool, False)
             attends_to = replace(target.indexed_positions(), lasts_for_drafting=lasts)
         attention = target.latent_layer(index, attends_to)
         return [target.layer(attention, is_sparse=True)], [attention]

@@ -115,8 +115,8 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._admitted += [a for a in admissions if not self._first_slot or a.computed]
         if fresh:
             rows = to_device(fresh, torch.int64, self._device)
-            for tensor in (self._state.valid_from, self._state.filled):
-                tensor.index_fill_(0, rows, self._first_slot)
+            self._state.valid_from.index_fill_(0, rows, self._state.first_slot)
+            self._state.filled.index_fill_(0, rows, self._first_slot)
 
     def reset(self) -> None:
         self._admitted = []
@@ -175,7 +175,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         # A head cannot fill the first slot without the hidden state before it.
         can_fill = ((tail_page != NULL_PAGE) & own.page_valid[tail_page]) if self._first_slot else (begin >= 0)
         valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
-        own.valid_from.index_copy_(0, rows, valid_from)
+        own.valid_from.index_copy_(0, rows, self._all_valid_from(valid_from))
         own.filled.index_copy_(0, rows, begin)
         if not is_cold:
             self._fill_first_slot(step, requests, rows, begin, can_fill, tail_page)
@@ -209,5 +209,13 @@ class AutoregressiveDrafter(NetworkDrafter):
         lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
         only = DraftPass(begin, cells, lengths, live, lengths.int(), live.int())
         view = self._batches.first_slot(step, single, tokens, only, own.valid_from[rows])
-        self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
+        self._run_first_slot(view, hidden)
         own.filled.index_copy_(0, rows, begin + 1)
+
+    def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
+        """The slots from which everything in the cache is valid, where the first valid inputs are at `valid_from`."""
+        return valid_from
+
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
+        """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""
+        self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))

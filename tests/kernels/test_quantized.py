@@ -67,6 +67,17 @@ def test_products_have_the_bits_of_the_dequantised_product(kind: str, shape: tup
         assert torch.equal(product(x), native.linear(x, weight, bias)), n
 
 
+@pytest.mark.parametrize("minimum", [-0.5, 0.0, 6e-8, -3.1e-5, 60000.0])
+def test_any_minimum_beside_any_scale_gives_the_bits_of_the_dequantised_product(minimum: float) -> None:
+    """minimum - 128 * scale, which ARM code adds to weights of one token row, is a float32 number for some of these."""
+    need_native()
+    rows, _ = make("Q4_1", 203, 96)
+    blocks = rows.data.view(203, 3, 20)
+    blocks[200, 1, :4] = torch.tensor([0.37, minimum], dtype=torch.float16).view(torch.uint8)
+    x = torch.randn(1, 96)
+    assert torch.equal(native.product(x, rows.matrix(None)), native.linear(x, rows.dequantize()))
+
+
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_many_rows_go_to_the_library(has_weight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     need_native()

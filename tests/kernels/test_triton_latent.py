@@ -136,6 +136,27 @@ def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
     assert torch.equal(chosen, wanted) and chosen[0].tolist() == list(range(1, 10))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_choice_by_fp8_keys_is_the_twins(device: torch.device, rows: int) -> None:
+    """Scales and keys are NaN wherever nothing may be read."""
+    contexts = make_contexts(device, [*LENS, (9, 7, 64)], columns=16)
+    numbers = make_cache(contexts, 6, torch.float32)
+    keys, scales = (made.view(*numbers.shape[:2], -1) for made in latent_inputs.to_fp8(numbers.reshape(-1, 6)))
+    scales = torch.where(numbers[..., :1].isnan(), torch.nan, scales)
+    q = spread(len(contexts.first), 5, 6, device=device, dtype=torch.float32)
+    weights = spread(len(q), 5, device=device, dtype=torch.float32, seed=9)
+    wanted, chosen = (torch.full((len(q), 7), -99, device=device) for _ in range(2))
+    latent.choose_positions(q.double(), weights.double(), keys, contexts, wanted, scales)
+    config = ScoreConfig(rows, 16, 4, 1)
+    index_choice.choose_positions(q, weights, keys, contexts, chosen, scales, config=config, segment=16, pdl=False)
+    assert torch.equal(chosen, wanted) and scales.isnan().any()
+    rounded = torch.full_like(wanted, -99)
+    latent.choose_positions(q, weights, torch.nan_to_num(keys.float() * scales), contexts, rounded)
+    exact = torch.full_like(wanted, -99)
+    latent.choose_positions(q, weights, numbers, contexts, exact)
+    assert torch.equal(rounded, wanted) and not torch.equal(exact, wanted)
+
+
 def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = make_contexts(device, [(9, 0, 64), (1, 0, 40)], columns=16)
     keys = make_cache(contexts, 6, torch.float32)
@@ -155,10 +176,12 @@ def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest
     assert max(size.numel() for size in made if len(size) == 2 and size[1] == 64) == 3 * 64
 
 
-@pytest.mark.parametrize(("q_size", "has_index", "in_pairs"), [(7, True, False), (5, True, True), (0, False, False),
-                                                               (6, False, False)])  # fmt: skip
-def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: int, has_index: bool,
-                             in_pairs: bool) -> None:
+@pytest.mark.parametrize(("q_size", "has_index", "in_pairs", "scaled"), [
+    (7, True, False, False), (5, True, True, False), (0, False, False, False), (6, False, False, False),
+    (7, True, False, True),
+])  # fmt: skip
+def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: int, has_index: bool, in_pairs: bool,
+                             scaled: bool) -> None:
     tokens, latent_dim, rot, dim, heads = 9, 12, 4, 10, 5
     width = q_size + latent_dim + rot + (dim + heads) * has_index
     compressed = spread(tokens, width + 2, device=device, dtype=dtype)[:, :width]
@@ -170,14 +193,17 @@ def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: i
     def run(write: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         sizes = (latent_dim + rot, dim)
         caches = [torch.full((8, PAGE, size), torch.nan, device=device, dtype=dtype) for size in sizes]
-        index = IndexInputs(heads, norms[2], norms[3], 0.25, in_pairs, caches[1]) if has_index else None
+        scales = torch.full((8, PAGE, 1), torch.nan, device=device) if scaled else None
+        keys = caches[1].to(torch.float8_e4m3fn) if scaled else caches[1]
+        index = IndexInputs(heads, norms[2], norms[3], 0.25, in_pairs, keys, scales) if has_index else None
         made = write(compressed, norms[0] if q_size else None, norms[1], 1e-6, rope, slots, caches[0], index, **options)
-        return (*made, *caches)
+        return (*made, caches[0], keys.float() * (1.0 if scales is None else scales))
 
     wanted = run(latent_inputs.write_latents)
     for ours, theirs in zip(run(inputs_kernel.write_latents, pdl=False), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
     assert wanted[2][0].isnan().all(), "dead token rows write nothing"
+    assert wanted[3].isnan().all(dim=2).sum() == 32 - 7 * has_index
 
 
 @pytest.mark.parametrize("has_starts", [False, True])

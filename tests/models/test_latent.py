@@ -16,13 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.cache.groups import plan_groups
-from outrider.kernels import latent, ops
+from outrider.config import EngineConfig
+from outrider.kernels import latent, latent_inputs, ops
 from outrider.kernels.latent import TokenContexts
 from outrider.mixers.latent.base import IndexedPositions, SharedPositions
 from outrider.models.config import ConfigError
+from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.safetensors_files import safetensors_tensors
+from outrider.runner.worker import with_index_keys
 from tests.models.oracle import LATENT_FAMILIES, hf_config, hf_model, load, make_folder, tokens_of
 from tests.models.paged import PagedModel, Piece
 
@@ -266,6 +269,78 @@ def test_the_pool_holds_what_capacity_counts(folder_of: Folders, family: str) ->
     per_token = {group.page_tokens for group in layout.groups}
     assert len(per_token) > 1 or held == per_token.pop() * 4 * (4 * (32 + 16) + indexed * 32)
     assert paged.pool.num_bytes == len(paged.pool.data) * layout.page_bytes
+
+
+# Index keys in fp8
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_fp8_index_keys_take_a_byte_a_number_and_a_scale(folder_of: Folders, family: str) -> None:
+    config = read_config(folder_of(family)) | {"index_key_dtype": "fp8"}
+    paged = PagedModel(build_model(config, dtype=torch.float32, device="cpu"))
+    layout, layers = paged.pool.layout, paged.model.attention_layers
+    for layer in layers:
+        parts = paged.pool.layer(layer.index)
+        held = sum(view[0].numel() * view.element_size() for view in parts.values())
+        group = layout.groups_of(layer.index)[0]
+        scaled = 32 + 4 if isinstance(layer.attends_to, IndexedPositions) else 0
+        assert held == group.page_tokens * (4 * (32 + 16) + scaled) == group.page_tokens * group.spec.token_bytes
+        assert ("index_scale" in parts) == bool(scaled)
+    held = sum(view[0].numel() * view.element_size() for layer in layers
+               for view in paged.pool.layer(layer.index).values())
+    assert held == sum(group.used_bytes for group in layout.groups)
+    assert paged.pool.num_bytes == len(paged.pool.data) * layout.page_bytes
+
+
+def test_fp8_index_keys_are_the_models_own_rounded(folder_of: Folders) -> None:
+    """The choice differs here and there; everything else is the same, whole, in chunks and beside others."""
+    model = load(folder_of("deepseek_v32"))
+    rounded = build_model(model.config.values | {"index_key_dtype": "fp8"}, dtype=torch.float32, device="cpu")
+    load_weights(rounded, safetensors_tensors(folder_of("deepseek_v32")))
+    tokens = tokens_of(1, 60).tolist()
+    whole = PagedModel(rounded).logits([Piece(0, tokens)])[0]
+    paged = PagedModel(rounded)
+    chunks = [paged.logits([Piece(5, [3, 4]), Piece(3, tokens[first:last], num_dead=2)], requests=4, tokens=50)[1]
+              for first, last in ((0, 5), (5, 6), (6, 30), (30, 33), (33, 60))]  # fmt: skip
+    assert (torch.cat(chunks) - whole).abs().max() < 1e-4
+    for layer in range(4):
+        own = PagedModel(rounded)
+        own.logits([Piece(0, tokens)])
+        keys, scales = (own.pool.layer(layer)[name] for name in ("index_key", "index_scale"))
+        written = ~scales[..., 0].isnan()  # pages of nobody are poisoned
+        assert written.sum() >= 60 and (scales[written].log2() % 1 == 0).all(), "powers of two"
+        assert keys[written].float().abs().amax(dim=1).ge(224).all(), "the least that fits"
+    exact = PagedModel(model).logits([Piece(0, tokens)])[0]
+    assert torch.equal(whole[:12], exact[:12]), "contexts of at most top-k positions have no choice"
+    assert not torch.equal(whole, exact), "rounding moves a choice of random keys"
+
+
+def test_fp8_numbers_are_within_their_rounding() -> None:
+    keys = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-10, 30, 50)[:, None]
+    keys[7], keys[8, 3], keys[9, 4] = 0.0, torch.nan, torch.inf
+    numbers, scales = latent_inputs.to_fp8(keys)
+    back = numbers.float() * scales
+    sound = torch.tensor([row not in (8, 9) for row in range(50)])
+    error = (back - keys)[sound].abs().amax(dim=1)
+    assert (error <= keys[sound].abs().amax(dim=1) / 16).all()
+    assert back[8, 3].isnan() and back[9].isnan().all(), "numbers that are not finite stay so"
+
+
+@pytest.mark.parametrize(("values", "says"), [({}, "has no indexer"), ({"index_topk": 8}, None)])
+def test_fp8_index_keys_are_asked_of_the_engine(values: dict[str, Any], says: str | None) -> None:
+    config = EngineConfig("some-model", index_key_dtype="fp8")
+    if says is None:
+        assert with_index_keys(config, values, torch.device("cpu")) == values | {"index_key_dtype": "fp8"}
+    else:
+        with pytest.raises(ValueError, match=f"index_key_dtype='fp8': some-model {says}"):
+            with_index_keys(config, values, torch.device("cpu"))
+
+
+def test_a_card_without_fp8_refuses_fp8_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
+    with pytest.raises(ValueError, match="index_key_dtype='fp8': an old card does not convert to fp8"):
+        with_index_keys(EngineConfig("m", index_key_dtype="fp8"), {"index_topk": 8}, torch.device("cuda"))
 
 
 # Block-scaled checkpoints

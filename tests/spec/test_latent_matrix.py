@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.kernels import ops
+from outrider.mixers.latent import base as latent_mixer
 from tests.covering import grid
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models.paged import PagedModel, Piece
@@ -92,7 +92,7 @@ def test_tokens_are_a_function_of_the_request(
     family: str, drafter: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell, choices = CELLS[name], {True: 0, False: 0}
-    dense, sparse = ops.dense_latent_attention, ops.latent_attention
+    operations = latent_mixer.ORDINARY
 
     def counted(operation: Any, is_sparse: bool) -> Any:
         def call(*args: Any) -> Any:
@@ -101,8 +101,9 @@ def test_tokens_are_a_function_of_the_request(
 
         return call
 
-    monkeypatch.setattr(ops, "dense_latent_attention", counted(dense, False))
-    monkeypatch.setattr(ops, "latent_attention", counted(sparse, True))
+    watched = operations._replace(attend=counted(operations.attend, True),
+                                  attend_everywhere=counted(operations.attend_everywhere, False))
+    monkeypatch.setattr(latent_mixer, "ORDINARY", watched)
     right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
     made = drafter_of(drafter, latent_of(family), K, script_with_errors(right, range(1, K + 2)))
     with Rig(latent_of(family), drafter=made, **cell.settings) as rig:

@@ -12,7 +12,7 @@ from outrider.cache.kinds.base import (
     register_kind,
 )
 from outrider.cache.kinds.full import FullKind, FullSpec
-from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec
+from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
 
@@ -30,6 +30,7 @@ __all__ = [
     "RecurrentKind",
     "RecurrentSpec",
     "RowCapacity",
+    "ScaledIndexSpec",
     "SlidingKind",
     "SlidingSpec",
     "kind_of",
@@ -41,3 +42,4 @@ register_kind(FullSpec, FullKind)
 register_kind(SlidingSpec, SlidingKind)
 register_kind(LatentSpec, FullKind)
 register_kind(IndexedLatentSpec, FullKind)
+register_kind(ScaledIndexSpec, FullKind)

@@ -20,7 +20,11 @@ class LatentSpec(PagedSpec):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Part("latent", (self.latent_dim + self.rope_dim,), self.itemsize),)
+        return (self.latent_part,)
+
+    @property
+    def latent_part(self) -> Part:
+        return Part("latent", (self.latent_dim + self.rope_dim,), self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -31,4 +35,14 @@ class IndexedLatentSpec(LatentSpec):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (*super().parts, Part("index_key", (self.index_dim,), self.itemsize))
+        return (self.latent_part, Part("index_key", (self.index_dim,), self.itemsize))
+
+
+@dataclass(frozen=True)
+class ScaledIndexSpec(IndexedLatentSpec):
+    """A latent cache whose index keys are fp8 numbers, each key with a scale of its own."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        keys = Part("index_key", (self.index_dim,), 1, "float8_e4m3fn")
+        return (self.latent_part, keys, Part("index_scale", (1,), 4, "float32"))

@@ -21,7 +21,7 @@ from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c"))
-HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h"))
+HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h", "row_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
+    "find_exact_least": (_L, [_P]),
     "dequantize": (None, [_P, _L, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),

@@ -21,9 +21,17 @@ class Matrix:
     def __init__(self, data: Tensor, bias: Tensor | None, kind: int, inputs: int) -> None:
         self.data, self.bias, self.kind = data, bias, kind
         self.outputs, self.inputs = data.shape[0], inputs
-        self.packed = MATRIX.pack(
+        self.packed = self._pack(0)
+        if kind == Q4_1:
+            self.packed = self._pack(library().find_exact_least(self.packed))
+
+    def _pack(self, least_is_exact: int) -> bytes:
+        """`least_is_exact`: whether products with one token row may take the quicker way; the C code finds out."""
+        data, bias = self.data, self.bias
+        return MATRIX.pack(
             data=data.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
-            row_bytes=data.stride(0) * data.element_size(), inputs=inputs, outputs=self.outputs, kind=kind,
+            row_bytes=data.stride(0) * data.element_size(), inputs=self.inputs, outputs=self.outputs, kind=self.kind,
+            least_is_exact=least_is_exact,
         )  # fmt: skip
 
 

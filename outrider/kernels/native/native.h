@@ -154,6 +154,7 @@ typedef struct {
     const void *data;
     const float *bias; /* or null */
     int64_t row_bytes, inputs, outputs, kind;
+    int64_t least_is_exact; /* of Q4_1 on ARM: see row_neon.h */
 } Matrix;
 
 /* The requests of a step: [requests] counts, and a page table of `table_width` columns. */

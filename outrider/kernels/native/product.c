@@ -5,6 +5,7 @@
 #include "native.h"
 #if defined(__aarch64__)
 #include "blocks_neon.h"
+#include "row_neon.h"
 #endif
 
 #define BLOCK 32    /* weights that share a scale */
@@ -203,6 +204,26 @@ INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
 }
 
 #if defined(__aarch64__)
+#define ROW_GROUPS 48 /* fours of weight rows whose sums are kept before they are added up */
+
+/* One token row, weight rows four by four. In the last four the last row stands in for missing ones. */
+INLINE void product_row_blocks(const Product *p, int64_t from, int64_t to, const int kind) {
+    const Matrix *m = &p->w;
+    for (int64_t o = from; o < to;) {
+        vf sums[4 * ROW_GROUPS];
+        const uint8_t *w[4];
+        int64_t groups = (to - o) / 4 > ROW_GROUPS ? ROW_GROUPS : to - o < 4 ? 1 : (to - o) / 4;
+        int64_t end = to - o < 4 * groups ? to : o + 4 * groups;
+        for (int c = 0; c < 4; c++) w[c] = weight_row(p, o + c < to ? o + c : to - 1);
+        multiply_rows(w, groups, m->inputs / BLOCK, unit_bytes(kind), 4 * m->row_bytes, p->x, sums, kind);
+        for (vf *four = sums; o < end; four += 4) {
+            float totals[4];
+            store(totals, sum_each(four));
+            for (int c = 0; c < 4 && o < end; c++, o++) p->y[o] = totals[c] + (m->bias ? m->bias[o] : 0.0f);
+        }
+    }
+}
+
 /* Weight rows two by two; a last one without a partner is its own. */
 INLINE void product_few_blocks(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
     const Matrix *m = &p->w;
@@ -223,6 +244,10 @@ INLINE void product_few_blocks(const Product *p, int64_t from, int64_t to, const
 
 INLINE void product_few(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
 #if defined(__aarch64__)
+    if (kind > HALVES && rows == 1 && (kind != Q4_1 || p->w.least_is_exact)) {
+        product_row_blocks(p, from, to, kind);
+        return;
+    }
     if (kind > HALVES) {
         product_few_blocks(p, from, to, rows, kind);
         return;
@@ -353,6 +378,15 @@ void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, 
 void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
     if (w->inputs * w->outputs < 16384) threads = 1;
     PARALLEL(threads) share_product(w, x, x_stride, y, tokens, threads);
+}
+
+/* See row_neon.h; 0 on other machines, which do not ask. */
+int64_t find_exact_least(const Matrix *w) {
+#if defined(__aarch64__)
+    return w->kind == Q4_1 && least_is_exact(w);
+#else
+    return 0 * w->kind;
+#endif
 }
 
 /* Weight rows [first, first + count) as float32, for kinds stored in blocks. */

@@ -49,7 +49,10 @@ class Structure:
             raise LayoutError(f"{self.name} has size and offsets {stated} in C, and {here} here")
 
 
-MATRIX = Structure("Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64)
+MATRIX = Structure(
+    "Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64,
+    least_is_exact=INT64,
+)  # fmt: skip
 
 REQUESTS = Structure(
     "Requests", page_table=POINTER, query_starts=POINTER, lengths=POINTER, live=POINTER, key_starts=POINTER,

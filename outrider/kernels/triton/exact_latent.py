@@ -119,6 +119,7 @@ def _attention(
 
 
 def exact_choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
-                           chosen: torch.Tensor, *, pdl: bool | None = None) -> None:
+                           chosen: torch.Tensor, scales: torch.Tensor | None = None, *,
+                           pdl: bool | None = None) -> None:
     """See `kernels.latent.choose_positions`. Each score is one chain of additions, and heads are added in one order."""
-    choose_positions(q, weights, keys, contexts, chosen, config=exact_score_config(q.element_size()), pdl=pdl)
+    choose_positions(q, weights, keys, contexts, chosen, scales, config=exact_score_config(q.element_size()), pdl=pdl)

@@ -196,13 +196,13 @@ def _choice_kernel(
 
 
 def choose_positions(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor, *,
-    config: ScoreConfig | None = None, segment: int = SEGMENT, in_registers: int = CANDIDATES,
-    num_splits: int | None = None, pdl: bool | None = None,
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
+    scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None, segment: int = SEGMENT,
+    in_registers: int = CANDIDATES, num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
     """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    num_tokens, num_keys, top_k = _check(q, weights, keys, contexts, chosen)
+    num_tokens, num_keys, top_k = _check(q, weights, keys, contexts, chosen, scales)
     if num_tokens == 0:
         return
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
@@ -216,8 +216,8 @@ def choose_positions(
         own, count = contexts.cut(rows), rows.stop - rows.start
         counted = torch.zeros(count * (BINS + 1), dtype=int32, device=device)
         bins, num_candidates = counted[: count * BINS], counted[count * BINS :]
-        index_scores(q[rows], weights[rows], keys, own, top_k, scores, bins, config=config, num_splits=num_splits,
-                     pdl=pdl)
+        index_scores(q[rows], weights[rows], keys, own, top_k, scores, bins, scales, config=config,
+                     num_splits=num_splits, pdl=pdl)
         splits = num_splits or max(1, min(num_segments, 8 * num_sms(device) // count))
         common = (num_candidates, found[0], found[1:])
         _candidates_kernel[(count, splits)](
@@ -232,13 +232,16 @@ def choose_positions(
 
 
 def _check(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
-           chosen: torch.Tensor) -> tuple[int, int, int]:  # fmt: skip
+           chosen: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:  # fmt: skip
     """(token rows, positions that the page table has room for, top-k)."""
     name, device, integers = "choose_positions", q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, head_dim = q.shape
     require_tensor(name, "weights", weights, (num_tokens, num_heads), device, FLOATS)
-    require_tensor(name, "keys", keys, (None, None, head_dim), device, (q.dtype,))
+    stored = q.dtype if scales is None else torch.float8_e4m3fn
+    require_tensor(name, "keys", keys, (None, None, head_dim), device, (stored,))
+    if scales is not None:
+        require_tensor(name, "scales", scales, (*keys.shape[:2], 1), device, (torch.float32,), inner_contiguous=2)
     require_tensor(name, "page_table", contexts.page_table, (None, None), device, integers)
     for argument in ("request_of", "first", "stop"):
         require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, integers)

@@ -61,10 +61,11 @@ def bin_of(order):
 
 @kernel(do_not_specialize=["num_tokens", "num_splits", "top_k"], do_not_specialize_on_alignment=_INTS)
 def _scores_kernel(
-    q, weights, keys, page_table, request_of, first, stop, scores, bins, num_tokens, num_splits, top_k,
-    q_token_stride, q_head_stride, weights_stride, page_stride, key_stride, table_stride, scores_stride,
+    q, weights, keys, scales, page_table, request_of, first, stop, scores, bins, num_tokens, num_splits, top_k,
+    q_token_stride, q_head_stride, weights_stride, page_stride, key_stride, scale_page_stride, table_stride,
+    scores_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, COUNTS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Column `t * HEADS_PAD + h` of a program's products is head h of token row t of its tile."""
     release_dependents(PDL)
@@ -102,9 +103,14 @@ def _scores_kernel(
                 page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
                 at = keys + (page * page_stride + (position % PAGE) * key_stride)[:, None] + dim[None, :]
                 key = tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+                if SCALED:
+                    key = key.to(queries.dtype)
                 product = tl.dot(key, tl.trans(queries), input_precision="ieee")
                 product = tl.maximum(product, 0.0) * weight[None, :]
                 score = tl.sum(tl.reshape(product, [BLOCK_N, ROWS, HEADS_PAD]), axis=2)
+                if SCALED:  # scales are positive, so they may come after relu
+                    scale = tl.load(scales + page * scale_page_stride + position % PAGE, mask=inside, other=0.0)
+                    score *= scale[:, None]
                 score = tl.where(score == 0.0, 0.0, score)  # -0.0 and 0.0 are one score
                 visible = is_own[None, :] & (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
                 to = token.to(tl.int64)[None, :] * scores_stride + position[:, None]
@@ -114,8 +120,8 @@ def _scores_kernel(
 
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
-    scores: torch.Tensor, bins: torch.Tensor, *, config: ScoreConfig | None = None, num_splits: int | None = None,
-    pdl: bool | None = None,
+    scores: torch.Tensor, bins: torch.Tensor, scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
+    num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
     """Writes scores [tokens, positions] float32 of visible positions, and adds their numbers to bins [tokens, BINS]
     int32, for token rows with more than top_k positions. Arguments are those of `kernels.latent.choose_positions`,
@@ -127,10 +133,12 @@ def index_scores(
     most = triton.cdiv(scores.shape[1], config.block_n)
     splits = num_splits or max(1, min(most, 4 * sms // tiles))
     _scores_kernel[(tiles, splits)](
-        q, weights, keys, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, scores, bins,
-        num_tokens, splits, top_k, q.stride(0), q.stride(1), weights.stride(0), keys.stride(0), keys.stride(1),
+        q, weights, keys, weights if scales is None else scales, contexts.page_table, contexts.request_of,
+        contexts.first, contexts.stop, scores, bins, num_tokens, splits, top_k, q.stride(0), q.stride(1),
+        weights.stride(0), keys.stride(0), keys.stride(1), 0 if scales is None else scales.stride(0),
         contexts.page_table.stride(0), scores.stride(0), HEADS=num_heads,
         HEADS_PAD=max(16 // config.rows, next_power_of_two(num_heads)), D=head_dim,
         D_PAD=max(16, next_power_of_two(head_dim)), PAGE=keys.shape[1], ROWS=config.rows, BLOCK_N=config.block_n,
-        COUNTS=BINS, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+        COUNTS=BINS, SCALED=scales is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
+        **pdl_options(pdl),
     )  # fmt: skip

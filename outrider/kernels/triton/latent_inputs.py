@@ -9,7 +9,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.latent_inputs import IndexInputs, RopeRows
+from outrider.kernels.latent_inputs import LEAST_SCALE, MAX_FP8, IndexInputs, RopeRows
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
@@ -23,6 +23,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 _HEADS = 8  # heads per program
+_MAX_FP8, _LEAST_SCALE = tl.constexpr(MAX_FP8), tl.constexpr(LEAST_SCALE)
 _INTS = ["positions", "slots", "request_of", "lengths", "starts"]
 
 
@@ -72,9 +73,18 @@ def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.co
 
 
 @triton.jit
-def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, slot, eps, D: tl.constexpr, D_PAD: tl.constexpr,
-                     ROT: tl.constexpr, IN_PAIRS: tl.constexpr):  # fmt: skip
-    dtype = to.dtype.element_ty
+def _fp8_scale(greatest):
+    """The least power of two by which numbers up to `greatest` fit into fp8; `kernels.latent_inputs.to_fp8`."""
+    least = tl.maximum(greatest * (1 / _MAX_FP8), _LEAST_SCALE)
+    bits = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, to_scale, slot, eps, D: tl.constexpr,
+                     D_PAD: tl.constexpr, ROT: tl.constexpr, IN_PAIRS: tl.constexpr,
+                     SCALED: tl.constexpr):  # fmt: skip
+    dtype = source.dtype.element_ty
     dim = tl.arange(0, D_PAD)
     value = tl.load(source + dim, mask=dim < D, other=0.0).to(tl.float32)
     mean = tl.sum(value, axis=0) / D
@@ -82,13 +92,25 @@ def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, slot, eps,
     spread = tl.rsqrt(tl.sum(apart * apart, axis=0) / D + eps)
     gain = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)
     shift = tl.load(bias + dim, mask=dim < D, other=0.0).to(tl.float32)
-    tl.store(to + dim, (apart * spread * gain + shift).to(dtype), mask=(dim >= ROT) & (dim < D) & (slot >= 0))
+    rest = (apart * spread * gain + shift).to(dtype)
+    in_rest = (dim >= ROT) & (dim < D)
     low_column, high_column = _pair_columns(half, IN_PAIRS, ROT)
     low = _index_normed(source, norm, bias, low_column, in_half, mean, spread, dtype)
     high = _index_normed(source, norm, bias, high_column, in_half, mean, spread, dtype)
     mask = in_half & (slot >= 0)
-    tl.store(to + half, (low * cos - high * sin).to(dtype), mask=mask)
-    tl.store(to + ROT // 2 + half, (high * cos + low * sin).to(dtype), mask=mask)
+    first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+    if SCALED:
+        turned = tl.maximum(tl.max(tl.abs(first.to(tl.float32)), axis=0), tl.max(tl.abs(second.to(tl.float32)), axis=0))
+        passed = tl.max(tl.where(in_rest, tl.abs(rest.to(tl.float32)), 0.0), axis=0)
+        scale = _fp8_scale(tl.maximum(turned, passed))
+        tl.store(to_scale, scale, mask=slot >= 0)
+        tl.store(to + dim, (rest.to(tl.float32) / scale).to(to.dtype.element_ty), mask=in_rest & (slot >= 0))
+        tl.store(to + half, (first.to(tl.float32) / scale).to(to.dtype.element_ty), mask=mask)
+        tl.store(to + ROT // 2 + half, (second.to(tl.float32) / scale).to(to.dtype.element_ty), mask=mask)
+    else:
+        tl.store(to + dim, rest, mask=in_rest & (slot >= 0))
+        tl.store(to + half, first, mask=mask)
+        tl.store(to + ROT // 2 + half, second, mask=mask)
 
 
 @triton.jit
@@ -102,11 +124,12 @@ def _norm_q(source, norm, to, eps, Q: tl.constexpr, Q_PAD: tl.constexpr):
 
 @kernel(do_not_specialize_on_alignment=["positions", "slots"])
 def _write_latents_kernel(
-    compressed, q_norm, latent_norm, index_norm, index_bias, positions, table, slots, cache, index_cache, q_out,
+    compressed, q_norm, latent_norm, index_norm, index_bias, positions, table, slots, cache, index_cache, scales, q_out,
     weights_out, eps, index_scale, max_len, in_stride, page_stride, entry_stride, index_page_stride, index_stride,
+    scale_page_stride,
     Q: tl.constexpr, Q_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, ROT: tl.constexpr,
     HALF_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    PAGE: tl.constexpr, INDEX_PAIRS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, INDEX_PAIRS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     """The parts of a token row: its latent, its index key with the head weights, its q; the last two where they are."""
     release_dependents(PDL)
@@ -125,8 +148,8 @@ def _write_latents_kernel(
     elif part == INDEX_PART:
         source += Q + L + ROT
         to = index_cache + page * index_page_stride + offset * index_stride
-        _write_index_key(source, index_norm, index_bias, cos, sin, half, in_half, to, slot, eps, D, D_PAD, ROT,
-                         INDEX_PAIRS)
+        _write_index_key(source, index_norm, index_bias, cos, sin, half, in_half, to,
+                         scales + page * scale_page_stride + offset, slot, eps, D, D_PAD, ROT, INDEX_PAIRS, SCALED)
         head = tl.arange(0, HEADS_PAD)
         weight = tl.load(source + D + head, mask=head < HEADS, other=0.0).to(tl.float32)
         tl.store(weights_out + token * HEADS + head, weight * index_scale, mask=head < HEADS)
@@ -149,7 +172,11 @@ def write_latents(
     index_dim, num_heads, keys = 0, 0, cache
     if index is not None:
         index_dim, num_heads, keys = index.cache.shape[2], index.num_heads, index.cache
-    require_tensor(name, "index cache", keys, (cache.shape[0], cache.shape[1], None), device, (dtype,))
+    scales = None if index is None else index.scales
+    stored = dtype if scales is None else torch.float8_e4m3fn
+    require_tensor(name, "index cache", keys, (cache.shape[0], cache.shape[1], None), device, (stored,))
+    if scales is not None:
+        require_tensor(name, "scales", scales, (*keys.shape[:2], 1), device, (torch.float32,), inner_contiguous=2)
     width = q_size + latent + rot + index_dim + num_heads
     require(compressed.shape[1] == width, name, "compressed", f"has {compressed.shape[1]} columns, expected {width}")
     q_out = torch.empty(num_tokens, q_size, dtype=dtype, device=device)
@@ -159,12 +186,14 @@ def write_latents(
     _write_latents_kernel[(num_tokens, 1 + bool(index_dim) + bool(q_size))](
         compressed, latent_norm if q_norm is None else q_norm, latent_norm,
         latent_norm if index is None else index.norm_weight, latent_norm if index is None else index.norm_bias,
-        rope.positions, rope.table, slots, cache, keys, q_out, weights, eps, 0.0 if index is None else index.scale,
-        max_len, compressed.stride(0), cache.stride(0), cache.stride(1), keys.stride(0), keys.stride(1),
-        Q=q_size, Q_PAD=next_power_of_two(q_size), L=latent, L_PAD=next_power_of_two(latent), ROT=rot,
+        rope.positions, rope.table, slots, cache, keys, weights if scales is None else scales, q_out, weights, eps,
+        0.0 if index is None else index.scale, max_len, compressed.stride(0), cache.stride(0), cache.stride(1),
+        keys.stride(0), keys.stride(1), 0 if scales is None else scales.stride(0), Q=q_size,
+        Q_PAD=next_power_of_two(q_size), L=latent, L_PAD=next_power_of_two(latent), ROT=rot,
         HALF_PAD=next_power_of_two(rot // 2), D=index_dim, D_PAD=next_power_of_two(index_dim), HEADS=num_heads,
         HEADS_PAD=next_power_of_two(num_heads), PAGE=cache.shape[1],
-        INDEX_PAIRS=index is not None and index.in_pairs, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        INDEX_PAIRS=index is not None and index.in_pairs, SCALED=scales is not None, PDL=pdl, num_warps=4,
+        **pdl_options(pdl),
     )  # fmt: skip
     return q_out, weights
 

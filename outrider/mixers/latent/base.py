@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.cache.groups import Group
-from outrider.cache.kinds import IndexedLatentSpec, LatentSpec
+from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
 from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts
@@ -36,6 +36,7 @@ class IndexedPositions:
     head_dim: int
     top_k: int
     lasts_for_drafting: bool = False  # further drafting passes take the choice of the first one
+    has_fp8_keys: bool = False  # index keys are stored in fp8, each with a scale
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class LatentLayer:
 
     def cache_spec(self, itemsize: int) -> LatentSpec:
         if isinstance(self.attends_to, IndexedPositions):
-            return IndexedLatentSpec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
+            spec = ScaledIndexSpec if self.attends_to.has_fp8_keys else IndexedLatentSpec
+            return spec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
         return LatentSpec(self.latent_dim, self.rope_dim, itemsize)
 
 
@@ -133,7 +135,7 @@ class BoundLatentLayer:
             assert norms.index_key is not None
             scale = (attends_to.num_heads * attends_to.head_dim) ** -0.5
             index = IndexInputs(attends_to.num_heads, *norms.index_key, scale, norms.index_in_pairs,
-                                self.cache["index_key"])
+                                self.cache["index_key"], self.cache.get("index_scale"))
         return self.operations.write(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
                                      self.cache["latent"], index)
 
@@ -148,7 +150,8 @@ class BoundLatentLayer:
             self.chosen.latest = None
             return
         self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
-        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest)
+        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest,
+                               self.cache.get("index_scale"))
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
