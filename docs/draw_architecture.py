@@ -21,13 +21,14 @@ def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "", dx: int = 6, dy: 
         parts.append(f'<text x="{(x1 + x2) // 2 + dx}" y="{(y1 + y2) // 2 + dy}" font-size="12" fill="#445">{label}</text>')
 
 
-box(30, 20, 920, 62, "llm.py, engine/async_llm.py, server/, cli.py", ["prompts go in; outputs grow by OutputIncrements"], HOST)
-box(30, 112, 920, 92, "engine/: the loop, without torch", [
+box(30, 20, 920, 62, "llm.py, engine/async_llm.py, server/, cli.py and commands/", ["prompts go in; outputs grow by OutputIncrements. Everybody imports core/ (plain data that cross boundaries) and config.py (settings)"], HOST)
+box(30, 112, 920, 104, "engine/: the loop, without torch", [
     "batch = scheduler.schedule();   result = runner.submit(batch);   scheduler.update(result);   emit(result)",
     "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",
+    "request_checks.py refuses what cannot be served; grammar/ compiles structured outputs; pooling.py makes embeddings",
 ], HOST)
 box(30, 240, 440, 190, "sched/ and cache/: numbers only, without torch", [
-    "Scheduler: rows, settled and bound lengths, epochs, priorities",
+    "Scheduler: rows, settled and bound lengths, epochs; WaitingRequests",
     "DraftCounts: measured costs + acceptance -&gt; drafts per request",
     "CacheManager: pages per request and group, allocated by",
     "  bound length, dropped and published by settled length",
@@ -40,15 +41,17 @@ box(510, 240, 440, 400, "runner/: the worker runs a step on the device", [
     "batch.py: ForwardBatch with padded, scheduled, live counts",
     "graphs/: the whole step is one captured graph per padded size",
 ], DEVICE)
-box(530, 326, 400, 75, "forward: models/ and layers/", [
+box(530, 326, 400, 86, "forward: models/ and layers/", [
     "formats/ own weights and products (dense, GGUF)",
-    "mixers/ use the cache: paged, latent, recurrent",
+    "mixers/ use the cache: paged (torch, native, triton, flex),",
+    "latent, recurrent",
 ], "#fff")
-box(530, 409, 400, 58, "finish: sample/", ["one sampler; drafts are accepted while they equal its tokens"], "#fff")
-box(530, 475, 400, 58, "commit: kernels/step.py", ["the run becomes known, accepted drafts become computed"], "#fff")
-box(530, 541, 400, 83, "draft: spec/", [
-    "n-gram, draft model, EAGLE, MTP, Gemma assistant, on the",
-    "same batch and in the same pages; cannot change the text",
+box(530, 418, 400, 54, "finish: sample/", ["one sampler; drafts are accepted while they equal its tokens"], "#fff")
+box(530, 478, 400, 54, "commit: kernels/step.py", ["the run becomes known, accepted drafts become computed"], "#fff")
+box(530, 538, 400, 92, "draft: spec/", [
+    "n-gram, draft model, EAGLE, MTP, Gemma assistant, on the same",
+    "batch and in the same pages; suffix on the host. Drafts cannot",
+    "change the text",
 ], "#fff")
 box(30, 452, 440, 100, "kernels/: operations", [
     "kernels/ops is the table: operation -&gt; torch reference (defines it),",
@@ -59,9 +62,9 @@ box(30, 564, 440, 76, "mixers/pool.py: device memory of all pages", [
     "equal pages; a page's bytes are contiguous over its group's layers",
 ], DATA)
 arrow(250, 82, 250, 110)
-arrow(250, 204, 250, 238)
-arrow(730, 204, 730, 238, "ScheduledBatch", 8, 2)
-arrow(660, 238, 660, 206, "StepResult", -78, 2)
+arrow(250, 216, 250, 238)
+arrow(730, 216, 730, 238, "ScheduledBatch", 8, 2)
+arrow(660, 238, 660, 218, "StepResult", -78, 2)
 arrow(510, 505, 472, 505)
 arrow(510, 600, 472, 600)
 Path(__file__).with_name("architecture.svg").write_text(

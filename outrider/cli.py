@@ -176,25 +176,34 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
                  usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True, prog=bench.prog)
-    for name, help_text in (("throughput", "output tokens per second of batches of random prompts"),
-                            ("latency", "time to the first token and between tokens")):
-        parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="bench")
-        add_model(parser)
-        parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
-                            metavar="BxIxO", help="batch x prompt tokens x answer tokens, several by commas; or nano "
-                                                  "(256 requests, 100 to 1024 in and out) (default: %(default)s)")
-        parser.add_argument("--rounds", type=count_flag, default=2 if name == "throughput" else 3, metavar="N",
-                            help="repeat each shape; throughput takes the best (default: %(default)s)")
-        _add_synthetic(parser)
-        parser.add_argument("--routing", choices=("learned", "spread"), default="learned",
-                            help="spread: experts drawn evenly, where random weights would choose the same for every "
-                                 "token (default: %(default)s)")
-        parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
-        parser.add_argument("--sampled-requests", type=count_flag, metavar="N",
-                            help="the sampling flags go for so many requests of each batch, the others are greedy "
-                                 "(default: all)")
-        add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
-        add_engine_flags(parser)
+    _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
+    _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
+    _add_bench_spec(kinds)
+    _add_bench_exact(kinds)
+    _add_bench_serve(kinds)
+
+
+def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> None:
+    parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="bench")
+    add_model(parser)
+    parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
+                        metavar="BxIxO", help="batch x prompt tokens x answer tokens, several by commas; or nano "
+                                              "(256 requests, 100 to 1024 in and out) (default: %(default)s)")
+    parser.add_argument("--rounds", type=count_flag, default=2 if name == "throughput" else 3, metavar="N",
+                        help="repeat each shape; throughput takes the best (default: %(default)s)")
+    _add_synthetic(parser)
+    parser.add_argument("--routing", choices=("learned", "spread"), default="learned",
+                        help="spread: experts drawn evenly, where random weights would choose the same for every "
+                             "token (default: %(default)s)")
+    parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
+    parser.add_argument("--sampled-requests", type=count_flag, metavar="N",
+                        help="the sampling flags go for so many requests of each batch, the others are greedy "
+                             "(default: all)")
+    add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
+    add_engine_flags(parser)
+
+
+def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
     spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
     add_model(spec)
     _add_synthetic(spec)
@@ -208,6 +217,9 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                                                                          "(default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
+
+
+def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
     exact = _add(kinds, "exact", "what exact mode costs, by batch size", BENCH_EXAMPLES, module="bench_exact")
     add_model(exact)
     exact.add_argument("--batch-sizes", type=counts_flag, default="1,8", metavar="N,N",
@@ -219,7 +231,6 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     exact.add_argument("--rounds", type=count_flag, default=3, metavar="N",
                        help="runs of each; the best counts (default: %(default)s)")
     add_engine_flags(exact, skip=("exact",))
-    _add_bench_serve(kinds)
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:

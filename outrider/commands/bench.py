@@ -26,11 +26,12 @@ import torch
 
 from outrider import __version__
 from outrider.commands.env import cpu_name
-from outrider.commands.loading import load
+from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.prompt_work import PromptWork, measure_product, prompt_speed
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, run_prompts
+from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams
 from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
 from outrider.llm import LLM
@@ -145,18 +146,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"floor: what decode steps must read and write, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted")
         print(f"prompts_s: until all first tokens were there; of_product: its share of {product / 1e12:.1f} TFLOP/s, "
               "which one large product reaches")
-    report = {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
-              "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
-              "speculative_config": config.speculative_config, "routing": args.routing,
-              "sampling": _asked(sampling), "sampled_requests": args.sampled_requests,
-              "start_s": round(start_seconds, 2), "process_s": process_seconds,
-              "bandwidth_gb_s": round(bandwidth / 1e9, 1), "product_tflop_s": round(product / 1e12, 1),
-              "date": datetime.date.today().isoformat(),
-              "card": _card(loaded.device), "versions": _versions(), "results": rows}
+    report = _conditions(args, config, loaded) | {
+        "start_s": round(start_seconds, 2), "process_s": process_seconds, "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+        "product_tflop_s": round(product / 1e12, 1), "date": datetime.date.today().isoformat(),
+        "card": _card(loaded.device), "versions": _versions(), "results": rows}
     if args.save_result is not None:
         Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
     return 0
+
+
+def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
+    """The caller's choices, which the result is reported with."""
+    return {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
+            "speculative_config": config.speculative_config, "routing": args.routing,
+            "sampling": _asked(sampling_params(args)), "sampled_requests": args.sampled_requests}
 
 
 def _check_file(name: str | None) -> None:

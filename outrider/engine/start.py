@@ -14,7 +14,6 @@ from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.text import Tokenizer
-from outrider.engine.worker_process import WorkerProcess
 from outrider.models.sources import ModelSource
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
@@ -29,6 +28,8 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     tokenizer = load_tokenizer(config, source)
     worker: RunningWorker
     if in_process:
+        from outrider.engine.worker_process import WorkerProcess  # with multiprocessing, which others do not need
+
         child = WorkerProcess(config, source)
         worker, grammars = child, _grammars(tokenizer, source, child.announce)
     else:

@@ -88,18 +88,15 @@ class Worker:
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
-        with status_line("compiling kernels and running the largest step"):
-            limits, num_pages, is_compiled = _plan_cache(config, parts)
+        limits, num_pages, is_compiled = _plan_cache(config, parts)
         clock.lap("kernels and the largest step")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
-        with status_line("capturing steps"):
-            self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
+        self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
         clock.lap("captured steps")
-        with status_line("measuring what steps cost"):
-            drafting = _measure_drafting(config, self.device_step, limits, self.runner)
-            prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
-                                          takes_checkpoints=parts.takes_checkpoints)
+        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
+                                      takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
@@ -140,9 +137,10 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
         use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
-        step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device, use_graphs=use_graphs,
-                                          page_extra_bytes=extra,
-                                          takes_checkpoints=parts.takes_checkpoints)
+        with status_line("compiling kernels and running the largest step"):
+            step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
+                                              use_graphs=use_graphs, page_extra_bytes=extra,
+                                              takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())
@@ -156,7 +154,8 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
     if step.state.device.type != "cuda":
         return LocalRunner(step, padding)
     runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
-    with enough_memory("captured steps", "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"):
+    advice = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
+    with status_line("capturing steps"), enough_memory("captured steps", advice):
         runner.warm_up(takes_checkpoints=parts.takes_checkpoints, is_compiled=is_compiled)
     return runner
 
@@ -168,7 +167,8 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
         return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
-    costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
+    with status_line("measuring what steps cost"):
+        costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
     log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
@@ -183,7 +183,8 @@ def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
     if config.max_step_ms is None or not isinstance(runner, CudaRunner):
         return UnboundedSteps()
     max_seconds = config.max_step_ms * 1e-3
-    costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
+    with status_line("measuring what steps with prompts cost"):
+        costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
     log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)

@@ -16,7 +16,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.beam_search import BeamSearchParams
-from outrider.engine import async_llm as async_llm_module
+from outrider.engine import engine_thread
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.engine import EngineError
 from outrider.engine.output import SampleOutput
@@ -110,7 +110,7 @@ def test_the_id_of_a_request_is_free_when_its_reader_has_left() -> None:
 
 def test_a_reader_hears_of_the_end_when_its_stream_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whoever looks at the engine after its last answer may still find a request there."""
-    tell, left = async_llm_module._tell, []
+    tell, left = engine_thread.tell, []
 
     async def main() -> None:
         async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
@@ -119,7 +119,7 @@ def test_a_reader_hears_of_the_end_when_its_stream_is_forgotten(monkeypatch: pyt
                 left.append(async_llm.engine.has_requests or not async_llm._owner._streams)
                 return tell(loop, call, *args)
 
-            monkeypatch.setattr(async_llm_module, "_tell", watched)
+            monkeypatch.setattr(engine_thread, "tell", watched)
             async for _ in async_llm.generate(list(SOME_PROMPT), greedy(3)):
                 pass
 

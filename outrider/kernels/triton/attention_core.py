@@ -77,6 +77,44 @@ def attend_keys(
 
 
 @triton.jit
+def find_queries(
+    tile, kv_head, first_token, length, num_live, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
+):
+    """The rows of a tile: query token of the request, head, whether the row is a live query, its position (-1 where it
+    is none), token row."""
+    row = tl.arange(0, BLOCK_M)
+    query = tile * Q_TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_query = (row < Q_TILE * GROUP) & (query < num_live)
+    q_position = tl.where(is_query, length - num_live + query, -1)
+    return query, head, is_query, q_position, (first_token + query).to(tl.int64)
+
+
+@triton.jit
+def load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride):
+    return tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=is_query[:, None] & in_dim, other=0.0,
+    )
+
+
+@triton.jit
+def store_result(
+    out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride, out_head_stride,
+    Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+):
+    """The mean of the values by their weights; scheduled tokens that are not live get 0."""
+    row = tl.arange(0, BLOCK_M)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
+    result = tl.where(is_query[:, None], result, 0.0)
+    tl.store(
+        out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
+        result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
+    )
+
+
+@triton.jit
 def zero_padding(
     out, first, step, num_tokens, head_offset, out_token_stride, out_head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,

@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for
-from outrider.kernels.triton.attention_core import AttentionShape, attend_keys, check_attention, zero_padding
+from outrider.kernels.triton.attention_core import (
+    AttentionShape,
+    attend_keys,
+    check_attention,
+    find_queries,
+    load_queries,
+    store_result,
+    zero_padding,
+)
 from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
@@ -77,12 +85,9 @@ def _exact_kernel(
     length = tl.load(lengths + request)
     num_live = tl.where(exists, tl.load(live + request), 0)
 
-    row = tl.arange(0, BLOCK_M)
-    query = tile * Q_TILE + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    is_query = (row < Q_TILE * GROUP) & (query < num_live)
-    q_position = tl.where(is_query, length - num_live + query, -1)
-    token = (first_token + query).to(tl.int64)
+    query, head, is_query, q_position, token = find_queries(
+        tile, kv_head, first_token, length, num_live, Q_TILE, BLOCK_M, GROUP
+    )
     dim = tl.arange(0, D_PAD)
     in_dim = (dim < D)[None, :]
     first_position = length - num_live + tile * Q_TILE
@@ -97,10 +102,7 @@ def _exact_kernel(
     if SHARED:
         if program >= tl.maximum(num_splits, 1):  # the first one also writes what dead tokens get
             return
-    queries = tl.load(
-        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-        mask=is_query[:, None] & in_dim, other=0.0,
-    )
+    queries = load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride)
     table = page_table + request.to(tl.int64) * table_stride
     place = (((request * max_query + query) * HEADS + head) * num_parts).to(tl.int64)
     acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
@@ -137,12 +139,8 @@ def _exact_kernel(
                 part_total = tl.load(part_state + 2 * at + 1, mask=is_query, other=0.0, cache_modifier=".cg")
                 acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
     if is_last:
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
-        tl.store(
-            out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
-            tl.where(is_query[:, None], result, 0.0).to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
-        )
+        store_result(out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride,
+                     out_head_stride, Q_TILE, BLOCK_M, GROUP)
     if FILL_PADDING:
         # One program of one tile does it, or each tile of a list its share.
         step = tl.num_programs(1)

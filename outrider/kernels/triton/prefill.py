@@ -15,7 +15,14 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.attention_core import attend_keys, check_attention, zero_padding
+from outrider.kernels.triton.attention_core import (
+    attend_keys,
+    check_attention,
+    find_queries,
+    load_queries,
+    store_result,
+    zero_padding,
+)
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,
@@ -83,18 +90,12 @@ def _prefill_kernel(
     length = tl.load(lengths + request)
     num_live = tl.where(exists, tl.load(live + request), 0)
 
-    row = tl.arange(0, BLOCK_M)
-    query = tile * Q_TILE + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    is_query = (row < Q_TILE * GROUP) & (query < num_live)
-    q_position = tl.where(is_query, length - num_live + query, -1)
-    token = (first_token + query).to(tl.int64)
+    query, head, is_query, q_position, token = find_queries(
+        tile, kv_head, first_token, length, num_live, Q_TILE, BLOCK_M, GROUP
+    )
     dim = tl.arange(0, D_PAD)
     in_dim = (dim < D)[None, :]
-    queries = tl.load(
-        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-        mask=is_query[:, None] & in_dim, other=0.0,
-    )
+    queries = load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride)
 
     first_position = length - num_live + tile * Q_TILE
     highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
@@ -137,13 +138,8 @@ def _prefill_kernel(
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
 
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    result = tl.where(is_query[:, None], result, 0.0)
-    is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
-    tl.store(
-        out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
-        result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
-    )
+    store_result(out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride,
+                 out_head_stride, Q_TILE, BLOCK_M, GROUP)
     if FILL_PADDING:
         first = tl.load(query_starts + num_requests) + program
         zero_padding(out, first, num_tiles, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,

@@ -46,6 +46,9 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts
                  exact: bool = False, has_masks: bool = False) -> Backend:
     """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
     do not depend on the other queries. has_masks: some layers have masks."""
+    if name != "auto" and ALIASES.get(name, name) not in _BACKENDS:
+        raise ValueError(f"attention_backend={name!r} is not registered in the worker's process, which imports the "
+                         "main module anew: call register_backend at the top level of that module")
     refusals: dict[str, str | None] = {}
     by_itself = MASKED if has_masks else [other for other in _BACKENDS if other != "flex"]
     for entry in [_BACKENDS[asked] for asked in (by_itself if name == "auto" else [ALIASES.get(name, name)])]:

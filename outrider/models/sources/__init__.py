@@ -32,8 +32,9 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         raise SourceError(f"there is no file or folder {name}")
     if not HUB_ID.fullmatch(name):
-        raise SourceError(f"{name!r} is neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}"
-                          f"{did_you_mean(name, [DEFAULT_MODEL])}")
+        hint = did_you_mean(name, [DEFAULT_MODEL])
+        what = f"neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}"
+        raise SourceError(f"{name!r}{hint} It is {what}" if hint else f"{name!r} is {what}")
     from outrider.models.sources.hub import hub_folder  # importing the hub's library takes half a second
 
     return folder_source(hub_folder(name, revision, weights, download_dir), name=name)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from gguf.quants import dequantize
 
 from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_header import Header, read_header
-from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, dequantised, hf_name, raw_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +166,7 @@ def _rope_scaling(header: Header, head_dim: int) -> dict[str, Any] | None:
 def _llama3_scaling(header: Header, head_dim: int) -> dict[str, Any]:
     """Llama 3.1's scaling is stored as its result, a factor per frequency; find the parameters that give it."""
     entry = header.tensors[ROPE_FACTORS]
-    stored = dequantize(raw_bytes(header.path, entry), entry.kind).reshape(entry.shape).astype(np.float64)
+    stored = dequantised(raw_bytes(header.path, entry), entry).reshape(entry.shape).astype(np.float64)
     theta = float(header.metadata.get("llama.rope.freq_base", 10000.0))
     factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file: its metadata and where each tensor lies.
 
-The gguf library decodes the tensors. Its own reader of headers is not used: it makes an array per metadata string,
-which takes seconds for a vocabulary, and does not say what is wrong with a cut file. This file knows nothing of models.
+The gguf library decodes the tensors of kinds that need it. Its own reader of headers is not used: it makes an array per
+metadata string, which takes seconds for a vocabulary, and does not say what is wrong with a cut file. This file knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
-
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from outrider.models.sources.base import SourceError
 
@@ -22,13 +22,25 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_NESTING = 4  # depth of nested arrays; a deeper one means a damaged file
 MAX_DIMENSIONS = 8
+# Kinds of tensors: the number in the file, how many values are stored together, and their bytes.
+KINDS = {
+    "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q8_1": (9, 32, 40), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "Q8_K": (15, 256, 292),
+    "IQ2_XXS": (16, 256, 66), "IQ2_XS": (17, 256, 74), "IQ3_XXS": (18, 256, 98), "IQ1_S": (19, 256, 50),
+    "IQ4_NL": (20, 32, 18), "IQ3_S": (21, 256, 110), "IQ2_S": (22, 256, 82), "IQ4_XS": (23, 256, 136),
+    "I8": (24, 1, 1), "I16": (25, 1, 2), "I32": (26, 1, 4), "I64": (27, 1, 8), "F64": (28, 1, 8),
+    "IQ1_M": (29, 256, 56), "BF16": (30, 1, 2), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66),
+    "MXFP4": (39, 32, 17), "NVFP4": (40, 64, 36), "Q1_0": (41, 128, 18),
+}  # fmt: skip
+TensorKind = IntEnum("TensorKind", {name: number for name, (number, _, _) in KINDS.items()})  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     name: str
     shape: tuple[int, ...]  # row-major: the reverse of the order in the file
-    kind: GGMLQuantizationType
+    kind: TensorKind
     offset: int  # in the file
     num_bytes: int
 
@@ -135,13 +147,13 @@ def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int, file_size: int) -> TensorEntry:
     name, shape, raw_kind, offset = entry
     try:
-        kind = GGMLQuantizationType(raw_kind)
+        kind = TensorKind(raw_kind)
     except ValueError:
         raise SourceError(f"{path}: tensor {name!r} has the unknown type {raw_kind}") from None
     num_elements = 1
     for extent in shape:
         num_elements *= extent
-    per_group, group_bytes = GGML_QUANT_SIZES[kind]
+    _, per_group, group_bytes = KINDS[kind.name]
     if shape and shape[-1] % per_group:
         raise SourceError(f"{path}: tensor {name!r} of shape {shape} cannot be {kind.name}, "
                           f"which stores {per_group} values together")

@@ -44,3 +44,11 @@ def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
     if raw.size != entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
     return raw
+
+
+def dequantised(raw: np.ndarray, entry: TensorEntry) -> np.ndarray:
+    """The numbers of stored rows, by the gguf library."""
+    from gguf.constants import GGMLQuantizationType  # with YAML and more, which most files do not need
+    from gguf.quants import dequantize
+
+    return dequantize(raw, GGMLQuantizationType(entry.kind))

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 
 from outrider.kernels.quantized import QuantizedRows
 from outrider.models.sources.gguf_header import Header, TensorEntry
-from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, hf_name, raw_bytes
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, dequantised, hf_name, raw_bytes
 
 
 def dequantised_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor]]:
@@ -40,16 +38,16 @@ def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor | Quantized
 
 def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
     raw = raw_bytes(path, entry)
-    match entry.kind:
-        case GGMLQuantizationType.F32:
+    match entry.kind.name:
+        case "F32":
             return torch.from_numpy(raw.view(np.float32)).view(entry.shape)
-        case GGMLQuantizationType.F16:
+        case "F16":
             return torch.from_numpy(raw.view(np.float16)).view(entry.shape)
-        case GGMLQuantizationType.BF16:
+        case "BF16":
             return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16).view(entry.shape)
         case _:
             rows = raw.reshape(*entry.shape[:-1], -1)
-            return torch.from_numpy(dequantize(rows, entry.kind)).view(entry.shape)
+            return torch.from_numpy(dequantised(rows, entry)).view(entry.shape)
 
 
 def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

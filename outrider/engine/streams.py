@@ -1,0 +1,98 @@
+"""Streams: the readers' ends of requests, each in its reader's event loop.
+
+A stream is sent what each step added. It keeps one growing output, of which its reader gets a copy whenever it looks,
+or the increments that its reader has not seen: a slow reader costs no more memory than its output and slows nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from outrider.core.outputs import OutputIncrement
+from outrider.core.pooling import Output
+
+
+class RequestError(RuntimeError):
+    """One request failed while it ran, as its output's `error` says."""
+
+
+class Stream(ABC):
+    """The reader's end of one request. `put` and `fail` run in the reader's event loop."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self.is_done = False
+        self._error: BaseException | None = None
+        self._is_ready = False  # something has come that the reader has not seen
+        self._waiter: asyncio.Future[None] | None = None  # the reader's, while it waits
+
+    @abstractmethod
+    def put(self, increment: OutputIncrement) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._is_ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        """Returns once something is ready. An event of asyncio costs twice as much."""
+        if not self._is_ready:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        self._is_ready = False
+        if self._error is not None:
+            self.is_done = True
+            raise self._error
+
+    def _raise_if(self, failed: str | None) -> None:
+        if failed is not None:  # whatever else the request has running is aborted when its reader leaves
+            raise RequestError(f"request {self.request_id}: {failed}")
+
+
+class GrowingOutput(Stream):
+    """Keeps the whole output, of which the reader gets a copy."""
+
+    def __init__(self, output: Output, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(output.request_id, loop)
+        self._output = output
+
+    def put(self, increment: OutputIncrement) -> None:
+        self._output.grow(increment)
+        self._wake()
+
+    async def next(self) -> Output:
+        await self._wait()
+        output = self._output.copy()  # the reader's own: what it has read never changes
+        self.is_done = output.finished
+        self._raise_if(output.error)
+        return output
+
+
+class Increments(Stream):
+    """Keeps the increments that the reader has not seen: as much memory as the part of the output that they are."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, num_samples: int) -> None:
+        super().__init__(request_id, loop)
+        self._unread: list[OutputIncrement] = []
+        self._num_left = num_samples  # samples that have not ended
+        self._failed: str | None = None
+
+    def put(self, increment: OutputIncrement) -> None:
+        self._unread.append(increment)
+        if increment.end is not None:
+            self._num_left -= 1
+            self._failed = self._failed or increment.end.error
+        self._wake()
+
+    async def next(self) -> list[OutputIncrement]:
+        await self._wait()
+        unread, self._unread = self._unread, []
+        self.is_done = self._num_left == 0
+        self._raise_if(self._failed)
+        return unread
