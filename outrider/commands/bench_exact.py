@@ -1,7 +1,8 @@
 """`outrider bench exact`: what exact mode costs, by batch size, for decoding and for prompts. Last line: JSON.
 
-One model, first in the ordinary mode, then in exact mode; random prompts without prefix hits, greedy answers of a fixed
-length. Decoding is timed with short prompts, prompts with answers of one token; the best of the rounds counts.
+One model, first in exact mode, so that a model that cannot be exact is refused at once, then in the ordinary mode;
+random prompts without prefix hits, greedy answers of a fixed length. Decoding is timed with short prompts, prompts with
+answers of one token; the best of the rounds counts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     decoding = [Shape("decoding", size, SHORT_PROMPT, args.max_tokens) for size in sizes]
     shapes = [*decoding, Shape("prompt", 1, prompt_len, 1)]
     work = workloads(shapes, config.seed, loaded.model.vocab_size)[1]
-    default, exact = (_speeds(loaded, replace(config, exact=mode), work, args.rounds) for mode in (False, True))
+    exact, default = (_speeds(loaded, replace(config, exact=mode), work, args.rounds) for mode in (True, False))
     kinds = ["decoding"] * len(decoding) + ["prompts"]
     cells = [Cell(kind, shape.batch, round(one, 1), round(other, 1), round(other / one, 3))
              for kind, shape, one, other in zip(kinds, shapes, default, exact, strict=True)]  # fmt: skip

@@ -29,7 +29,10 @@ class HiddenRows:
         return replace(self, vectors=vectors)
 
 
-def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams) -> HiddenRows | None:
+def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
+                    exact: bool = False) -> HiddenRows | None:
+    """exact: a sum is left to the host, which gets every token's vector, since sums of chunks would add in an order
+    that depends on where the prompt was cut."""
     reports = params.hidden_of(scheduled.rows)
     if not reports:
         return None
@@ -49,7 +52,7 @@ def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, p
             case HiddenReport.NONE:
                 counts.append(None)
                 continue
-            case HiddenReport.SUM:
+            case HiddenReport.SUM if not exact:
                 own = own.to(wide).sum(0, keepdim=True)
             case HiddenReport.LAST:
                 own = own[-1:] if is_last else own[:0]

@@ -116,6 +116,7 @@ class DeviceStep:
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
+        self._exact = exact
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
@@ -183,7 +184,7 @@ class DeviceStep:
                                   row_by_row=self._samples_row_by_row)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params)
+        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params, exact=self._exact)
         return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import cli
+from outrider import LLM, PoolingParams, cli
 from outrider.cache.kinds import FullSpec
+from outrider.commands import bench_exact
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.kernels import native, ops
@@ -221,6 +222,17 @@ def test_log_probabilities_of_prompts_have_the_same_bits_in_every_batch() -> Non
         assert prompts_of(together.run(asks)) == prompts_of(alone.run_one_by_one(asks))
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_have_the_same_bits_however_prompts_are_cut(pooling: str, tmp_path: Path) -> None:
+    folder, found = str(save_folder(tmp_path / "model", FAMILIES["llama"])), []
+    for chunk, at_once in ((112, 1), (7, 3)):
+        settings = SETTINGS | {"max_num_batched_tokens": chunk, "max_num_seqs": at_once}
+        with LLM(folder, device="cpu", dtype="float32", num_pages=64, **settings) as llm:
+            outputs = llm.encode([list(prompt) for prompt in PROMPTS], PoolingParams(pooling=pooling))
+        found.append([torch.as_tensor(output.outputs.data).tolist() for output in outputs])
+    assert found[0] == found[1]
+
+
 def refusal(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> str:
     with pytest.raises(ValueError) as refused:
         Rig(random_model(FAMILIES[family], dtype, seed=11), **SETTINGS | settings)
@@ -258,7 +270,8 @@ def test_a_model_that_was_exact_can_be_ordinary_again() -> None:
     assert tokens == expected("qwen3_moe")
 
 
-def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(save_folder(tmp_path / "model", FAMILIES["llama"]))
     asked = ["bench", "exact", folder, "--device", "cpu", "--batch-sizes", "1,3", "--max-tokens", "4", "--rounds", "1"]
     assert cli.main([*asked, "--prompt-len", "70"]) == 0
@@ -266,6 +279,9 @@ def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp
     assert [(cell["kind"], cell["batch"]) for cell in found["results"]] == [("decoding", 1), ("decoding", 3),
                                                                            ("prompts", 1)]
     assert all(cell["default_tok_s"] > 0 < cell["exact_tok_s"] for cell in found["results"])
+    monkeypatch.setattr(bench_exact, "run_prompts", lambda *_: pytest.fail("something was timed before the refusal"))
+    assert cli.main([*asked, "--dtype", "bfloat16"]) != 0
+    assert "exact=True: on a CPU the arithmetic of bfloat16 is a library's" in capsys.readouterr().err
 
 
 def test_verify_demands_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path,

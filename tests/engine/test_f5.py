@@ -164,6 +164,23 @@ class Holding:
         return causal & self.table[keys]
 
 
+LIMITS = [3]
+
+
+@dataclass(frozen=True)
+class ReadingModule:
+    def __call__(self, causal: Any, query: Any, keys: Any) -> Any:
+        return causal & (torch.minimum(keys, keys) < LIMITS[0])
+
+
+@dataclass(frozen=True)
+class ReadingClass:
+    limit = 3
+
+    def __call__(self, causal: Any, query: Any, keys: Any) -> Any:
+        return causal & (keys < self.limit)
+
+
 def test_masks_that_can_change_are_refused_by_name() -> None:
     case = random_case(0, 16)
     limit = [3]
@@ -173,7 +190,8 @@ def test_masks_that_can_change_are_refused_by_name() -> None:
 
     for mask, message in ((Changing(), "Changing is not a value"), (Thawed(), "Thawed can be changed"),
                           (Holding(torch.ones(3)), "Holding holds table, a Tensor"),
-                          (closure, "closure is not a value")):
+                          (closure, "closure is not a value"), (ReadingModule(), "ReadingModule reads LIMITS"),
+                          (ReadingClass(), "ReadingClass reads limit")):
         with pytest.raises(ValueError, match=message):
             PagedMixer([case.layer(0, mask=mask)], case.pool, FlexBackend())
 

@@ -62,3 +62,18 @@ def test_gguf_and_folder_and_transformers_give_the_same_tokens(source: ModelSour
         theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
                                  pad_token_id=0)
         assert tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_exact_mode_keeps_every_bit_of_real_weights() -> None:
+    """Alone, and in chunks with batch mates and drafts: the log-probabilities of the 20 likeliest tokens are equal."""
+    params = [SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=24, logprobs=20, ignore_eos=True)
+              for i in range(4)]  # fmt: skip
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
+    found = []
+    for settings in ({"max_num_seqs": 1, "enable_prefix_caching": False},
+                     {"max_num_seqs": 4, "max_num_batched_tokens": 19, "speculative_config": ngram}):  # fmt: skip
+        with LLM("smollm2", max_model_len=128, dtype="float32", exact=True, **settings) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(PROMPTS[:4], params, use_tqdm=False)]
+        found.append([(sample.token_ids, [{token: entry.logprob for token, entry in place.items()}
+                                          for place in sample.logprobs or []]) for sample in outputs])  # fmt: skip
+    assert found[0] == found[1]

@@ -8,12 +8,17 @@ Spans are marked by a prompt, not by a layer: tokens of one span see each other 
 from __future__ import annotations
 
 import dataclasses
+import dis
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from inspect import getattr_static
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 PLAIN = (int, float, bool, str, type(None))
+UNCHANGING = (ModuleType, FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod)
 
 
 class QueryMarks(NamedTuple):
@@ -74,6 +79,25 @@ def check_mask(mask: Mask, layer: int) -> None:
     closed_over = getattr(type(mask).__call__, "__closure__", None)
     if closed_over:
         raise ValueError(f"layer {layer}: the mask {name} reads variables of the function it was made in; {must}")
+    for variable in _outer_variables(type(mask)):
+        raise ValueError(f"layer {layer}: the mask {name} reads {variable}, which is no field of it and can change; "
+                         f"{must}")
+
+
+def _outer_variables(kind: type) -> Iterator[str]:
+    """Variables of its module and of its class that a mask reads, beside modules, functions and types."""
+    call = kind.__call__
+    if not isinstance(call, FunctionType):
+        return
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for read in dis.get_instructions(call):
+        found: Any = None
+        if read.opname == "LOAD_GLOBAL":
+            found = call.__globals__.get(read.argval)
+        elif read.opname == "LOAD_ATTR" and read.argval not in fields:
+            found = getattr_static(kind, read.argval, None)
+        if found is not None and not isinstance(found, UNCHANGING):
+            yield read.argval
 
 
 def visible_keys(mask: Mask, window: int | None, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
