@@ -20,6 +20,7 @@ from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace
+from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
 from outrider.server.settings import ServerConfig
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
         from outrider.server.app import build_app
         from outrider.server.engine_host import EngineHost, Failed
+        from outrider.server.http_protocol import BoundedHttp
         from outrider.server.logs import set_up_logs
         from outrider.server.service import Service
         from outrider.server.tracing import Tracing
@@ -46,11 +48,13 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
+    template = chat_template(config)
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
 
     def start() -> AsyncLLM:
         started = start_engine(engine, in_process=True)
+        check_template_name(template, config, started.tokenizer)
         if tracing is not None and config.trace_steps_per_second:
             started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
         return AsyncLLM.around(started, names[0])
@@ -58,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
                       end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
-    service = Service(host, config, names, chat_template(config), tracing)
+    service = Service(host, config, names, template, tracing)
     server = uvicorn.Server(uvicorn.Config(
-        build_app(service), log_level=config.uvicorn_log_level, lifespan="on", server_header=False, log_config=None,
-        timeout_graceful_shutdown=int(config.shutdown_timeout), access_log=config.uvicorn_log_level != "warning"))
+        build_app(service), http=BoundedHttp, log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
+        log_config=None, timeout_graceful_shutdown=int(config.shutdown_timeout),
+        access_log=config.uvicorn_log_level != "warning"))
 
     def stop() -> None:
         server.should_exit = True
@@ -71,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     with listener(config) as own:
         address = "http://{}:{}".format(*own.getsockname()[:2])
         tell(f"{names[0]} at {address} (it answers 503 until the model is loaded)")
-        # uvicorn raises the signals that it caught once more when it has stopped: by then all is done.
+        # Before uvicorn has handlers of its own, and once more for each signal that it caught, when it has stopped.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: stop())
         try:
             server.run(sockets=[own])
         finally:
@@ -107,6 +112,7 @@ def listener(config: ServerConfig) -> socket.socket:
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((config.host, config.port))
+        own.listen()  # until then another server could bind the port too
     except OSError as error:
         own.close()
         raise ValueError(f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with "
@@ -157,7 +163,20 @@ def model_name(model: str) -> str:
 
 
 def chat_template(config: ServerConfig) -> str | None:
+    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none."""
     given = config.chat_template
-    if given is None or "{" in given or not Path(given).is_file():
+    if given is None or not ("{" in given or Path(given).is_file()):
         return given
-    return Path(given).read_text(encoding="utf-8")
+    from outrider.engine.templates import compiled_template
+
+    text = given if "{" in given else Path(given).read_text(encoding="utf-8")
+    compiled_template(text)
+    return text
+
+
+def check_template_name(template: str | None, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+    """Any other name would be taken for a template, and every prompt would be that name."""
+    known = {} if tokenizer is None else tokenizer.chat_templates
+    if template is not None and template == config.chat_template and "{" not in template and template not in known:
+        raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "
+                         f"({', '.join(sorted(known)) or 'it has none'})")

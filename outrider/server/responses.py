@@ -24,6 +24,7 @@ from outrider.server.protocol import (
     FunctionCall,
     ResponseFormat,
     Said,
+    Scheduled,
     TextPart,
     Tool,
     ToolCall,
@@ -108,7 +109,7 @@ class ResponseText(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Scheduled):
     model: str | None = None
     input: str | list[InputMessage | InputCall | InputCallOutput | InputReasoning]
     instructions: str | None = None
@@ -129,8 +130,6 @@ class ResponsesRequest(Body):
     top_k: int | None = None
     min_p: float | None = None
     speculative: bool | int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: Json | None = None
 
     @property
@@ -153,7 +152,7 @@ async def create_response(service: Service, body: ResponsesRequest, tenant: str 
                                                 "response_format": "text"})
     await conversation.prepare(tenant)
     run = _Response(conversation, body)
-    timeout = service.config.request_timeout
+    timeout = service.deadline(body)
     return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
 
 

@@ -44,6 +44,9 @@ class Work(Response):
             elif not gone.done():
                 await _cancelled(work)
                 await self._fail(send, ApiError(504, f"the request took longer than {self._timeout:g} seconds"))
+        except asyncio.CancelledError:  # the server ends, and has waited as long as it may
+            await _cancelled(work)
+            await self._fail(send, ApiError(503, "the server is stopping: send the request again", retry_after=5))
         finally:
             await _cancelled(gone)
             await _cancelled(work)
@@ -52,7 +55,8 @@ class Work(Response):
         raise NotImplementedError
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        raise error
+        if not self._has_started:  # else the client has the beginning of an answer, which cannot be taken back
+            raise error
 
     async def _start(self, send: Send, media_type: bytes, *more: tuple[bytes, bytes]) -> None:
         self._has_started = True

@@ -142,7 +142,8 @@ CELLS = {  # family, steps in flight, drafter -> cases
     ("llama", 1, ""): 40, ("llama", 2, ""): 70, ("llama", 3, "ngram"): 50, ("sliding", 3, ""): 50,
     ("gemma3", 2, "ngram"): 50, ("moe", 2, ""): 40, ("mamba2", 2, ""): 40, ("gated_delta", 3, "ngram"): 30,
     ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30, ("deepseek_v3", 2, "mtp"): 30,
-    ("deepseek_v32", 3, "ngram"): 30,
+    ("deepseek_v32", 3, "ngram"): 30, ("deepseek_v32", 2, "mtp"): 20, ("deepseek_v32_modules", 2, "mtp"): 12,
+    ("glm_moe_dsa", 3, "mtp"): 12,
 }  # fmt: skip
 
 

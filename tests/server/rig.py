@@ -19,6 +19,7 @@ from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost, Serving
+from outrider.server.http_protocol import BoundedHttp
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
 from tests.engine.harness import Rig, byte_tokenizer, tiny_model
@@ -45,8 +46,8 @@ class Served:
     def __init__(self, start: Callable[[], AsyncLLM], config: ServerConfig) -> None:
         self.host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts)
         self.service = Service(self.host, config, config.served_model_name or (MODEL,))
-        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), log_level="warning", lifespan="on",
-                                                     timeout_graceful_shutdown=5))
+        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), http=BoundedHttp, log_level="warning",
+                                                     lifespan="on", timeout_graceful_shutdown=5))
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
 
 import outrider.server.chat as chat_module
+import outrider.server.http_protocol as http_protocol
 from outrider.engine.async_llm import AsyncLLM
 from outrider.server.messages import ContentBlocks
+from outrider.server.work import EventStream
 from tests.server.rig import Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "Go."}]
@@ -65,6 +69,31 @@ def test_a_body_that_is_called_something_else(served: Served, headers: dict[str,
         body = gzip.compress(body)
     answer = served.http.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def talk(served: Served, *parts: bytes) -> bytes:
+    """All that the server says until it closes the connection."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as raw:
+        for part in parts:
+            raw.sendall(part)
+        return b"".join(iter(lambda: raw.recv(1 << 16), b""))
+
+
+def test_a_head_without_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any key is known."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: "
+    assert b"400" in talk(served, head, b"a" * 40_000, b"a" * 40_000)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    assert talk(served) == b"" and talk(served, head) == b""
+
+
+def test_requests_one_after_the_other(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of heads do not add up, and bodies do not count."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "cache_salt": "s" * 50_000}).encode()
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nConnection: close\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n"
+    assert talk(served, *[one % len(body) + body] * 3, last).count(b"200 OK") == 4
 
 
 def test_methods(served: Served) -> None:
@@ -148,3 +177,28 @@ def test_an_error_in_a_stream_of_messages_has_a_name(served: Served, monkeypatch
     assert head == "event: error" and json.loads(data)["error"]["type"] == "api_error"
     assert json.loads(data)["type"] == "error" and "injected" not in data
     served.assert_idle()
+
+
+def test_a_stream_that_the_server_cuts_off_says_so() -> None:
+    """At the end of the time for a shutdown, the web server cancels whatever still runs."""
+    sent: list[bytes] = []
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+        await asyncio.sleep(600)
+
+    async def receive() -> Any:
+        await asyncio.sleep(600)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def run() -> None:
+        task = asyncio.ensure_future(EventStream(frames(), None)({"type": "http"}, receive, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await task  # not cancelled: nobody need log it
+
+    asyncio.run(run())
+    assert b"the server is stopping" in sent[-1] and sent[-1].endswith(b"data: [DONE]\n\n")

@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from outrider.cli import build_parser, main
-from outrider.commands.serve import apply_file, server_config
+from outrider.commands.serve import apply_file, chat_template, check_template_name, server_config
+from outrider.server.settings import ServerConfig
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
+from tests.server.rig import chat_tokenizer
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-pages", "64", "--max-model-len", "96", "--max-num-seqs", "2"]
 
@@ -71,6 +73,16 @@ def test_it_serves_replaces_a_worker_that_hangs_and_drains_on_sigterm(folder: Pa
         process.kill()
 
 
+def test_it_ends_when_it_is_told_to_at_once(folder: Path) -> None:
+    """Also before the web server has handlers for signals, and while the model loads."""
+    process, _ = started(folder)
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
 def hang_worker(process: subprocess.Popen[str], url: str, key: dict[str, str]) -> None:
     """Returns when requests are served again."""
     worker = next(c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline()))
@@ -92,10 +104,22 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
                         (["--config", str(tmp_path / "bad.yaml")], "did you mean port"),
                         (["--config", str(tmp_path / "binary.yaml")], "binary.yaml cannot be read: it is not UTF-8"),
                         (["--config", str(tmp_path)], "cannot be read: Is a directory"),
+                        (["--chat-template", "{% for"], "the chat template is not valid"),
                         (["--uvicorn-log-level", "loud"], "critical, error"),
                         (["no/such/model", "--port", "0"], "no/such/model")]:
         assert main(["serve", *argv]) == 2, argv
         assert words in capsys.readouterr().err
+
+
+def test_a_template_that_is_not_there_is_no_prompt(tmp_path: Path) -> None:
+    config = ServerConfig(chat_template=str(tmp_path / "chat.jinja"))
+    with pytest.raises(ValueError, match=r"no file, no template and none of the model's own \(default\)"):
+        check_template_name(chat_template(config), config, chat_tokenizer())
+    (tmp_path / "chat.jinja").write_text("static")
+    check_template_name(chat_template(config), config, chat_tokenizer())
+    for given in ("default", "{{ messages }}", None):
+        config = ServerConfig(chat_template=given)
+        check_template_name(chat_template(config), config, chat_tokenizer())
 
 
 def test_a_file_gives_what_the_flags_do_not(tmp_path: Path) -> None:

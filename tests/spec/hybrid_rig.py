@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from outrider.models.base import Model
-from outrider.models.mtp import build_mtp
+from outrider.models.mtp import build_mtp_modules
 from outrider.spec.base import Drafter
-from outrider.spec.eagle import head_drafter
+from outrider.spec.mtp import modules_drafter
 from outrider.spec.ngram import NgramDrafter
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CPU, random_model
@@ -57,13 +57,14 @@ def hybrid_of(family: str) -> Model:
 
 def mtp_of(target: Model, k: int) -> Drafter:
     """With random weights: right by chance in greedy text, and more often where it shares the target's noise."""
-    head = build_mtp(target, first_layer=target.num_layers, dtype=target.dtype, device=CPU)
+    modules = build_mtp_modules(target, first_layer=target.num_layers, dtype=target.dtype, device=CPU)
     generator = torch.Generator().manual_seed(6)
-    for name, slot in head.weights().items():
-        center = 1.0 if "norm" in name and not head.description.norm_offset else 0.0
-        slot.store(torch.empty(slot.shape, dtype=torch.float64).normal_(center, 0.25, generator=generator))
-    head.finalize()
-    return head_drafter("mtp", head, k)
+    for head in modules:
+        for name, slot in head.weights().items():
+            center = 1.0 if "norm" in name and not head.description.norm_offset else 0.0
+            slot.store(torch.empty(slot.shape, dtype=torch.float64).normal_(center, 0.25, generator=generator))
+        head.finalize()
+    return modules_drafter(modules, k)
 
 
 def script_with_errors(right: dict[tuple[int, ...], list[int]], distances: Sequence[int]) -> Script:

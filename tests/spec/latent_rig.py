@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
     "deepseek_v32_fp8": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "index_key_dtype": "fp8"},
+    "deepseek_v32_modules": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "num_nextn_predict_layers": 2},
     "glm_moe_dsa": _SIZES | {
         "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],

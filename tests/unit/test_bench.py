@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,19 @@ def test_results_of_a_run_are_collected_beside_the_peer(tmp_path: Path, monkeypa
     assert report["card"] == "a card" and report["series"][1:] == before["series"][1:], "the others stay"
     assert report["series"][0]["rows"] == [{"tok_s": 5.0, "floor": 9.0, "batch": 8, "peer": 3857}]
     assert {"tok_s": 3.0, "floor": 4.0, "model": "qwen06b", "case": "nano", "peer": 23152} in report["others"]
+
+
+@pytest.mark.parametrize("sections", ["dense,prompt", pytest.param("contexts,tables", marks=pytest.mark.long)])
+def test_the_benchmark_of_sparse_attention_runs_dry(sections: str, tmp_path: Path) -> None:
+    """It is written for a card, so that nobody else would see that it fails."""
+    out = tmp_path / "report.json"
+    script = CONFIGURED.parent / "sparse.py"
+    ran = subprocess.run([sys.executable, str(script), "--dry-run", "--only", sections, "--out", str(out)],
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    names = [figure["name"] for figure in json.loads(out.read_text())["figures"]]
+    wanted = ("dense kernel over a plain read", "over the dense model's", "MTP over plain",
+              "step behind the long context", "plain, spread routing, batch 2, share of the floor",
+              "MTP, learned routing, batch 1, tokens/s")  # fmt: skip
+    found = [any(name.startswith(one) for name in names) for one in wanted]
+    assert found == [sections == "dense,prompt"] * 2 + [sections == "contexts,tables"] * 4
