@@ -175,7 +175,7 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
                  usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
-    kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, required=True, prog=bench.prog)
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, prog=bench.prog)
     _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
     _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
     _add_bench_spec(kinds)
@@ -268,9 +268,12 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
     try:
-        args = build_parser().parse(sys.argv[1:] if argv is None else argv)
-        if args.command is None:
-            build_parser().print_help()
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words[:1] in (["help"], ["version"]):
+            words[0] = f"--{words[0]}"
+        args = build_parser().parse(words)
+        if args.command is None or (args.command == "bench" and args.kind is None):
+            getattr(args, "parser", build_parser()).print_help()
             return BAD_INPUT
         with _logging(args.verbose):
             check_flags(args)  # before torch is imported, which takes seconds

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
-from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, EngineConfig, config_for
+from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig, config_for
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
@@ -111,8 +112,20 @@ CHOICES: dict[str, Sequence[str]] = {
     "tool_call_parser": sorted(TOOL_FORMATS),
     "reasoning_parser": sorted(REASONING_FORMATS),
 }
-# Flags of some benchmarks that change the text on purpose.
-BENCH_ONLY = {"--routing": "it replaces the experts that the model chooses, so its text would mean nothing"}
+# Flags that a command may lack although others, here or elsewhere, have them: what to write instead.
+ELSEWHERE = {
+    "--routing": "--routing is for `outrider bench throughput` and `latency` alone: it replaces the experts that the "
+                 "model chooses, so its text would mean nothing",
+    "--prompt": "`outrider generate` has it, with --chat for a single question",
+    "-p": "`outrider generate --prompt TEXT` takes a prompt",
+    "-tp": "one engine uses one device",
+    "--tp": "one engine uses one device",
+    "--stream": "answers are streamed on a terminal",
+    "--batch-size": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
+    "--input-len": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
+    "--output-len": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
+    "--num-prompts": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
+}
 # The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
 # Settings of vLLM's engine that are none here; those that the server has are flags of its own.
@@ -163,18 +176,28 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args([hyphenated(word) for word in argv])
         if not unknown:
-            return args
+            return _with_model_flag(args)
         own: Parser = getattr(args, "parser", self)
         flags = [word for word in unknown if word.startswith("-")]
+        known = [option for action in own._actions for option in action.option_strings]
         if not flags:
-            own.error(f"unexpected argument {unknown[0]!r}")
+            own.error(f"unexpected argument {unknown[0]!r}" + (": --prompt gives one" if "--prompt" in known else ""))
         name = flags[0].split("=")[0]
-        if name in BENCH_ONLY:
-            own.error(f"{name} is for `outrider bench throughput` and `latency` alone: {BENCH_ONLY[name]}")
+        if name in known:
+            own.error(f"{name} comes after the command: `{own.prog} {name}`")
+        if name in ELSEWHERE:
+            own.error(f"`{own.prog}` has no flag {name}: {ELSEWHERE[name]}")
         if name.removeprefix("--").replace("-", "_") in (*ENGINE_FIELDS, *SAMPLING_FIELDS):
             own.error(f"`{own.prog}` has no flag {name}: other commands have it")
-        known = [option for action in own._actions for option in action.option_strings]
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
+
+
+def _with_model_flag(args: argparse.Namespace) -> argparse.Namespace:
+    """A model given by --model, as some commands of vLLM take it, in the place of the argument."""
+    if hasattr(args, "model_flag"):
+        args.model = args.model_flag
+        del args.model_flag
+    return args
 
 
 def hyphenated(word: str) -> str:
@@ -188,6 +211,7 @@ def hyphenated(word: str) -> str:
 def add_model(parser: argparse.ArgumentParser, default: str | None = "smollm2") -> None:
     help_text = "a folder, a .gguf file or a hub id" + (f" (default: {default})" if default else "")
     parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=help_text)
+    parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> None:
@@ -295,7 +319,8 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+        hint = f"; write '{{\"method\": \"{text}\", \"num_speculative_tokens\": 4}}'" if text in METHODS else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}{hint}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
@@ -331,6 +356,11 @@ def _drafts(text: str) -> bool | int:
 
 
 def _whole(text: str) -> int:
+    """An integer, or as vLLM writes large ones: 4k is 4000, 4K is 4096, and so on with m, g and t."""
+    sized = re.fullmatch(r"(\d{1,6})([kmgtKMGT])", text)
+    if sized is not None:
+        power = "kmgt".index(sized[2].lower()) + 1
+        return int(sized[1]) * (1000 if sized[2].islower() else 1024) ** power
     try:
         return int(text)
     except ValueError:

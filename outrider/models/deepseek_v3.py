@@ -61,14 +61,21 @@ class DeepseekV3(Decoder):
         return EveryPosition()
 
     @property
+    def num_shared(self) -> int:
+        """Experts that every token takes."""
+        return self.config.get("n_shared_experts", int, 0)
+
+    @property
     def num_predicted(self) -> int:
         """Multi-token-prediction modules of the checkpoint."""
         return self.config.get(PREDICTED, int, 1)
 
     def ignores(self, name: str) -> bool:
-        """The layers after the last one are the multi-token-prediction modules."""
+        """The layers after the last one are the multi-token-prediction modules. Without shared experts transformers
+        saves matrices of no rows for them."""
         modules = (f"{self.names.layers}.{self.num_layers + i}." for i in range(max(1, self.num_predicted)))
-        return super().ignores(name) or name.startswith(tuple(modules))
+        is_empty = not self.num_shared and ".mlp.shared_experts." in name
+        return super().ignores(name) or is_empty or name.startswith(tuple(modules))
 
     def latent_layer(self, index: int, attends_to: AttendsTo) -> LatentLayer:
         return LatentLayer(index, self.sizes.num_heads, self.config.required("kv_lora_rank", int),
@@ -96,11 +103,11 @@ class DeepseekV3(Decoder):
 
     def _experts(self, index: int) -> MoE:
         hidden_size, rule = self.sizes.hidden_size, read_rule(self.config)
-        width, num_shared = (self.config.required(key, int) for key in ("moe_intermediate_size", "n_shared_experts"))
+        width = self.config.required("moe_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device),
             Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=self.dtype, device=self.device),
-            shared=self._mlp(num_shared * width),
+            shared=self._mlp(self.num_shared * width) if self.num_shared else None,
         )
 
 

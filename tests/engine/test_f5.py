@@ -18,8 +18,11 @@ from outrider.mixers.paged.base import AttentionLayer, KeyValueCache, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend, FlexExtents, Plan, make_block_mask
 from outrider.mixers.paged.masks import ChunkedMask, DocumentMask
 from outrider.mixers.paged.torch_backend import TorchBackend
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.draft_model import DraftModelNetwork
 from tests.engine.flex_cases import CPU, DIM, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.spec.latent_rig import latent_of
 
 MIB = 1 << 20
 
@@ -207,3 +210,12 @@ def test_backends_without_masks_refuse_them_by_name() -> None:
 def test_flex_refuses_large_pools_on_a_cpu() -> None:
     with pytest.raises(ValueError, match="num_pages may be at most 1024, got 5000"):
         Rig(tiny_model("llama"), attention_backend="flex", num_pages=5000)
+
+
+def test_flex_refuses_pages_that_it_cannot_read_when_the_engine_starts() -> None:
+    """A layer of a draft model in pages as large as those of a latent cache: where a page ends there is a rest."""
+    draft = random_model(CONFIGS["llama"] | {"vocab_size": 24}, torch.float64, seed=0)
+    target = latent_of("deepseek_v32")
+    drafter = AutoregressiveDrafter("draft_model", DraftModelNetwork(draft, target.num_layers, 24), 1)
+    with pytest.raises(ValueError, match="'flex' needs pages at multiples of a layer's part .* use 'torch'"):
+        Rig(target, drafter=drafter, attention_backend="flex", page_size=64, num_pages=40)

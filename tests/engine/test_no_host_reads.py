@@ -23,6 +23,7 @@ from outrider.mixers.paged.torch_backend import Plan, TorchBackend
 from outrider.runner.step import DeviceStep
 from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.spec.hybrid_rig import mtp_of
 from tests.spec.latent_rig import latent_of
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "_unique",
@@ -155,15 +156,17 @@ def test_a_step_with_drafts_reads_nothing(monkeypatch: pytest.MonkeyPatch, mode:
         assert sum(part.num_accepted for result in rig.results for part in result.requests) > 0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v32_fp8", "deepseek_v32_modules"])
 def test_a_step_with_an_indexer_reads_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Choosing positions has shapes of its own, which must not come from the device. Experts on the CPU may read."""
+    """Choosing positions has shapes of its own, which must not come from the device, nor do several prediction modules
+    read anything. Experts on the CPU may read."""
     model = latent_of(family)
-    for experts in find_modules([model], Experts):
+    drafter = mtp_of(model, 3) if family == "deepseek_v32_modules" else None
+    for experts in find_modules([model, *([] if drafter is None else drafter.modules())], Experts):
         monkeypatch.setattr(experts.format, "mix", lambda x, *_: x)
     monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
     asks = [Ask(prompt_of(i, 20 + 9 * i, 24), greedy(6)) for i in range(3)]
-    with Rig(model, overlap=False, pad_requests=(8,), pad_tokens=(80,)) as rig:
+    with Rig(model, drafter=drafter, overlap=False, pad_requests=(8,), pad_tokens=(80,)) as rig:
         guard = guard_steps(rig, torch.inference_mode)
         assert all(sample for (sample,) in tokens_of(rig.run(asks)))
         assert guard.num_operations > 100 * len(rig.batches), "the steps did pass through the guard"

@@ -131,7 +131,9 @@ def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> N
 
 
 @pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),
-                                                   long("deepseek_v32", True), long("glm_moe_dsa", True)])
+                                                   long("deepseek_v32", True), long("glm_moe_dsa", True),
+                                                   long("deepseek_v32_fp8", False),
+                                                   long("deepseek_v32_modules", False)])
 def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> None:
     """With their multi-token-prediction module, whose passes choose anew or share the first choice. One context crosses
     top-k while it is decoded."""

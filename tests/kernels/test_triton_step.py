@@ -22,7 +22,7 @@ from outrider.cache.groups import (
 )
 from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
-from outrider.kernels import ops  # noqa: E402
+from outrider.kernels import native, ops  # noqa: E402
 from outrider.kernels import triton as kernels  # noqa: E402
 from outrider.kernels.packet import StepPacket, unpack  # noqa: E402
 from outrider.kernels.step import CommittedStep, VerifiedStep  # noqa: E402
@@ -130,7 +130,7 @@ def make_batch(members: list[Member], rows: list[int]) -> ScheduledBatch:
 
 
 def prepared(members: list[Member], spare: Spare, seed: int, device: torch.device,
-             limits: Limits = LIMITS) -> tuple[Inputs, Inputs, RowState]:
+             limits: Limits = LIMITS, kinds: tuple[str, str] = KINDS) -> tuple[Inputs, Inputs, RowState]:
     """The inputs by torch and by the kernels, and the row state they were made from."""
     state, rows = make_state(members, limits, seed, device)
     batch = make_batch(members, rows)
@@ -142,7 +142,7 @@ def prepared(members: list[Member], spare: Spare, seed: int, device: torch.devic
     )  # fmt: skip
     ints = pack_captured(batch, shape)
     made = []
-    for kind in KINDS:
+    for kind in kinds:
         with using(kind):
             made.append(build_inputs(shape, torch.tensor(ints, device=device), state, GROUPS, limits.max_len))
     return made[0], made[1], state
@@ -181,7 +181,8 @@ def commit(inputs: Inputs, state: RowState, tokens: torch.Tensor, bad: torch.Ten
     return DeviceStep.commit(step, inputs, tokens, bad)
 
 
-def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -> CommittedStep:
+def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int,
+                     kinds: tuple[str, str] = KINDS) -> CommittedStep:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (len(made.logit_rows),), generator=generator)
     # Most logit rows choose their draft, so that runs get long; padded ones choose anything.
@@ -192,7 +193,7 @@ def assert_committed(made: Inputs, wanted: Inputs, state: RowState, seed: int) -
     bad = (torch.rand(tokens.shape, generator=generator) < 0.1).to(state.device)
     states = [copy.deepcopy(state), state]
     found = []
-    for own_state, inputs, kind in zip(states, (wanted, made), KINDS, strict=True):
+    for own_state, inputs, kind in zip(states, (wanted, made), kinds, strict=True):
         with using(kind):
             found.append(commit(inputs, own_state, tokens.to(state.device), bad))
     assert_equal(found[1], found[0], "committed")
@@ -208,6 +209,40 @@ def test_kernels_equal_the_torch_code(device: torch.device, members: list[Member
     wanted, made, state = prepared(members, spare, seed, device)
     assert_prepared(made, wanted)
     assert_committed(made, wanted, state, seed)
+
+
+@settings(max_examples=50)
+@given(st.lists(member(), min_size=1, max_size=4), SPARE, st.integers(0, 2**20))
+def test_native_code_equals_the_torch_code(members: list[Member], spare: Spare, seed: int) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    kinds, cpu = ("reference", "native"), torch.device("cpu")
+    wanted, made, state = prepared(members, spare, seed, cpu, kinds=kinds)
+    assert_prepared(made, wanted)
+    assert_committed(made, wanted, state, seed, kinds)
+
+
+def test_native_code_serves_the_engines_rows_and_refuses_rows_out_of_range() -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    state, rows = make_state([Member(4, 1, 2, 2, True, True, 9, ())], LIMITS, 0, torch.device("cpu"))
+    batch = make_batch([Member(4, 1, 2, 2, True, True, 9, ())], rows)
+    shape, ints = pack_eager(batch, PaddedSize(batch.num_requests, batch.num_tokens))
+    packet = unpack(shape, torch.tensor(ints))
+    options: Any = {"max_drafts": shape.max_drafts, "page_tokens": tuple(group.page_tokens for group in GROUPS),
+                    "max_len": LIMITS.max_len}
+    assert ops.prepare_step.has_kernel(packet, state, **options)
+    made = ops.prepare_step(packet, state, **options)
+    verified = VerifiedStep(packet.rows, made.num_known, made.num_drafts, made.samples, made.first_logit, made.drafts)
+    sampled = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
+    assert ops.commit_step.has_kernel(*sampled, verified, state)
+    far = torch.full_like(packet.rows, LIMITS.max_requests + 1)
+    with pytest.raises(IndexError, match="out of range"):
+        ops.prepare_step(packet._replace(rows=far), state, **options)
+    with pytest.raises(IndexError, match="out of range"):
+        ops.commit_step(*sampled, verified._replace(rows=far), state)
+    with pytest.raises(IndexError, match="too short"):
+        ops.prepare_step(packet, state, **(options | {"page_tokens": (1,) * len(GROUPS)}))
 
 
 def test_the_batches_reach_every_outcome(device: torch.device) -> None:

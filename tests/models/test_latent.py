@@ -60,6 +60,13 @@ def test_logits_equal_transformers(folder_of: Folders, family: str) -> None:
     assert (torch.cat(others) - beside).abs().max() < 1e-4
 
 
+def test_a_model_without_shared_experts_equals_transformers(tmp_path: Path) -> None:
+    make_folder("deepseek_v32", tmp_path, n_shared_experts=0, first_k_dense_replace=0)
+    tokens = tokens_of(1, 30)
+    wanted = hf_model(tmp_path)(tokens[None], use_cache=False).logits[0]
+    assert (PagedModel(load(tmp_path)).logits([Piece(0, tokens.tolist())])[0] - wanted).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
 def test_every_value_of_a_checkpoint_is_loaded(folder_of: Folders, family: str) -> None:
     slots, saved = load(folder_of(family)).weights(), dict(safetensors_tensors(folder_of(family)))
@@ -233,6 +240,7 @@ def test_layers_share_the_choice_as_the_config_says() -> None:
         ("q_lora_rank", None, "q_lora_rank is missing"),
         ("index_head_dim", 8, "its first 16 dimensions rotate"),
         ("mlp_layer_types", ["dense"], "it must name 4 layers"),
+        ("n_group", 8, "a group is worth its two best experts"),
     ],
 )
 def test_unsupported_values_are_refused(key: str, value: Any, says: str) -> None:

@@ -134,6 +134,11 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
     (["bench", "thruput"], "did you mean throughput?"),
+    (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
+    (["chat", "--prompt", "x"], "`outrider chat` has no flag --prompt: `outrider generate` has it"),
+    (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
+    (["-v", "generate"], "-v comes after the command: `outrider generate -v`"),
+    (["generate", "--speculative-config", "ngram"], """write '{"method": "ngram", "num_speculative_tokens": 4}'"""),
     (["bench", "throughput", "--shapes", "8x128"], "'8x128' is not BATCHxINxOUT"),
     (["bench", "spec", "--prompts", "nowhere.json"], "there is no file nowhere.json"),
     (["generate", "--prompt", "x", "--system", "y"], "--system needs --chat"),
@@ -141,6 +146,15 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 ])  # fmt: skip
 def test_mistakes_are_named(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refused(capsys, *argv)
+
+
+def test_habits_of_other_engines_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    parse = cli.build_parser().parse
+    assert parse(["generate", "--model", "m"]).model == parse(["generate", "m"]).model == "m"
+    args = parse(["generate", "--max-model-len", "4k", "--kv-cache-memory-bytes=2G"])
+    assert (args.max_model_len, args.kv_cache_memory_bytes) == (4000, 2 << 30)
+    assert help_of(capsys, "help") == help_of(capsys, "--help") and "outrider" in help_of(capsys, "version")
+    assert cli.main(["bench"]) == 2 and "throughput" in capsys.readouterr().out
 
 
 def test_every_setting_has_a_flag_and_both_spellings_work() -> None:

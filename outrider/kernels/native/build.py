@@ -20,7 +20,7 @@ from outrider.core.status_line import status_line
 from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c"))
+SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c", "step.c"))
 HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h", "row_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
@@ -36,6 +36,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "find_exact_least": (_L, [_P]),
     "dequantize": (None, [_P, _L, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
+    "prepare_step": (_I, [_P, _P, _P, _P, _P]),
+    "commit_step": (_I, [_P, _P, _P]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
     "decoder_layer": (_L, [_P, _P, _P, _I, _P, _I]),
 }

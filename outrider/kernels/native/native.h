@@ -215,6 +215,51 @@ typedef struct {
     int64_t cos_stride, sin_stride, max_len, rotary, tokens;
 } LayerStep;
 
+/* The rows of all requests, as steps read and write them. */
+typedef struct {
+    int64_t *tokens, *known, *computed, *drafts, *num_drafts; /* tokens [rows, length] */
+    uint8_t *alive;
+    const int64_t *end_len, *num_stop_ids, *stop_ids; /* stop_ids [rows, stop_width] */
+    int64_t rows, length, token_stride, draft_stride, stop_stride, stop_width;
+} RowState;
+
+/* A step's scheduled integers. */
+typedef struct {
+    const int64_t *rows, *num_known, *num_drafts, *samples, *query_starts, *request_of, *offset, *logit_request,
+        *logit_draft;
+    int64_t requests, tokens, logit_rows, max_drafts, max_len, groups, null_row;
+} StepInputs;
+
+/* The page table of one group: of all rows, of the requests [requests, width], and the tokens' slots. */
+typedef struct {
+    const int32_t *from;
+    int32_t *to;
+    int64_t *slots;
+    int64_t stride, width, page_tokens;
+} PageTable;
+
+typedef struct {
+    int64_t *computed, *num_known, *num_drafts, *live, *lengths, *first_logit, *drafts; /* drafts [requests, most] */
+    uint8_t *samples;
+    int32_t *lengths32, *live32, *starts32;
+} PreparedRequests;
+
+typedef struct {
+    int64_t *positions, *token_ids, *logit_row, *logit_position;
+} PreparedTokens;
+
+/* A batch whose logit rows are sampled. */
+typedef struct {
+    const int64_t *sampled, *rows, *num_known, *num_drafts, *first_logit, *drafts;
+    const uint8_t *bad, *samples;
+    int64_t requests, logit_rows, max_drafts, draft_stride;
+} SampledStep;
+
+typedef struct {
+    int64_t *run, *run_len, *finish, *num_computed, *num_accepted, *counts;
+    uint8_t *goes_on;
+} Committed;
+
 /* The work of one attention call, listed. */
 typedef struct Item Item;
 typedef struct {

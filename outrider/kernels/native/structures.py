@@ -91,7 +91,46 @@ LAYER_STEP = Structure(
     sin_stride=INT64, max_len=INT64, rotary=INT64, tokens=INT64,
 )  # fmt: skip
 
-STRUCTURES = (MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP)
+ROW_STATE = Structure(
+    "RowState", tokens=POINTER, known=POINTER, computed=POINTER, drafts=POINTER, num_drafts=POINTER, alive=POINTER,
+    end_len=POINTER, num_stop_ids=POINTER, stop_ids=POINTER, rows=INT64, length=INT64, token_stride=INT64,
+    draft_stride=INT64, stop_stride=INT64, stop_width=INT64,
+)  # fmt: skip
+
+STEP_INPUTS = Structure(
+    "StepInputs", rows=POINTER, num_known=POINTER, num_drafts=POINTER, samples=POINTER, query_starts=POINTER,
+    request_of=POINTER, offset=POINTER, logit_request=POINTER, logit_draft=POINTER, requests=INT64, tokens=INT64,
+    logit_rows=INT64, max_drafts=INT64, max_len=INT64, groups=INT64, null_row=INT64,
+)  # fmt: skip
+
+PAGE_TABLE = Structure(
+    "PageTable", **{"from": POINTER}, to=POINTER, slots=POINTER, stride=INT64, width=INT64, page_tokens=INT64
+)
+
+PREPARED_REQUESTS = Structure(
+    "PreparedRequests", computed=POINTER, num_known=POINTER, num_drafts=POINTER, live=POINTER, lengths=POINTER,
+    first_logit=POINTER, drafts=POINTER, samples=POINTER, lengths32=POINTER, live32=POINTER, starts32=POINTER,
+)  # fmt: skip
+
+PREPARED_TOKENS = Structure(
+    "PreparedTokens", positions=POINTER, token_ids=POINTER, logit_row=POINTER, logit_position=POINTER
+)
+
+SAMPLED_STEP = Structure(
+    "SampledStep", sampled=POINTER, rows=POINTER, num_known=POINTER, num_drafts=POINTER, first_logit=POINTER,
+    drafts=POINTER, bad=POINTER, samples=POINTER, requests=INT64, logit_rows=INT64, max_drafts=INT64,
+    draft_stride=INT64,
+)  # fmt: skip
+
+COMMITTED = Structure(
+    "Committed", run=POINTER, run_len=POINTER, finish=POINTER, num_computed=POINTER, num_accepted=POINTER,
+    counts=POINTER, goes_on=POINTER,
+)  # fmt: skip
+
+STRUCTURES = (
+    MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP, ROW_STATE, STEP_INPUTS, PAGE_TABLE,
+    PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED,
+)  # fmt: skip
 
 
 def layout_source() -> str:

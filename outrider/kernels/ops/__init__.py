@@ -300,10 +300,18 @@ count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.tri
 
 # Steps and proposals
 
-prepare_step = Operation(step.prepare_step, triton_kernel("outrider.kernels.triton.step:prepare_step"),
-                         subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC)
-commit_step = Operation(step.commit_step, triton_kernel("outrider.kernels.triton.step:commit_step"),
-                        exact=NO_ARITHMETIC)
+prepare_step = Operation(
+    step.prepare_step,
+    native_kernel("outrider.kernels.native.step:prepare_step", takes="outrider.kernels.native.step:takes_prepare_step"),
+    triton_kernel("outrider.kernels.triton.step:prepare_step"),
+    subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC,
+)  # fmt: skip
+commit_step = Operation(
+    step.commit_step,
+    native_kernel("outrider.kernels.native.step:commit_step", takes="outrider.kernels.native.step:takes_commit_step"),
+    triton_kernel("outrider.kernels.triton.step:commit_step"),
+    exact=NO_ARITHMETIC,
+)
 store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"),
                          exact=NO_ARITHMETIC)
 plan_draft_passes = Operation(drafting.plan_draft_passes,

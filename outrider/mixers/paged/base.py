@@ -91,6 +91,9 @@ class Backend(ABC):
     def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
         """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
 
+    def check_cache(self, cache: KeyValueCache) -> None:  # noqa: B027
+        """Refuse a layer's part of the pool that the backend cannot read, while the engine starts."""
+
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
         """Allocate the buffers that captured steps share. Called before any capture: memory that a step allocates
         while it is captured belongs to that capture alone."""
@@ -129,6 +132,8 @@ class PagedMixer:
         backend.attach(len(pool.data), pool.data.device)
         self._layers = [(layer, KeyValueCache(**pool.layer(layer.index)), pool.layout.groups_of(layer.index)[0])
                         for layer in layers]
+        for _, cache, _ in self._layers:
+            backend.check_cache(cache)
         self._groups = tuple({group.index: group for _, _, group in self._layers}.values())
 
     def set_exact(self, exact: bool) -> None:

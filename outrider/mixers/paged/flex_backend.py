@@ -141,6 +141,9 @@ class FlexBackend(Backend):
         if self._page_column is None or len(self._page_column) != num_pages:
             self._page_column = torch.zeros(num_pages, dtype=torch.int32, device=device)
 
+    def check_cache(self, cache: KeyValueCache) -> None:
+        pages_apart(cache.k)
+
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         self._limits = limits
 
