@@ -202,7 +202,7 @@ def both_ways_with(asks: list[Ask], preempts: bool = False, **settings: Any) -> 
 
 # Not EAGLE-3 with preemption: a resumed request that finds its pages again has slots of the head to fill, by a step
 # that is not captured.
-@pytest.mark.parametrize(("drafter", "preempts"), [("none", True), ("ngram", True), ("eagle3", False)])
+@pytest.mark.parametrize(("drafter", "preempts"), [("none", True), ("ngram", True), long("eagle3", False)])
 def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, preempts: bool, tmp_path: Path) -> None:
     """Each alone and all together, beside requests that ask for nothing."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
