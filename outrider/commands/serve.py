@@ -74,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
     host.on_failed = stop
     sys.setswitchinterval(SWITCH_SECONDS)
     with listener(config) as own:
-        address = "http://{}:{}".format(*own.getsockname()[:2])
-        tell(f"{names[0]} at {address} (it answers 503 until the model is loaded)")
         # Before uvicorn has handlers of its own, and once more for each signal that it caught, when it has stopped.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop())
+        address = "http://{}:{}".format(*own.getsockname()[:2])
+        tell(f"{names[0]} at {address} (it answers 503 until the model is loaded)")
         try:
             server.run(sockets=[own])
         finally:

@@ -154,7 +154,7 @@ def test_whatever_adding_raises_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
         stream = llm.generate(PROMPTS[0], greedy(20))
         await anext(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(rig.engine, "check", lambda *_, **__: {}["no such key"])
+            patch.setattr(type(rig.engine.checks), "check", lambda *_, **__: {}["no such key"])
             with pytest.raises(KeyError, match="no such key"):
                 await anext(llm.generate([5, 6], greedy(2)))
         for request_id in ([], {}, None, ""):

@@ -83,7 +83,7 @@ def test_it_ends_when_it_is_told_to_at_once(folder: Path) -> None:
     process, _ = started(folder)
     try:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
 
