@@ -86,7 +86,7 @@ def cells(has_head: bool) -> list[Cell]:
 
 @dataclass
 class Result:
-    """What came out of one cell. Differences are counted by place, from the first different token of a request on."""
+    """The counts of one cell. Differences are counted by place, from the first different token of a request on."""
 
     model: str
     exact: bool

@@ -56,7 +56,7 @@ TINY_DENSE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_h
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, on a card or in a dry run."""
+    """The sizes of a run: the full ones for a card, small ones for a dry run on a CPU."""
 
     device: str
     batches: tuple[int, ...] = BATCHES
