@@ -16,17 +16,13 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.models.base import Model
-from outrider.models.loader import load_model
-from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from tests.assets.train_nemotronh import language, texts
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
 from tests.spec.rig import DraftRig
 from tests.spec.trained_heads import (
-    HARM,
-    NGRAM_CEILING,
     Drafts,
+    TrainedHead,
     drafts_of,
     foreign_table,
     late_position,
@@ -38,53 +34,25 @@ from tests.spec.trained_heads import (
 FOLDER = Path(__file__).parents[1] / "assets" / "nemotronh"
 K, LENGTH, FLOOR = 3, 32, 2.2
 MTP = {"method": "mtp", "model": str(FOLDER), "num_speculative_tokens": K, "auto": False}
-NGRAM = {"method": "ngram", "num_speculative_tokens": K, "auto": False}
 SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 96, "num_pages": 400,
                             "checkpoint_interval": 32}
 
 
-@cache
-def target() -> Model:
-    return load_model(resolve(FOLDER), dtype=torch.float64, device="cpu")
-
-
-@cache
-def prompts() -> list[list[int]]:
+def make_prompts() -> list[list[int]]:
     """From a seed that training did not use, neighbours in different modes; every third ends within a page."""
     drawn = texts(80, 40, torch.Generator().manual_seed(1234)).tolist()
     chosen = [drawn.pop(next(i for i, text in enumerate(drawn) if text[1] == mode)) for mode in [0, 1, 2, 3] * 4]
     return [text[: 40 if i % 3 else 24] for i, text in enumerate(chosen)]
 
 
-def asks(params: SamplingParams | None = None) -> list[Ask]:
-    return [Ask(prompt, params or greedy(LENGTH)) for prompt in prompts()]
-
-
-def sampled() -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH)
-
-
-@cache
-def plain(params: SamplingParams | None = None) -> list[list[list[int]]]:
-    with Rig(target(), **SETTINGS) as rig:
-        return tokens_of(rig.run(asks(params)))
-
-
-@cache
-def healthy() -> tuple[float, Drafts]:
-    """Mean run and drafts of the module as it is, in a batch of 16."""
-    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
-        outputs = rig.run(asks())
-        assert max(batch.num_requests for batch in rig.batches) == 16
-        assert tokens_of(outputs) == plain()
-        return mean_run(outputs), drafts_of(rig)
+HEAD = TrainedHead(FOLDER, make_prompts, MTP, LENGTH, FLOOR, SETTINGS)
 
 
 @cache
 def everywhere() -> Drafts:
     """Requests that use no drafts stop at every length, and there it is proposed for them all the same."""
-    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
-        rig.run(asks(greedy(LENGTH, speculative=False)))
+    with HEAD.draft_rig() as rig:
+        rig.run(HEAD.asks(greedy(LENGTH, speculative=False)))
         drafts = drafts_of(rig)
         assert len(drafts) == 16 * (LENGTH - 1)
         return drafts
@@ -93,72 +61,58 @@ def everywhere() -> Drafts:
 def test_the_target_speaks_the_language() -> None:
     """Else a module would be easy to fool: the greedy text follows the mode's permutation nearly everywhere."""
     shares = [language().share_right(prompt + continued, len(prompt), mode=prompt[1])
-              for prompt, (continued,) in zip(prompts(), plain(), strict=True)]  # fmt: skip
+              for prompt, (continued,) in zip(HEAD.prompts, HEAD.plain(), strict=True)]  # fmt: skip
     assert sum(shares) / len(shares) > 0.95
 
 
 def test_mean_run_and_the_ngram_drafter_on_the_same_prompts() -> None:
-    run, drafts = healthy()
-    assert run >= FLOOR
-    assert drafts.items() <= everywhere().items()
-    with Rig(target(), speculative_config=NGRAM, **SETTINGS) as rig:
-        outputs = rig.run(asks())
-        assert tokens_of(outputs) == plain()
-        assert mean_run(outputs) < NGRAM_CEILING
+    HEAD.check_floor_and_ngram()
+    assert HEAD.healthy[1].items() <= everywhere().items()
 
 
 def test_mean_run_at_temperature_one_with_the_targets_own_noise() -> None:
-    with Rig(target(), speculative_config=MTP, **SETTINGS) as rig:
-        outputs = rig.run(asks(sampled()))
-        assert tokens_of(outputs) == plain(sampled()) != plain()
-        assert mean_run(outputs) >= FLOOR
+    HEAD.check_sampled()
 
 
 def test_equal_drafts_alone_after_a_hit_and_after_a_preemption() -> None:
-    run, drafts = healthy()
-    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+    run, drafts = HEAD.healthy
+    with HEAD.draft_rig() as rig:
         states = rig.scheduler.cache.states
-        alone = rig.run_one_by_one(asks())
+        alone = rig.run_one_by_one(HEAD.asks())
         assert drafts_of(rig) == drafts and mean_run(alone) == run and states.num_restored == 0
-        hit = rig.run(asks())
+        hit = rig.run(HEAD.asks())
         assert all(output.metrics.num_cached_tokens >= 16 for output in hit) and states.num_restored == 16
         assert drafts_of(rig) == drafts and mean_run(hit) == run
-        preempted = rig.run(asks(), after_step=rig.preempt)
+        preempted = rig.run(HEAD.asks(), after_step=rig.preempt)
         assert all(output.metrics.num_preemptions == 1 for output in preempted) and states.num_restored == 48
         # A resumed request waits for its first drafts, so that its runs fall elsewhere.
         assert drafts_of(rig).items() <= everywhere().items()
         assert mean_run(preempted) > run - 0.5
-        assert tokens_of(alone) == tokens_of(hit) == tokens_of(preempted) == plain()
+        assert tokens_of(alone) == tokens_of(hit) == tokens_of(preempted) == HEAD.plain()
 
 
 @pytest.mark.parametrize("harm", [shuffled_hidden, foreign_table, late_tokens], ids=lambda harm: harm.__name__)
 def test_a_broken_module_shows_in_the_mean_run_only(harm: Callable[[AutoregressiveDrafter], None]) -> None:
-    # Unseen tails of foreign pages are not poisoned: the harm is to be in what is read, not in NaN.
-    with Rig(target(), speculative_config=MTP, poison=False, **SETTINGS) as rig:
-        assert isinstance(rig.step.drafter, AutoregressiveDrafter)
-        harm(rig.step.drafter)
-        outputs = rig.run(asks())
-        assert tokens_of(outputs) == plain()
-        assert mean_run(outputs) <= healthy()[0] - HARM
+    HEAD.check_harmed(harm)
 
 
 def test_the_module_knows_no_positions() -> None:
     """So a rope position off by two, which ruins other heads, must leave every draft as it is."""
-    with DraftRig(target(), speculative_config=MTP, **SETTINGS) as rig:
+    with HEAD.draft_rig() as rig:
         assert isinstance(rig.step.drafter, AutoregressiveDrafter)
         late_position(rig.step.drafter)
-        rig.run(asks())
-        assert drafts_of(rig) == healthy()[1]
+        rig.run(HEAD.asks())
+        assert drafts_of(rig) == HEAD.healthy[1]
 
 
-@pytest.mark.parametrize("params", [greedy(LENGTH), sampled()], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [greedy(LENGTH), HEAD.sampled()], ids=["greedy", "sampled"])
 def test_exact_with_chunks_padding_overlap_and_a_small_pool(params: SamplingParams) -> None:
     """Short prompts that all fit at first and then outgrow the pool; checkpoints give way."""
-    short = [Ask(prompt[:12], params) for prompt in prompts()[:8]]
-    with Rig(target(), **SETTINGS) as rig:
+    short = [Ask(prompt[:12], params) for prompt in HEAD.prompts[:8]]
+    with Rig(HEAD.target, **SETTINGS) as rig:
         expected = tokens_of(rig.run(short))
     tight = SETTINGS | {"max_num_seqs": 4, "max_num_batched_tokens": 27, "num_pages": 9, "max_model_len": 64}
-    with DraftRig(target(), speculative_config=MTP, overlap=True, pad_requests=(3, 6), pad_tokens=(10, 30),
+    with DraftRig(HEAD.target, speculative_config=MTP, overlap=True, pad_requests=(3, 6), pad_tokens=(10, 30),
                   **tight) as rig:
         outputs = rig.run(short)
         assert tokens_of(outputs) == expected
