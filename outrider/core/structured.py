@@ -14,10 +14,21 @@ from outrider.core.fields import NotEmpty, Text, check_fields, unknown_name
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # of a schema: objects and lists inside each other
+MAX_REASON = 300  # characters of what a grammar library says
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 # Fields of vLLM's StructuredOutputsParams that Outrider does not have, with what to do instead.
 REFUSED_FIELDS = {"structural_tag": "write the tags into a grammar"}
+
+
+class FormFailure(str):
+    """Error message of a request whose grammar allows no further token. The request's own form is the cause: it went
+    beyond the grammar library's limits on the way, or a token did not follow it."""
+
+    @classmethod
+    def from_matcher(cls, error: str) -> FormFailure:
+        reason = " ".join(error.split())[:MAX_REASON]
+        return cls(f"structured_outputs: the grammar allows no further token ({reason}); make it simpler")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.core import Admission, Axis, HostDraft, Limits, ScheduledBatch, StepResult
+from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
+from outrider.core.structured import FormFailure
 from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import to_device
 from outrider.runner.interface import Grammars, Matcher
@@ -52,7 +53,7 @@ class RowGrammar:
     prompt_len: int
     known: int  # tokens, prompt included, that the matcher has followed
     stop_ids: list[int]
-    is_reported: bool = False  # its error is in the log
+    failure: FormFailure | None = None  # why it allows no further token, once it does not
 
     @cached_property
     def matcher(self) -> Matcher:
@@ -144,6 +145,17 @@ class GrammarRows:
         self._guesses = []
         parts = [part._replace(num_proposed=counts.get(row, part.num_proposed))
                  for part, row in zip(result.requests, batch.rows, strict=True)]
+        return self.explain(batch, replace(result, requests=parts))
+
+    def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+        """The result of a split step, in which requests whose grammars failed say so. The device knows only that no
+        token was allowed."""
+        owners = ((row, self._rows.get(row)) for row in batch.rows)
+        failures = {row: own.failure for row, own in owners if own is not None and own.failure is not None}
+        if not failures:
+            return result
+        parts = [part._replace(error=failures[row]) if part.finish is Finish.ERROR and row in failures else part
+                 for part, row in zip(result.requests, batch.rows, strict=True)]
         return replace(result, requests=parts)
 
     # Inside
@@ -180,9 +192,9 @@ class GrammarRows:
         for mask, (grammar, length) in zip(masks, lengths, strict=True):
             if grammar.forbids_end_at(length):
                 _leave_out(mask, grammar.stop_ids)
-            if grammar.matcher.error is not None and not grammar.is_reported:
-                grammar.is_reported = True
-                log.warning("a grammar allows no further token, so its request ends: %s", grammar.matcher.error)
+            if grammar.matcher.error is not None and grammar.failure is None:
+                grammar.failure = FormFailure.from_matcher(grammar.matcher.error)
+                log.warning("a request ends: %s", grammar.failure)
         self._state.sampling.masks.write(cells, masks)
 
 

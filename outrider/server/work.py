@@ -17,7 +17,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.engine.async_llm import EngineError, RequestError
+from outrider.engine.async_llm import EngineError, FormError, RequestError
 from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")
@@ -122,6 +122,8 @@ def api_error(error: Exception) -> ApiError:
         case EngineError():
             log.error("a request failed with the engine: %s", error)
             return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
+        case FormError():
+            return ApiError(400, error.failure)
         case RequestError():
             log.error("%s", error)
             return ApiError(500, "the request failed while it ran; the server's log says why")

@@ -232,6 +232,21 @@ def test_where_nothing_is_allowed_the_request_ends_and_its_mates_go_on() -> None
         assert tokens_of(outputs[1:]) == [expected()[0], expected()[4]]
 
 
+def test_a_grammar_beyond_its_limits_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To follow this form takes a state for each of the possible last twelve letters."""
+    from outrider.engine.grammar import compiler
+
+    monkeypatch.setattr(compiler, "MAX_LEXER_STATES", 30)
+    many_states = form(regex="(a|b)*a(a|b){12}c")
+    with rig_of() as rig:
+        outputs = rig.run([Ask(prompt_of(9, 4), SamplingParams(temperature=2.0, seed=1, max_tokens=60,
+                                                               structured_outputs=many_states)), ASKS[4]])
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert re.search("structured_outputs: the grammar allows no further token .*too many states: 30 >= 30[)]",
+                         outputs[0].outputs[0].error or "")
+        assert tokens_of(outputs[1:]) == [expected()[4]]
+
+
 BAD = {
     "schema type": (form(json={"properties": {"a": {"items": {"type": "objec"}}}}),
                     r"json\['properties'\]\['a'\]\['items'\] cannot be compiled: .*objec"),

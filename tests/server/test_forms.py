@@ -101,6 +101,19 @@ def test_a_form_that_cannot_be_compiled(served: Served, fields: dict[str, Any], 
     assert words in error["message"] and error["param"] == param
 
 
+def test_a_form_beyond_its_limits_is_the_requests_own_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the text is written: before that nobody knows how many states it takes."""
+    monkeypatch.setattr("outrider.engine.grammar.compiler.MAX_LEXER_STATES", 30)
+    asked = {"prompt": "x", "temperature": 2.0, "seed": 1, "max_tokens": 90,
+             "structured_outputs": {"regex": "(a|b)*a(a|b){11}c"}}
+    error = served.error("/v1/completions", **asked)
+    assert "structured_outputs: the grammar allows no further token (lexer error: too many states" in error["message"]
+    events = served.post("/v1/completions", **asked, stream=True).text.removesuffix("data: [DONE]\n\n").strip()
+    assert json.loads(events.split("\n\n")[-1].removeprefix("data: "))["error"] == error  # an event, or all of it
+    assert served.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+    served.assert_idle()
+
+
 def test_responses_and_messages(served: Served) -> None:
     format_: Any = {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}
     answer = served.client().responses.create(model=MODEL, input="Go.", text={"format": format_})

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
+NO_DETAILS = "<non-verbose/>"  # what errors end with where details are left out
+
 
 class TokenMatcher:
     """Not for several threads at once."""
@@ -25,7 +27,7 @@ class TokenMatcher:
         """Why nothing can follow, if something went wrong."""
         if self._refused is not None:
             return f"token {self._refused} does not follow the grammar"
-        return self.inner.get_error() or None
+        return self.inner.get_error().removesuffix(NO_DETAILS).strip() or None
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Follow tokens that are part of the output for good. An end token ends the text and moves nothing."""

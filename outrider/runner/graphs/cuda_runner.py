@@ -134,8 +134,10 @@ class CudaRunner:
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
         pending = self._run(batch)
-        if self._settles and batch.form is StepForm.SPLIT:
-            pending.settle = torch.inference_mode()(partial(self.device_step.grammars.settle, batch))
+        if batch.form is StepForm.SPLIT:
+            grammars = self.device_step.grammars
+            pending.settle = torch.inference_mode()(
+                partial(grammars.settle if self._settles else grammars.explain, batch))
         return pending
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:
