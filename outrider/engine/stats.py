@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,7 @@ from outrider.core.outputs import RequestMetrics
 log = logging.getLogger("outrider")
 
 LOG_SECONDS = 10.0
+STEP_TOKENS = (1, *(1 << power for power in range(3, 15)))  # bounds of the sizes that steps are counted by
 
 
 @dataclass
@@ -35,6 +37,8 @@ class EngineStats:
     accepted_per_position: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)  # how often k drafts were scheduled for a request that samples
     num_steps: int = 0
+    num_step_tokens: int = 0  # of all steps, drafts included
+    steps_by_tokens: list[int] = field(default_factory=list)  # by the bounds of STEP_TOKENS
     uncaptured: Counter[Uncaptured] = field(default_factory=Counter)  # steps that replayed no captured one, by reason
 
     def add(self, prompt_len: int, samples: int) -> None:
@@ -44,6 +48,9 @@ class EngineStats:
     def observe_batch(self, batch: ScheduledBatch) -> None:
         for admission in batch.admissions:
             self.num_hit_tokens += admission.computed
+        num_tokens = batch.num_tokens
+        self.num_step_tokens += num_tokens
+        _count(self.steps_by_tokens, bisect_left(STEP_TOKENS, num_tokens))
         num_samples = sum(batch.samples)
         drafted = [k for k in batch.num_drafts if k]  # only requests that sample have drafts
         for k in drafted:

@@ -18,13 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 from outrider import __version__
 from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import LONG_TEXT
+from outrider.server.bodies import BodyRoute
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
 from outrider.server.embeddings import EmbeddingRequest, create_embeddings
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
-from outrider.server.guard import TENANT, Guard
+from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.protocol import (
     ChatRequest,
@@ -37,6 +38,18 @@ from outrider.server.service import Service
 from outrider.server.work import api_error
 
 log = logging.getLogger("outrider")
+NO_SLEEP = "the model stays on its device; stop the server and start it again"
+NO_ADAPTERS = "adapters are not loaded; merge them into the model's weights"
+# Routes of vLLM that are not here, with what to do instead.
+NOT_SERVED = {
+    "/sleep": NO_SLEEP, "/wake_up": NO_SLEEP, "/is_sleeping": NO_SLEEP,
+    "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
+    "/reset_prefix_cache": "give requests a cache_salt, with which they share pages among themselves only",
+    "/server_info": "the server's first log lines say how it was started",
+    "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
+    "/score": "compare embeddings of /v1/embeddings", "/rerank": "compare embeddings of /v1/embeddings",
+    "/pooling": "use /v1/embeddings", "/classify": "use /v1/completions with a choice as structured output",
+}  # fmt: skip
 
 
 def build_app(service: Service) -> FastAPI:
@@ -62,12 +75,12 @@ def build_app(service: Service) -> FastAPI:
     app.add_middleware(Guard, keys=config.api_key, max_body_bytes=config.max_body_bytes)
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
-                           allow_headers=["*"])
+                           allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
     return app
 
 
 def _openai_routes(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=BodyRoute)
 
     @routes.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -105,7 +118,7 @@ def _openai_routes(service: Service) -> APIRouter:
 
 
 def _text_routes(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -198,6 +211,9 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404 and path in NOT_SERVED:
+        return _answer(ApiError(404, f"{path} is not supported: {NOT_SERVED[path]}"))
     messages = {404: "there is no such route", 405: "this route has another method", 400: "the body cannot be read"}
     answer = _answer(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
     answer.headers.update(error.headers or {})  # 405 says which methods there are
@@ -206,7 +222,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return _answer(ApiError(500, INTERNAL))
+    answer = _answer(ApiError(500, INTERNAL))
+    answer.headers[REQUEST_ID_HEADER] = request.scope[REQUEST_ID_HEADER]  # this answer does not pass the guard
+    return answer
 
 
 def _body_fields(request: Request) -> list[str]:

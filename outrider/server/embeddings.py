@@ -13,7 +13,7 @@ from pydantic import Field
 from outrider.core.pooling import PoolingParams
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Ask
-from outrider.server.protocol import Scheduled
+from outrider.server.protocol import Prompts, Scheduled
 from outrider.server.service import Service, new_id
 from outrider.server.work import JsonWork, Work
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingRequest(Scheduled):
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None

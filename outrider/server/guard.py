@@ -1,7 +1,9 @@
-"""The guard before every route: API keys, and bodies of a bounded size that arrive in time. Plain ASGI, no framework.
+"""The guard before every route: API keys, bodies of a bounded size that arrive in time, and an id for every answer.
 
 A key is compared with every known one in constant time, so that neither a key nor its place can be learned by timing.
 The key that was used goes into the scope; it salts the prefix cache, so that one tenant's hits tell nothing of another.
+An answer has the client's `X-Request-Id`, or one made here; the log line of the request has it too. Plain ASGI, no
+framework.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from outrider.server.errors import ApiError
+from outrider.server.logs import REQUEST_ID
 from outrider.server.tracing import TRACE_PARENT
 
 Scope = MutableMapping[str, Any]
@@ -26,6 +31,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/"})
 BODY_SECONDS = 60.0  # for a client to send its body
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: nothing that would break a log line
 
 
 class Guard:
@@ -39,7 +46,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         TRACE_PARENT.set(_header(scope, b"traceparent").decode("latin-1") or None)
+        given = _header(scope, b"x-request-id")
+        is_wrong = bool(given) and not REQUEST_ID_FORM.fullmatch(given)
+        request_id = uuid4().hex if is_wrong or not given else given.decode("ascii")
+        scope[REQUEST_ID_HEADER] = request_id
+        REQUEST_ID.set(request_id)
+        send = _with_header(send, b"x-request-id", request_id.encode("ascii"))
         try:
+            if is_wrong:
+                raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             receive = await self._with_body(scope, receive)
         except ApiError as error:
@@ -94,6 +109,15 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body exceeds {self._max_body_bytes} bytes")
+
+
+def _with_header(send: Send, name: bytes, value: bytes) -> Send:
+    def send_with(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every event
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (name, value)]
+        return send(message)
+
+    return send_with
 
 
 async def send_error(send: Send, error: ApiError) -> None:

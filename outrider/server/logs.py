@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 REQUESTS = logging.getLogger("outrider.requests")  # one line for every request that ended
+REQUEST_ID: ContextVar[str | None] = ContextVar("request id", default=None)  # X-Request-Id of the request being served
 FIELDS = "fields"  # the attribute of a record that holds further values
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.server.logs import log_request
+from outrider.engine.stats import STEP_TOKENS
+from outrider.server.logs import REQUEST_ID, log_request
 from outrider.server.tracing import Tracing
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -105,6 +106,11 @@ class ServerMetrics:
             ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", stats.num_accepted_tokens),
         ):
             yield from self._counter(name, help_text, {"": value})
+        steps = Histogram("iteration_tokens_total", "Tokens of a step, of prompts and drafts too.", STEP_TOKENS)
+        for index, count in enumerate(list(stats.steps_by_tokens)):
+            steps.counts[index] = count
+        steps.sum = stats.num_step_tokens
+        yield from steps.lines(self._labels)
         yield from self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted tokens of drafts, by position.",
                                  _numbered("position", stats.accepted_per_position))
         yield from self._counter("spec_decode_num_draft_tokens_per_pos", "Tokens of drafts, by position.",
@@ -126,7 +132,7 @@ class RequestTimer:
     """Times of one prompt, from its arrival to the end of its last sample."""
 
     def __init__(self, metrics: ServerMetrics, request_id: str, prompt_len: int, params: SamplingParams) -> None:
-        self._metrics, self._request_id = metrics, request_id
+        self._metrics, self._request_id, self._header_id = metrics, request_id, REQUEST_ID.get()
         self._prompt_len, self._max_tokens = prompt_len, params.max_tokens
         self._began = time.perf_counter()
         self._first: float | None = None
@@ -153,7 +159,8 @@ class RequestTimer:
         """The request is over, finished or not."""
         if len(self._ends) < len(self._num_tokens):
             self._metrics.ends["abort"] += 1
-            log_request(request_id=self._request_id, finish_reason="abort", **self._counts())
+            log_request(request_id=self._request_id, x_request_id=self._header_id, finish_reason="abort",
+                        **self._counts())
 
     def _finish(self, counted: RequestMetrics, decode_seconds: float) -> None:
         metrics, longest = self._metrics, max(self._num_tokens)
@@ -174,7 +181,8 @@ class RequestTimer:
             metrics.max_tokens.observe(self._max_tokens)
         metrics.num_preemptions += counted.num_preemptions
         metrics.ends.update(self._ends)
-        log_request(request_id=self._request_id, finish_reason=",".join(self._ends), **self._counts(),
+        log_request(request_id=self._request_id, x_request_id=self._header_id, finish_reason=",".join(self._ends),
+                    **self._counts(),
                     cached_tokens=counted.num_cached_tokens, draft_tokens=counted.num_draft_tokens,
                     accepted_tokens=counted.num_accepted_tokens)
         if metrics.tracing is not None:

@@ -5,7 +5,7 @@ None stands for "not given", as clients send it. Bounds of values are those of S
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -71,6 +71,13 @@ class Body(BaseModel):
                 raise PydanticCustomError("refused", "{param} is not supported with the value {value}: {why}",
                                           {"param": name, "value": shown(value), "why": why})
         return {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+
+
+# Lists are read up to the first value of another type: to say of each of a million token ids that it is no text takes a
+# second.
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+Prompts: TypeAlias = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -205,7 +212,7 @@ class Sampled(Scheduled):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = Field(default=None, description="the answer begins with the prompt")
@@ -298,4 +305,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds

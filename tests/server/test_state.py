@@ -51,6 +51,11 @@ def test_metrics_count_requests_tokens_and_drafts(served: Served) -> None:
                  "request_max_num_generation_tokens"):
         assert after[f"vllm:{name}_count"] == after[f'vllm:{name}_bucketle="+Inf"'] == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    num_steps = after["vllm:iteration_tokens_total_count"]
+    assert num_steps == after['vllm:iteration_tokens_total_bucketle="+Inf"'] >= after["vllm:engine_steps_total"] > 0
+    # Each prompt but its hits, each token but the last ones, and drafts.
+    assert after["vllm:iteration_tokens_total_sum"] >= 80 - after["vllm:prefix_cache_hits_total"] + 58
+    assert after['vllm:iteration_tokens_total_bucketle="1.0"'] < after['vllm:iteration_tokens_total_bucketle="64.0"']
 
 
 def test_a_histogram_counts_up_to_its_bounds() -> None:
@@ -58,6 +63,37 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     for value in (0.5, 1, 1.5, 9):
         histogram.observe(value)
     assert [line.split()[-1] for line in histogram.lines("l")][-5:] == ["2", "3", "4", "12.0", "4"]
+
+
+def test_every_answer_has_a_request_id(served: Served) -> None:
+    body = {"prompt": "x", "max_tokens": 2}
+    for path, status, more in (("/v1/completions", 200, {}), ("/v1/completions", 200, {"stream": True}),
+                               ("/v1/completions", 400, {"temperature": "hot"}), ("/v1/nothing", 404, {})):
+        answer = served.http.post(path, json=body | more, headers={"X-Request-Id": "job-17/a"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "job-17/a")
+    made = [served.http.get("/health").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1] and all(re.fullmatch("[0-9a-f]{32}", own) for own in made)
+    assert served.client().models.with_raw_response.list().request_id, "what OpenAI's client reads it by"
+    for wrong in ("two words", "x" * 129):
+        refused = served.http.post("/v1/completions", json=body, headers={"X-Request-Id": wrong})
+        assert refused.status_code == 400 and "X-Request-Id must be" in refused.json()["error"]["message"]
+        assert re.fullmatch("[0-9a-f]{32}", refused.headers["x-request-id"])
+
+
+def test_a_surprise_has_a_request_id_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def surprise(name: str | None) -> str:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(served.service, "check_model", surprise)
+    answer = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "odd"})
+    assert answer.status_code == 500 and answer.headers["x-request-id"] == "odd"
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/v1/load_lora_adapter", "/rerank"])
+def test_known_routes_that_are_not_served_say_what_to_do(served: Served, path: str) -> None:
+    answer = served.http.post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"{path} is not supported: ")
 
 
 def test_health_version_and_the_page(served: Served) -> None:

@@ -1,0 +1,71 @@
+"""Large bodies are read as small ones are, and hold up nobody meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from outrider.server import bodies
+from outrider.server.bodies import LARGE, parse_large
+from tests.server.rig import serving
+
+SOURCE = random.Random(5)
+
+
+def ids(count: int) -> list[int]:
+    return [SOURCE.randrange(130_000) for _ in range(count)]
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", ":\t")])
+@pytest.mark.parametrize("value", [
+    {"prompt": ids(40_000)}, {"prompt": [ids(20_000), ids(3), ids(30_000)], "model": "x"}, ids(60_000),
+    {"prompt": "x" * 200_000}, {"prompt": str(ids(40_000))}, {"prompt": f"a [{ids(40_000)}", "stop_token_ids": ids(9)},
+    {"prompt": ids(40_000), "stop": [str(ids(40_000))]}, {"prompt": [0.5, *ids(40_000)]}, {"n": [-1, *ids(40_000)]},
+], ids=lambda value: str(value)[:16])  # fmt: skip
+def test_a_large_body_is_read_as_json_is(value: Any, separators: tuple[str, str]) -> None:
+    assert parse_large(json.dumps(value, separators=separators).encode()) == value
+
+
+@pytest.mark.parametrize("body", [
+    b"[" + b"1," * 90_000 + b"]", b"[," + b"1," * 90_000 + b"1]", b'{"p":[' + b"1," * 90_000 + b"1", b"1," * 90_000,
+    b"[" + b"1" * 200_000 + b"]", b"[1" + b", " * 90_000 + b"1]", b"[" + b"1 2," * 50_000 + b"1]",
+    b"[" + b"01," * 50_000 + b"1]", b"[" + b"1," * 40_000 + b"," + b"1," * 40_000 + b"1]", b"{" + b" " * 200_000,
+], ids=lambda body: body[:8].decode())  # fmt: skip
+def test_what_is_no_json_is_refused_in_the_same_words(body: bytes) -> None:
+    with pytest.raises(ValueError) as expected:
+        json.loads(body)
+    with pytest.raises(ValueError) as found:
+        parse_large(body)
+    assert str(found.value) == str(expected.value)
+
+
+def test_blank_lists_are_read() -> None:
+    assert parse_large(b"[" + b" " * LARGE + b"]") == []
+
+
+def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large body waits, half read, until another request has been answered."""
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    read_numbers = bodies._parse_numbers
+
+    def slow(text: bytes) -> list[int]:
+        is_reading.set()
+        assert may_go_on.wait(60)
+        return read_numbers(text)
+
+    monkeypatch.setattr(bodies, "_parse_numbers", slow)
+    answers: list[Any] = []
+    with serving() as served:
+        client = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", prompt=ids(50_000))))
+        client.start()
+        assert is_reading.wait(60)
+        began = time.monotonic()
+        assert served.http.get("/health").status_code == 200 and time.monotonic() - began < 30
+        may_go_on.set()
+        client.join()
+        assert answers[0].status_code == 400 and "the prompt has 50000 tokens" in answers[0].json()["error"]["message"]
