@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     gated,
     pdl_options,
     release_dependents,
@@ -50,7 +50,7 @@ def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, p
     require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
     if num_tokens == 0 or width == 0:
         return out
-    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    grid = (num_tokens, cdiv(width, _COLUMNS))
     _gated_kernel[grid](
         x, out, x.stride(0), out.stride(0), width, GELU=gelu, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4,
         **pdl_options(pdl),
@@ -90,7 +90,7 @@ def relu2(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None 
     require_tensor("relu2", "out", out, (num_tokens, width), x.device, (x.dtype,))
     if num_tokens == 0 or width == 0:
         return out
-    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    grid = (num_tokens, cdiv(width, _COLUMNS))
     _relu2_kernel[grid](
         x, out, x.stride(0), out.stride(0), width, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
     )

@@ -9,6 +9,8 @@ batch mates. Tiles and splits are planned in `attention_splits`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 import triton
@@ -206,6 +208,9 @@ def prepare_counters(device: torch.device) -> None:
     counters_for(device, MIN_COUNTERS)
 
 
+_plan = lru_cache(maxsize=1024)(plan_launch)  # every layer of a step has the same
+
+
 def _check_bounds(
     name: str, max_query: int, max_length: int, columns: int, page_size: int, split_size: int | None,
     num_splits: int | None,
@@ -242,8 +247,8 @@ def decode_attention(
         require(split_size is None and num_splits is None and config is None, name, "splits", "plan the launch already")
         require(splits.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "splits",
                 "were listed for another batch")
-    plan = plan_launch(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
-                       split_size=split_size, num_splits=num_splits, config=config) if splits is None else splits.plan
+    plan = _plan(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
+                 split_size=split_size, num_splits=num_splits, config=config) if splits is None else splits.plan
     require(split_size is None or split_size % plan.config.block_n == 0, name, "split_size",
             f"is {split_size}, expected a multiple of {plan.config.block_n}")
     if out is None:
@@ -267,8 +272,7 @@ def decode_attention(
         q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
         items, count, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
         shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits, plan.num_tiles,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
         D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,
         BLOCK_N=plan.config.block_n, SPLIT=plan.is_split, FILL_PADDING=fill_padding,

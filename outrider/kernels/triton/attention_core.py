@@ -7,7 +7,7 @@ are never loaded: a page beyond the length, or one that left the window, may hol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -130,8 +130,7 @@ def zero_padding(
         at += step * out_token_stride
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """Host integers that a checked call of either kernel needs."""
 
     num_tokens: int
@@ -160,7 +159,7 @@ def check_attention(
     num_tokens, num_heads, head_dim = q.shape
     require(0 < head_dim <= MAX_HEAD_DIM, kernel, "q", f"has head_dim {head_dim}, allowed are 1 to {MAX_HEAD_DIM}")
     require_tensor(kernel, "k_cache", k_cache, (None, None, None, head_dim), device, (q.dtype,))
-    require_tensor(kernel, "v_cache", v_cache, tuple(k_cache.shape), device, (q.dtype,))
+    require_tensor(kernel, "v_cache", v_cache, k_cache.shape, device, (q.dtype,))
     page_size, num_kv_heads = k_cache.shape[1:3]
     require(page_size & (page_size - 1) == 0 and page_size > 0, kernel, "k_cache",
             f"has {page_size} tokens per page, expected a power of two")
@@ -174,7 +173,7 @@ def check_attention(
     if key_starts is not None:
         require_tensor(kernel, "key_starts", key_starts, (num_requests,), device, int32)
     if out is not None:
-        require_tensor(kernel, "out", out, tuple(q.shape), device, (q.dtype,))
+        require_tensor(kernel, "out", out, q.shape, device, (q.dtype,))
     require(window is None or window > 0, kernel, "window", f"is {window}, expected None or at least 1")
     require(softcap is None or softcap > 0, kernel, "softcap", f"is {softcap}, expected None or greater than 0")
     return AttentionShape(num_tokens, num_requests, num_heads, num_kv_heads, head_dim, page_size)

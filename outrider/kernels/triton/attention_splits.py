@@ -14,7 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import next_power_of_two, num_sms, require_tensor
+from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
@@ -92,10 +92,10 @@ def plan_launch(
     # As many queries as the tile's rows hold: a kernel then serves every number of queries of its tile.
     block_m = max(16, next_power_of_two(min(max_query, max(1, config.max_rows // group)) * group))
     q_tile = block_m // group
-    num_tiles = triton.cdiv(max_query, q_tile)
+    num_tiles = cdiv(max_query, q_tile)
     if split_size is not None:  # the window may begin anywhere in its first split
         keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
-        num_splits = max(1, triton.cdiv(keys, split_size))
+        num_splits = max(1, cdiv(keys, split_size))
         return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
     least = least_listed_split(programs, sms, padded_dim) if is_listed else config.min_split
@@ -104,7 +104,7 @@ def plan_launch(
     keys = max_length if window is None else min(max_length, window + max_query - 1)
     # Two programs for each multiprocessor; in a list idle ones do no harm.
     most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
-    num_splits = max(1, min(triton.cdiv(keys, least), most, MOST_SPLITS.value))
+    num_splits = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value))
     return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, most > 1)
 
 
@@ -216,7 +216,7 @@ def list_splits(
     items = torch.empty(num_requests * plan.num_splits, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
-    _list_splits_kernel[(triton.cdiv(num_requests, 16),)](
+    _list_splits_kernel[(cdiv(num_requests, 16),)](
         lengths, live, lengths if key_starts is None else key_starts, items, count, window or 0, plan.split_size,
         plan.coarse_size, plan.num_splits, num_requests, BLOCK_N=plan.config.block_n, HAS_WINDOW=window is not None,
         HAS_STARTS=key_starts is not None, PAD=pad, ROWS=16, num_warps=4,

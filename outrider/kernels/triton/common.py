@@ -61,13 +61,21 @@ def uses_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_PDL_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = ({}, {"launch_pdl": True})
+
+
 def pdl_options(pdl: bool) -> dict[str, Any]:
     """The launch option that goes with a kernel's PDL flag; the interpreter knows no such option."""
-    return {"launch_pdl": True} if pdl else {}
+    return _PDL_OPTIONS[pdl]
 
 
 def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of `size` cover n, for the host: `triton.cdiv` takes longer than a launch's checks."""
+    return -(-n // size)
 
 
 @lru_cache(maxsize=16)
@@ -92,17 +100,25 @@ def require_tensor(
     inner_contiguous: int = 1,
 ) -> None:
     """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed. Runs before
-    every launch: what is wrong is put into words only where something is."""
+    every launch, so that it looks first at what nearly always holds, and puts into words only what is wrong."""
     got = tensor.shape
     is_right = (
-        len(got) == len(shape)
-        and tensor.dtype in dtypes
+        tensor.dtype in dtypes
         and tensor.device == device
-        and all(want is None or want == have for want, have in zip(shape, got, strict=True))
-        and _is_packed(tensor, inner_contiguous)
+        and (got == shape or _fits(got, shape))
+        and (tensor.is_contiguous() or _is_packed(tensor, inner_contiguous))
     )
     if not is_right:
         _explain(kernel, argument, tensor, shape, device, dtypes, inner_contiguous)
+
+
+def _fits(got: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    if len(got) != len(shape):
+        return False
+    for have, want in zip(got, shape, strict=True):
+        if have != want and want is not None:
+            return False
+    return True
 
 
 def _explain(kernel: str, argument: str, tensor: torch.Tensor, shape: tuple[int | None, ...], device: torch.device,

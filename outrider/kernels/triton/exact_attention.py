@@ -25,6 +25,7 @@ from outrider.kernels.triton.attention_core import (
     zero_padding,
 )
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -199,9 +200,9 @@ def exact_attention(
     count = shape.num_requests if tiles is None else tiles.count
     if shape.num_tokens == 0 or count == 0:
         return out
-    num_tiles = 1 if tiles is not None else triton.cdiv(max_query, q_tile)
+    num_tiles = 1 if tiles is not None else cdiv(max_query, q_tile)
     keys = max_length if window is None else min(max_length, window + max_query - 1 + split_keys)
-    num_parts = max(1, triton.cdiv(keys, split_keys)) if tiles is None else 1
+    num_parts = max(1, cdiv(keys, split_keys)) if tiles is None else 1
     if num_programs is None:
         num_programs = _PROGRAMS_PER_SM * num_sms(q.device) // (shape.num_kv_heads * count * num_tiles)
     num_programs = max(1, min(num_programs, num_parts))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -101,7 +101,7 @@ def _attention(
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
     config = exact_latent_config(width, q.element_size(), split)
-    splits = max(1, triton.cdiv(max_count, split))
+    splits = max(1, cdiv(max_count, split))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     step = max(1, min(num_tokens, MAX_PART_ELEMENTS // (num_heads * splits * latent_dim)))
     parts = torch.empty(step, num_heads, splits, latent_dim, dtype=torch.float32, device=q.device)

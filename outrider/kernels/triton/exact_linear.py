@@ -17,6 +17,7 @@ import triton.language as tl
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     num_sms,
     pdl_options,
     release_dependents,
@@ -125,7 +126,7 @@ def exact_tile(num_rows: int, n: int, k: int, sms: int, itemsize: int) -> ExactT
 
 
 def _cost(choice: _ManyRows, num_rows: int, n: int, sms: int) -> float:
-    tiles = triton.cdiv(num_rows, choice.tile.block_m) * triton.cdiv(n, choice.tile.block_n)
+    tiles = cdiv(num_rows, choice.tile.block_m) * cdiv(n, choice.tile.block_n)
     waves, rest = divmod(tiles, sms * choice.per_sm)
     return waves * choice.seconds + (0 if rest == 0 else choice.alone if rest <= sms else choice.seconds)
 
@@ -156,7 +157,7 @@ def exact_linear(
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: ExactTile,
             pdl: bool) -> None:
     num_rows, (n, k) = x.shape[0], weight.shape
-    _tile_kernel[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+    _tile_kernel[(cdiv(num_rows, tile.block_m) * cdiv(n, tile.block_n),)](
         x, weight, x if bias is None else bias, out, x.stride(0), weight.stride(0), out.stride(0), num_rows, n, K=k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=_GROUP,
         WEIGHT_FIRST=tile.weight_first, HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps,

@@ -17,6 +17,7 @@ import triton.language as tl
 from outrider.kernels.recurrent import NORM_EPS, SHORT_RUN, CheckpointTargets
 from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -332,7 +333,7 @@ def delta_steps(
     keys = next_power_of_two(key_dim)
     if chunked:  # products have least sizes
         tile, keys = max(16, tile), max(16, keys)
-    num_tiles = triton.cdiv(value_dim, tile)
+    num_tiles = cdiv(value_dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl = uses_pdl(layer.state.device)
     _delta_kernel[(num_tiles, heads, sizes.requests)](

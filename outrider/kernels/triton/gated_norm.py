@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     gated,
     next_power_of_two,
     pdl_options,
@@ -73,7 +73,7 @@ def gated_norm(
         return out
     columns, num_groups = next_power_of_two(group_size), size // group_size
     groups = min(max(1, _TILE // columns), next_power_of_two(num_groups))
-    _gated_norm_kernel[(num_tokens, triton.cdiv(num_groups, groups))](
+    _gated_norm_kernel[(num_tokens, cdiv(num_groups, groups))](
         y, z, weight, out, y.stride(0), z.stride(0), out.stride(0), num_groups, group_size, eps,
         IS_SHARED=is_shared, GATE_FIRST=gate_first, GROUPS=groups, COLUMNS=columns, PDL=pdl,
         num_warps=min(16, max(1, groups * columns // 512)), **pdl_options(pdl),

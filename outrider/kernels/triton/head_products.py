@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -69,7 +69,7 @@ def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, p
     if x.element_size() > 2:
         block_t, block_n = min(block_t, 32), 32
     block_n = min(block_n, max(16, next_power_of_two(n)))
-    _head_products_kernel[(num_heads, triton.cdiv(n, block_n), triton.cdiv(num_tokens, block_t))](
+    _head_products_kernel[(num_heads, cdiv(n, block_n), cdiv(num_tokens, block_t))](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1), K=k, N=n,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=min(128 if x.element_size() <= 2 else 64,
                                                       max(16, next_power_of_two(k))),

@@ -15,6 +15,7 @@ import triton.language as tl
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -206,7 +207,7 @@ def choose_positions(
     if num_tokens == 0:
         return
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
-    num_segments = triton.cdiv(num_keys, segment)
+    num_segments = cdiv(num_keys, segment)
     device, int32 = q.device, torch.int32
     scores = torch.empty(step, num_keys, dtype=torch.float32, device=device)
     candidates = torch.empty(step, num_keys, dtype=int32, device=device)

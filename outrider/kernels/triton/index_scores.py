@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -129,8 +130,8 @@ def index_scores(
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, head_dim = q.shape
     config = config or score_config(num_tokens, q.element_size())
-    tiles, sms = triton.cdiv(num_tokens, config.rows), num_sms(q.device)
-    most = triton.cdiv(scores.shape[1], config.block_n)
+    tiles, sms = cdiv(num_tokens, config.rows), num_sms(q.device)
+    most = cdiv(scores.shape[1], config.block_n)
     splits = num_splits or max(1, min(most, 4 * sms // tiles))
     _scores_kernel[(tiles, splits)](
         q, weights, keys, weights if scales is None else scales, contexts.page_table, contexts.request_of,

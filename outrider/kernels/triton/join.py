@@ -10,7 +10,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import FLOATS, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import FLOATS, cdiv, next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _MAX_WIDTH = 65536
@@ -114,7 +114,7 @@ def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) ->
            for x, width in zip((first, second), widths, strict=True)]  # fmt: skip
     columns = min(1024, next_power_of_two(max(widths)))
     if count:
-        _take_kernel[(count, triton.cdiv(max(widths), columns))](
+        _take_kernel[(count, cdiv(max(widths), columns))](
             first, second, index, *out, first.stride(0), second.stride(0), *widths, COLUMNS=columns, num_warps=4
         )
     return out[0], out[1]

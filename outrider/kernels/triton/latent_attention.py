@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
     FLOATS,
     LOG2E,
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -196,7 +196,7 @@ def _attention(
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
-    programs = triton.cdiv(num_heads, _heads_per_program(num_heads)) * triton.cdiv(num_tokens, config.q_tile)
+    programs = cdiv(num_heads, _heads_per_program(num_heads)) * cdiv(num_tokens, config.q_tile)
     splits = num_splits or _num_splits(programs, max_count, config, num_sms(q.device))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
@@ -225,7 +225,7 @@ def launch_splits(
     block_h = _heads_per_program(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]
     chosen = contexts.request_of if positions is None else positions
-    _latent_attention_kernel[(triton.cdiv(num_heads, block_h), triton.cdiv(num_tokens, config.q_tile), splits)](
+    _latent_attention_kernel[(cdiv(num_heads, block_h), cdiv(num_tokens, config.q_tile), splits)](
         q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made,
         made if lse is None else lse, scale, num_tokens, max_count, splits, config.min_split, q.stride(0), q.stride(1),
         cache.stride(0), cache.stride(1), contexts.page_table.stride(0), chosen.stride(0), *strides, HEADS=num_heads,
@@ -242,7 +242,7 @@ def _heads_per_program(num_heads: int) -> int:
 
 def _num_splits(programs: int, max_count: int, config: LatentConfig, sms: int) -> int:
     """Two programs for each multiprocessor, where there are positions enough."""
-    return max(1, min(triton.cdiv(max_count, config.min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))
+    return max(1, min(cdiv(max_count, config.min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))
 
 
 def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,

@@ -12,6 +12,7 @@ import triton.language as tl
 from outrider.kernels.latent_inputs import LEAST_SCALE, MAX_FP8, IndexInputs, RopeRows
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -262,7 +263,7 @@ def rotate_queries(
     require(queries.shape[1] == width, name, "queries", f"has {queries.shape[1]} columns, expected {width}")
     if num_tokens == 0:
         return
-    parts = triton.cdiv(num_heads, _HEADS) + triton.cdiv(index_heads, _HEADS)
+    parts = cdiv(num_heads, _HEADS) + cdiv(index_heads, _HEADS)
     _rotate_queries_kernel[(num_tokens, parts)](
         queries, rope.positions, rope.table, q, q if index_q is None else index_q, max_len, queries.stride(0),
         q.stride(0), q.stride(1), HEADS=num_heads, NOPE=nope_dim, L=q.shape[2] - rot, ROT=rot,
@@ -304,7 +305,7 @@ def visible_ranges(
         require_tensor(name, "starts", starts, tuple(lengths.shape), device, int64)
     first, stop = torch.empty_like(positions), torch.empty_like(positions)
     if len(positions):
-        _ranges_kernel[(triton.cdiv(len(positions), 256),)](
+        _ranges_kernel[(cdiv(len(positions), 256),)](
             positions, slots, request_of, lengths, lengths if starts is None else starts, first, stop, len(positions),
             HAS_STARTS=starts is not None, BLOCK=256, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )

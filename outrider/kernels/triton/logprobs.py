@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -245,10 +246,10 @@ def token_logprobs(
                    empty(num, width, dtype=torch.float32))  # fmt: skip
     if num == 0:
         return out
-    size = max(1024, next_power_of_two(triton.cdiv(vocab, _GROUPS)))
-    num_tiles = triton.cdiv(vocab, size)
-    group = next_power_of_two(triton.cdiv(num_tiles * size, _GROUPS))
-    num_groups, num_counts = num_tiles * (size // group), triton.cdiv(num_tiles, _TILES_PER_COUNT)
+    size = max(1024, next_power_of_two(cdiv(vocab, _GROUPS)))
+    num_tiles = cdiv(vocab, size)
+    group = next_power_of_two(cdiv(num_tiles * size, _GROUPS))
+    num_groups, num_counts = num_tiles * (size // group), cdiv(num_tiles, _TILES_PER_COUNT)
     scratch = _Scratch(
         empty(num, num_tiles, dtype=torch.float32), empty(num, num_tiles, dtype=torch.float32),
         empty(num, num_groups, dtype=torch.float32), empty(num, num_counts, dtype=torch.int32),

@@ -18,6 +18,7 @@ import triton.language as tl
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
 from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -283,7 +284,7 @@ def mamba2_steps(
         y_precision = "tf32x3" if out.dtype == torch.float32 else "tf32"  # finer than what it is rounded to
     if chunked:  # products have least sizes
         tile, n_tile, chunk = max(16, tile), max(16, n_tile), max(16, chunk)
-    splits = triton.cdiv(dim, tile)
+    splits = cdiv(dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl = uses_pdl(device)
     # Outputs of chunks side by side are made with differences of sums, which 32 bits would show.

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
-from outrider.kernels.triton.common import next_power_of_two, pdl_options, release_dependents, wait_for_inputs
+from outrider.kernels.triton.common import cdiv, next_power_of_two, pdl_options, release_dependents, wait_for_inputs
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import load_counts, save_rows
 
@@ -249,7 +249,7 @@ def scan_long_runs(
         num_warps=runs.add_warps, **options,
     )
     tile = min(1024, next_power_of_two(dim * n))
-    _pass_kernel[(triton.cdiv(dim * n, tile), heads, requests)](
+    _pass_kernel[(cdiv(dim * n, tile), heads, requests)](
         counts, requests, states, added, kept, HEADS=heads, SIZE=dim * n, TILE=tile, STAGES=4, num_warps=4, **options
     )
     _output_kernel[(heads, max_chunks)](

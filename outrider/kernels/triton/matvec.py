@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     gated,
     pdl_options,
     release_dependents,
@@ -126,7 +127,8 @@ def matvec(
     gate rows, then up rows. `out` may be `residual` itself: each element is read and written by one program.
     """
     name, device, num_rows = "matvec", x.device, x.shape[0]
-    require(activation in ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+    if activation not in ACTIVATIONS:
+        require(False, name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
     is_gated = activation in GATED
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
@@ -144,7 +146,7 @@ def matvec(
     pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
     config = config or matvec_config(k)
     added = x if residual is None else residual
-    _matvec_kernel[(triton.cdiv(n, config.block_n),)](
+    _matvec_kernel[(cdiv(n, config.block_n),)](
         x, weight, x if bias is None else bias, added, out, x.stride(0), weight.stride(0), added.stride(0),
         out.stride(0), n, K=k, ROWS=num_rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PDL=pdl,

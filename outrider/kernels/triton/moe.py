@@ -17,6 +17,7 @@ import triton.language as tl
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     gated,
     next_power_of_two,
     num_sms,
@@ -237,7 +238,7 @@ def combine(
     if added is not None:
         require_tensor(name, "added", added, (num_tokens, width), made.device, (made.dtype,))
     out = torch.empty(num_tokens, width, dtype=made.dtype, device=made.device)
-    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
+    grid = (num_tokens, cdiv(width, _COLUMNS))
     last = made if added is None else added
     _combine_kernel[grid](
         made, weights, weights if place is None else place, last, out, made.stride(0), last.stride(0), out.stride(0),
@@ -305,7 +306,7 @@ def _product(
     out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
     tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
-    grid = (triton.cdiv(n, config.block_n), tiles)
+    grid = (cdiv(n, config.block_n), tiles)
     order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
     _expert_kernel[grid](
         x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),

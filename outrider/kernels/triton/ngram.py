@@ -9,7 +9,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import cdiv, next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 1024  # tokens at a time
@@ -89,14 +89,14 @@ def find_ngram(
     require(0 < width <= tokens.shape[1], name, "width", f"is {width}, and rows hold {tokens.shape[1]} tokens")
     require(1 <= min_n <= max_n, name, "min_n", f"is {min_n}, expected 1 to {max_n}")
     require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
-    num_parts = min(triton.cdiv(width, _PART), _MOST_PARTS)
+    num_parts = min(cdiv(width, _PART), _MOST_PARTS)
     drafts = torch.empty(requests, num_wanted, dtype=torch.int64, device=device)
     counts = torch.empty(requests, dtype=torch.int64, device=device)
     parts = torch.empty(requests, num_parts, dtype=torch.int64, device=device) if num_parts > 1 else counts
     if requests:
         padded_drafts = next_power_of_two(num_wanted)
         _find_kernel[(requests, num_parts)](
-            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, triton.cdiv(width, num_parts),
+            tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, cdiv(width, num_parts),
             num_wanted, MIN_N=min_n, MAX_N=max_n, BLOCK=_BLOCK, PARTS=num_parts, DRAFTS=padded_drafts, num_warps=4,
         )  # fmt: skip
     if requests and num_parts > 1:

@@ -24,6 +24,7 @@ from outrider.kernels.triton.attention_core import (
     zero_padding,
 )
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -191,7 +192,7 @@ def query_tiles(
     """Tiles for requests with `query_lens` scheduled query tokens, late ones first: they have the most keys."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
-    tiles = [(index, request) for request, n in enumerate(query_lens) for index in range(triton.cdiv(n, queries))]
+    tiles = [(index, request) for request, n in enumerate(query_lens) for index in range(cdiv(n, queries))]
     tiles.sort(reverse=True)
     table = torch.tensor([*tiles, (0, 0)], dtype=torch.int32).t().contiguous()
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
@@ -218,7 +219,7 @@ def device_query_tiles(
     _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, decode_kernel_max_query, QUERIES=queries,
                               PAD=search_width(num_requests), num_warps=4)
     # A request's last tile may hold one query; the shortest request that has any holds decode_kernel_max_query + 1.
-    most = triton.cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
+    most = cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
     return QueryTiles(requests=starts, indices=None, counter=counter, queries=queries, config=config, count=most)
 
 

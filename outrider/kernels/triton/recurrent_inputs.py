@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -222,7 +223,7 @@ def recurrent_inputs(
     lanes = min(window, max(1, _MAX_LANES // max(1, requests)))
     token_rows, channels, num_warps = tile or inputs_tile(tokens)
     channels = min(channels, next_power_of_two(conv_dim))
-    grid = (triton.cdiv(tokens, token_rows) + requests * lanes, triton.cdiv(conv_dim, channels))
+    grid = (cdiv(tokens, token_rows) + requests * lanes, cdiv(conv_dim, channels))
     pdl = uses_pdl(device)
     if grid[0]:
         _inputs_kernel[grid](

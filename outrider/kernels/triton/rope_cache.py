@@ -15,6 +15,7 @@ import triton.language as tl
 from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -146,7 +147,7 @@ def rope_cache_write(
     require_tensor(name, "qkv", qkv, (None, None), device, FLOATS)
     num_tokens = qkv.shape[0]
     require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (qkv.dtype,))
-    require_tensor(name, "v_cache", v_cache, tuple(k_cache.shape), device, (qkv.dtype,))
+    require_tensor(name, "v_cache", v_cache, k_cache.shape, device, (qkv.dtype,))
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     kv_columns = num_kv_heads * (0 if not writes else 1 if v_from_k else 2)
     num_heads = qkv.shape[1] // head_dim - kv_columns
@@ -166,12 +167,11 @@ def rope_cache_write(
     require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
     if num_tokens == 0:
         return out
-    parts = triton.cdiv(num_heads, _HEADS) + (2 * triton.cdiv(num_kv_heads, _HEADS) if writes else 0)
+    parts = cdiv(num_heads, _HEADS) + (2 * cdiv(num_kv_heads, _HEADS) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
         qkv if k_norm_weight is None else k_norm_weight, out, k_cache, v_cache, eps, max_len,
-        qkv.stride(0), out.stride(0), out.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        qkv.stride(0), *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),
         PAGE=page_size, HEADS=_HEADS, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,

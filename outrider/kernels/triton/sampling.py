@@ -16,6 +16,7 @@ import triton.language as tl
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.triton.common import (
+    cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -256,9 +257,9 @@ def _check(
 
 def plan_spans(logits: torch.Tensor) -> Spans:
     num_logit_rows, vocab = logits.shape
-    num_tiles = triton.cdiv(vocab, TILE)
+    num_tiles = cdiv(vocab, TILE)
     length = _tiles_per_span(num_tiles * num_logit_rows, num_sms(logits.device))
-    grid = (triton.cdiv(num_tiles, length), num_logit_rows)
+    grid = (cdiv(num_tiles, length), num_logit_rows)
     greatest, group_greatest = (
         torch.empty(num_logit_rows, width, dtype=torch.float32, device=logits.device)
         for width in (grid[0], num_tiles * (TILE // GROUP))

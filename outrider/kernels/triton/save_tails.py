@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.recurrent import CheckpointTargets
-from outrider.kernels.triton.common import FLOATS, next_power_of_two, require_tensor
+from outrider.kernels.triton.common import FLOATS, cdiv, next_power_of_two, require_tensor
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepTensors, input_of, load_counts
 
@@ -57,7 +56,7 @@ def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, ta
         return
     state_bytes = layer.state[0].numel() * layer.state.element_size()
     channels = min(_CHANNELS, next_power_of_two(conv_dim))
-    _save_tails_kernel[(triton.cdiv(conv_dim, channels), requests)](
+    _save_tails_kernel[(cdiv(conv_dim, channels), requests)](
         step.counts, requests, conv_in, conv_in.stride(0), layer.tail, layer.conv_in, targets.starts, targets.boundary,
         targets.pages, layer.pool, targets.pages.shape[1],
         (layer.checkpoint_start + state_bytes) // conv_in.element_size(),

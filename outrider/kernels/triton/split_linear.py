@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     pdl_options,
     release_dependents,
     require,
@@ -80,7 +80,7 @@ def split_linear(
     pdl = uses_pdl(device) if pdl is None else pdl
     block_n = 8 if n <= 2688 else 16
     added = x if residual is None else residual
-    _split_kernel[(triton.cdiv(n, block_n),)](
+    _split_kernel[(cdiv(n, block_n),)](
         x, weight, added, out, x.stride(0), weight.stride(0), added.stride(0), out.stride(0), num_rows, n,
         K=k, BLOCK_N=block_n, BLOCK_K=_COLUMNS, PARTS=_PARTS, ROWS=MAX_ROWS, HAS_RESIDUAL=residual is not None,
         PDL=pdl, num_warps=4, num_stages=3, **pdl_options(pdl),

@@ -16,7 +16,7 @@ from outrider.core import NULL_ROW, Axis, Finish
 from outrider.kernels.accept import Accepted
 from outrider.kernels.packet import StepPacket, packet_axes
 from outrider.kernels.step import CommittedStep, PreparedStep, RowFields, VerifiedStep
-from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import cdiv, next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # requests, token rows or logit rows of one program
@@ -284,10 +284,10 @@ def prepare_step(
         empty(5, requests), empty(3 * requests + 1, dtype=torch.int32), empty(requests, dtype=torch.bool),
         empty(requests, max_drafts), empty(requests), empty(tokens), empty(tokens), empty(logits), empty(logits),
     )  # fmt: skip
-    tiles = triton.cdiv(max(widths, default=0), _COLUMNS)
-    first_token_block = triton.cdiv(requests + 1, _BLOCK)
-    first_logit_block = first_token_block + triton.cdiv(tokens, _BLOCK)
-    first_copy = first_logit_block + triton.cdiv(logits, _BLOCK)
+    tiles = cdiv(max(widths, default=0), _COLUMNS)
+    first_token_block = cdiv(requests + 1, _BLOCK)
+    first_logit_block = first_token_block + cdiv(tokens, _BLOCK)
+    first_copy = first_logit_block + cdiv(logits, _BLOCK)
     _prepare_kernel[(first_copy + requests * tiles,)](
         *packet, state, tables, out, slots, own_tables, requests, tokens, logits, max_drafts, first_token_block,
         first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0), state.drafts.stride(0), widths,

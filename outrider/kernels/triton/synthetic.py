@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.drafting import DraftVerdicts
-from outrider.kernels.triton.common import require, require_tensor
+from outrider.kernels.triton.common import cdiv, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # logit rows of a program
@@ -59,7 +58,7 @@ def accept_at_rates(
     require(thresholds.shape[0] >= max_drafts, name, "thresholds", f"are not enough for {max_drafts} drafts")
     out = torch.empty_like(sampled)
     if num_logit_rows:
-        _accept_kernel[(triton.cdiv(num_logit_rows, _BLOCK),)](
+        _accept_kernel[(cdiv(num_logit_rows, _BLOCK),)](
             sampled, *verdicts, seed, thresholds, out, num_logit_rows, max_drafts, vocab, row_step, BLOCK=_BLOCK,
             num_warps=4,
         )  # fmt: skip

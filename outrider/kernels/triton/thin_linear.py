@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    cdiv,
     gated,
     num_sms,
     pdl_options,
@@ -180,7 +181,7 @@ def _launch(
     # A product of many waves that starts early only takes the place of the kernel before it.
     pdl = is_small(weight) and uses_pdl(x.device) if pdl is None else pdl
     added = x if residual is None else residual
-    _thin_kernel[(triton.cdiv(n, config.block_n),)](
+    _thin_kernel[(cdiv(n, config.block_n),)](
         x, weight, x if bias is None else bias, added, out, x.stride(0), weight.stride(0), added.stride(0),
         out.stride(0), x.shape[0], n, K=weight.shape[1], ROWS=FEW_ROWS if x.shape[0] <= FEW_ROWS else MAX_ROWS,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GATE=gate, HAS_BIAS=bias is not None,
