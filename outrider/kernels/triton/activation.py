@@ -47,7 +47,8 @@ def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, p
     width = fused // 2
     if out is None:
         out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    else:
+        require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
     if num_tokens == 0 or width == 0:
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))
@@ -87,7 +88,8 @@ def relu2(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None 
     num_tokens, width = x.shape
     if out is None:
         out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    require_tensor("relu2", "out", out, (num_tokens, width), x.device, (x.dtype,))
+    else:
+        require_tensor("relu2", "out", out, (num_tokens, width), x.device, (x.dtype,))
     if num_tokens == 0 or width == 0:
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))

@@ -252,7 +252,7 @@ def decode_attention(
     require(split_size is None or split_size % plan.config.block_n == 0, name, "split_size",
             f"is {split_size}, expected a multiple of {plan.config.block_n}")
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return out
     part_out = part_lse = out

@@ -196,7 +196,7 @@ def exact_attention(
     require(split_keys % config.block_n == 0, name, "split_keys", f"is not a multiple of {config.block_n}")
     q_tile = config.block_m // group
     require(tiles is None or tiles.queries == q_tile, name, "tiles", "were built for other head counts")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = torch.empty(*q.shape, dtype=q.dtype, device=q.device) if out is None else out
     count = shape.num_requests if tiles is None else tiles.count
     if shape.num_tokens == 0 or count == 0:
         return out

@@ -68,7 +68,8 @@ def gated_norm(
     require_tensor(name, "weight", weight, (group_size if is_shared else size,), y.device, FLOATS)
     if out is None:
         out = torch.empty(num_tokens, size, dtype=z.dtype, device=y.device)
-    require_tensor(name, "out", out, (num_tokens, size), y.device, (z.dtype,))
+    else:
+        require_tensor(name, "out", out, (num_tokens, size), y.device, (z.dtype,))
     if num_tokens == 0:
         return out
     columns, num_groups = next_power_of_two(group_size), size // group_size

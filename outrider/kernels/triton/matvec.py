@@ -6,6 +6,8 @@ their number: a row has the same bits alone and among others. There is no split 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 import triton
@@ -110,6 +112,7 @@ def _matvec_kernel(
                 HAS_RESIDUAL)
 
 
+@lru_cache(maxsize=64)
 def matvec_config(k: int) -> ThinConfig:
     """8 columns for each thread: inputs then need no exchange between threads. Two weight rows a program won at every
     shape measured: many programs keep more reads on their way than wide ones."""
@@ -141,7 +144,8 @@ def matvec(
         require_tensor(name, "residual", residual, (num_rows, n), device, FLOATS)
     if out is None:
         out = torch.empty(num_rows, n, dtype=out_dtype or x.dtype, device=device)
-    require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
+    else:
+        require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
     # A product of many waves that starts early only takes the place of the kernel before it.
     pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
     config = config or matvec_config(k)

@@ -68,7 +68,8 @@ def _launch(
         require_tensor(kernel, "residual", residual, (num_tokens, width), x.device, (x.dtype,))
     if out is None:
         out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    else:
+        require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
     if num_tokens == 0:
         return out
     columns = next_power_of_two(width)

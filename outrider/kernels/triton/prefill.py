@@ -244,7 +244,7 @@ def prefill_attention(
     group, config = shape.heads_per_kv, tiles.config
     require(tiles.queries == max(1, config.block_m // group), name, "tiles", "were built for other head counts")
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or num_tiles == 0:
         return out
     search = 0 if tiles.indices is not None else search_width(shape.num_requests)

@@ -164,7 +164,8 @@ def rope_cache_write(
             require_tensor(name, argument, weight, (head_dim,), device, FLOATS)
     if out is None:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=device)
-    require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
+    else:
+        require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
     if num_tokens == 0:
         return out
     parts = cdiv(num_heads, _HEADS) + (2 * cdiv(num_kv_heads, _HEADS) if writes else 0)

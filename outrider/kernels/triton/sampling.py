@@ -320,7 +320,8 @@ def sample_logits(
     _check(name, logits, keys, position, None)
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=device)
-    require_tensor(name, "out", out, (logits.shape[0],), device, (torch.int64,))
+    else:
+        require_tensor(name, "out", out, (logits.shape[0],), device, (torch.int64,))
     if ids is not None:
         require_tensor(name, "ids", ids, (logits.shape[1],), device, (torch.int64,))
     _launch(logits, keys, position, None, ids, _DIVIDE, out, None, pdl)

@@ -76,7 +76,8 @@ def split_linear(
         require_tensor(name, "residual", residual, (num_rows, n), device, FLOATS)
     if out is None:
         out = torch.empty(num_rows, n, dtype=x.dtype, device=device)
-    require_tensor(name, "out", out, (num_rows, n), device, FLOATS)
+    else:
+        require_tensor(name, "out", out, (num_rows, n), device, FLOATS)
     pdl = uses_pdl(device) if pdl is None else pdl
     block_n = 8 if n <= 2688 else 16
     added = x if residual is None else residual

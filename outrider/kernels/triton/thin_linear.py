@@ -7,6 +7,7 @@ dimension, so additions always go in one order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -102,11 +103,13 @@ class ThinConfig:
     num_stages: int
 
 
+@lru_cache(maxsize=64)
 def gated_config(num_rows: int) -> ThinConfig:
     """The tile of a gated product: half of a plain one, since each program reads its rows of both halves."""
     return ThinConfig(32, 256 if num_rows <= FEW_ROWS else 128, 4, 4)
 
 
+@lru_cache(maxsize=1024)
 def thin_config(n: int, sms: int, num_rows: int = 1) -> ThinConfig:
     """The widest tile that gives every multiprocessor about two programs, or one where tiles have many rows."""
     if num_rows > FEW_ROWS:
@@ -152,7 +155,8 @@ def thin_linear(
         require_tensor(name, "residual", residual, (num_rows, n), device, FLOATS)
     if out is None:
         out = torch.empty(num_rows, n, dtype=out_dtype or x.dtype, device=device)
-    require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
+    else:
+        require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
     _launch(x, weight, bias, residual, out, 0, config or thin_config(n, num_sms(device), num_rows), pdl)
     return out
 

@@ -153,7 +153,7 @@ class TritonBackend(Backend):
         prepare_counters(device)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
                                    "key_starts": plan.key_starts}
         view = plan.view
@@ -176,7 +176,7 @@ class ExactTritonBackend(TritonBackend):
         return replace(super().plan(view, group), choose_tile=exact_tiles_config)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
                                    "key_starts": plan.key_starts}
         view = plan.view
