@@ -205,6 +205,9 @@ class _Watch:
         self._mates += batch.num_requests > 1
         return self._inner.submit(batch)
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._inner.idle(quiet_seconds)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -108,6 +108,7 @@ class Uncaptured(enum.Enum):
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"
     OWN_SIZE = "large steps with prompts that padding to a graph's size would lengthen"
+    NEW_SIZE = "steps with prompts of a new size, or of one that a graph would not shorten"
     NO_MEMORY = "no memory for a capture"
     TOO_MANY_CAPTURES = "too many sizes captured already"
 

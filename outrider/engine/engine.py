@@ -181,6 +181,10 @@ class Engine:
             self._end(request, increments)
         return increments
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        """There is no work, and there was none for so many seconds. See `Runner.idle`."""
+        return self.runner.idle(quiet_seconds)
+
     def close(self) -> None:
         """Waits for the steps in flight. Requests that still run are never answered."""
         if self.is_forked:

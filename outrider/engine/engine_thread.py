@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.core.outputs import OutputIncrement
 from outrider.engine.engine import Engine, EngineError
+from outrider.engine.quiet import wait_for
 from outrider.engine.streams import Stream
 
 
@@ -85,13 +86,19 @@ class EngineThread:
 
     def _take_commands(self, wait: bool) -> None:
         if wait:
-            self._commands.get()()
+            wait_for(self._next_command, self._engine.idle)()
         while not self._stops:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 return
             command()
+
+    def _next_command(self, seconds: float | None) -> Callable[[], None] | None:
+        try:
+            return self._commands.get(timeout=seconds)
+        except queue.Empty:
+            return None
 
     def _stop(self) -> None:
         self._stops = True

@@ -13,6 +13,7 @@ import multiprocessing
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -27,10 +28,12 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.load import grammars_of
+from outrider.engine.quiet import wait_for
 from outrider.models.sources.base import ModelSource
-from outrider.runner.interface import WorkerDied, WorkerInfo
+from outrider.runner.interface import Runner, WorkerDied, WorkerInfo
 
 CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
+IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
 TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.models.sources",
               "outrider.models.config_reader")
 log = logging.getLogger("outrider")
@@ -101,6 +104,9 @@ class WorkerProcess:
         if self._died is not None:  # perhaps before the reader could know of this step
             _fail(future, self._died)
         return future
+
+    def idle(self, quiet_seconds: float) -> float | None:
+        return None  # the child sees for itself when there is nothing to do
 
     @property
     def is_alive(self) -> bool:
@@ -219,14 +225,20 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     freeze_heap(worker)
     send(worker.info)
     steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-    answers = threading.Thread(target=_answer, args=(steps, send), daemon=True)
+    flight = _Flight()
+    answers = threading.Thread(target=_answer, args=(steps, send, flight), daemon=True)
     answers.start()
+
+    def take(seconds: float | None) -> tuple[Any] | None:
+        return (pipe.recv(),) if pipe.poll(seconds) else None
+
     try:
-        while (message := pipe.recv()) is not None:
+        while (message := wait_for(take, lambda quiet: flight.idle(worker, quiet))[0]) is not None:
             if isinstance(message, StructuredOutputsParams):
                 grammars.start(message)
             else:
                 number, batch = message
+                flight.num_queued += 1
                 steps.put((number, worker.submit(batch)))
         steps.put(None)
         answers.join()
@@ -235,7 +247,25 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
         return  # the parent is gone
 
 
-def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None]) -> None:
+class _Flight:
+    """Which steps of the child are in flight: those that one thread has queued and the other has not answered."""
+
+    def __init__(self) -> None:
+        self.num_queued = self.num_answered = 0
+        self._last_answer = 0.0
+
+    def answered(self) -> None:
+        self._last_answer = time.perf_counter()
+        self.num_answered += 1
+
+    def idle(self, worker: Runner, quiet_seconds: float) -> float | None:
+        """See `Runner.idle`. The reader of the pipe calls this, with the seconds that no message came."""
+        if self.num_answered < self.num_queued:
+            return IN_FLIGHT_SECONDS
+        return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
+
+
+def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None], flight: _Flight) -> None:
     """Waits for steps in their order, while the next one is already being queued."""
     while (step := steps.get()) is not None:
         number, future = step
@@ -247,3 +277,4 @@ def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None])
             send((number, message))
         except OSError:
             return  # the parent is gone
+        flight.answered()

@@ -47,6 +47,25 @@ def run_in_forks(tasks: Sequence[Task], num_forks: int, patience: float) -> Gene
                 _end(fork)
 
 
+class Fork:
+    """One task in a fork of its own, from now on."""
+
+    def __init__(self, task: Task) -> None:
+        (todo, todo_end), (self._done, done_end) = _pipe(), _pipe()
+        with todo, todo_end, done_end:
+            todo_end.write(bytes(_INDEX_BYTES))
+            todo_end.close()
+            self._process = _fork(partial(_run_tasks, [task], todo, self._done, done_end))
+
+    def wait(self, patience: float) -> None:
+        """Until the task is done or has raised, the fork has died, or so many seconds have passed. It is gone then."""
+        poll = select.poll()
+        poll.register(self._done, select.POLLIN)
+        poll.poll(1000 * patience)
+        self._done.close()
+        _end(self._process)
+
+
 def _run_tasks(tasks: Sequence[Task], todo: FileIO, done: FileIO, done_end: FileIO) -> None:
     gc.disable()  # the collector might free memory of a device
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,6 +24,10 @@ class Runner(Protocol):
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        """No step is in flight, and none came for so many seconds: the runner may prepare for later ones, a little at
+        a time. Returns after how many seconds it wants to be called again; None: not before there were steps again."""
+
     def close(self) -> None: ...
 
 

@@ -49,6 +49,9 @@ class LocalRunner:
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self._thread.submit(self._run, batch)
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return None
+
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 

@@ -111,6 +111,9 @@ class Worker:
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self.runner.idle(quiet_seconds)
+
     def close(self) -> None:
         self.runner.close()
 

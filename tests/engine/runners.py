@@ -36,6 +36,9 @@ class DelayedRunner:
         self.lags.append(len(self._queue))
         future.set_result(self._inner.submit(batch).result())
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._inner.idle(quiet_seconds)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -62,6 +65,9 @@ class PicklingRunner:
         inner = self._inner.submit(pickle.loads(pickle.dumps(batch)))
         inner.add_done_callback(lambda done: copied.set_result(pickle.loads(pickle.dumps(done.result()))))
         return copied
+
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._inner.idle(quiet_seconds)
 
     def close(self) -> None:
         self._inner.close()
@@ -92,6 +98,9 @@ class ProcessRunner:
             except EOFError:
                 return
             self._waiting.popleft().set_result(result)
+
+    def idle(self, quiet_seconds: float) -> float | None:
+        return None
 
     def close(self) -> None:
         self._pipe.send(None)

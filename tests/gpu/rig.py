@@ -115,6 +115,9 @@ class _Poisoning:
             self._rig.step.pool.poison(torch.tensor(pages, dtype=torch.int64, device=DEVICE))
         return self._inner.submit(batch)
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._inner.idle(quiet_seconds)
+
     def close(self) -> None:
         self._inner.close()
 

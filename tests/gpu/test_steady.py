@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.core import ScheduledBatch, StepResult
-from outrider.runner.graphs import captures
+from outrider.runner.graphs import losses
 from tests.engine.harness import Ask, greedy, prompt_of
 from tests.gpu.rig import SETTINGS, GpuRig, asks, loaded, sampled
 from tests.gpu.test_engines import ASSETS, assistant_of, folder_of, spec
@@ -33,6 +33,9 @@ class _NoWaiting:
             return self._inner.submit(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._inner.idle(quiet_seconds)
 
     def close(self) -> None:
         self._inner.close()
@@ -60,7 +63,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "is_eager"), CASES)
 def test_queueing_a_step_never_waits(name: str, is_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture waits, once, where a size is first met: whatever waits in every round is none."""
-    monkeypatch.setattr(captures, "PATIENCE", 0)
+    monkeypatch.setattr(losses, "PATIENCE", 0.0)
+    monkeypatch.setattr(losses, "PAUSE", 0)
     family, speculative = STEADY[name]()
     folder = folder_of(family)
     with GpuRig(loaded(folder), poison=False, source=folder, speculative_config=speculative, enforce_eager=is_eager,

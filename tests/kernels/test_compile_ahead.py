@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from outrider.kernels.fork_pool import run_in_forks  # noqa: E402
+from outrider.kernels.fork_pool import Fork, run_in_forks  # noqa: E402
 from outrider.kernels.triton import precompile  # noqa: E402
 from outrider.kernels.triton.launch import TritonKernel, collecting  # noqa: E402
 from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
@@ -63,6 +63,21 @@ def raises() -> None:
 
 def dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_of_its_own_begins_at_once(tmp_path: Path) -> None:
+    (path,) = writes_of(tmp_path, 1)
+    fork = Fork(write(path))
+    end = time.monotonic() + PATIENT
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    fork.wait(PATIENT)
+    assert int(path.read_text()) != os.getpid() and not is_alive(int(path.read_text()))
+    for task in (raises, dies):
+        Fork(task).wait(PATIENT)
+    hanging = Fork(lambda: time.sleep(1000))
+    hanging.wait(0.1)
+    assert not is_alive(hanging._process)
 
 
 def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +234,17 @@ def test_it_compiles_here_if_it_must(compiled: dict[str, Any], name: str, case: 
     assert sorted(set(here)) == all_of(case) and len(here) == len(compiled[name])
 
 
+def test_long_kernels_are_begun_before_all_are_known(compiled: dict[str, Any]) -> None:
+    begun = made_by(compiled["begun"], is_parent=False, was_on_disk=False)
+    assert len(begun) == EARLY == len(compiled["begun"]) and {kernel for kernel, _ in begun} == {"_add"}
+    entries = compiled["long"]
+    assert made_by(entries, is_parent=False, was_on_disk=False) == all_of(8), "each of them once"
+    assert made_by(entries, is_parent=True, was_on_disk=True) == all_of(8) and len(entries) == 2 * len(all_of(8))
+
+
 # ---- the script ----
+
+EARLY = 2  # long kernels that are begun while others are collected
 
 REFUSED, DEADLY, HANGING = 40, 20, 30
 
@@ -312,6 +337,7 @@ class Script:
         precompile.PATIENCE = 1.0
         made["hangs"] = self.compile(3, workers=NUM_FORKS)
         precompile.PATIENCE = PATIENT
+        made["begun"], made["long"] = self.begin_early(8)
         made["refused"] = self.compile(4, workers=NUM_FORKS)
         made["error"] = self.refusal()
         cores = os.sched_getaffinity(0)
@@ -324,6 +350,22 @@ class Script:
         knobs.compilation.always_compile = True
         made["always compile"] = self.compile(7, workers=NUM_FORKS)
         return made
+
+    def begin_early(self, case: int) -> tuple[list[Any], list[Any]]:
+        """What has been compiled before the last launch, and all in all."""
+        self.log.write_text("")
+        long, is_long = property(lambda launch: launch.function is _add.function), precompile._Launch.is_long
+        precompile._Launch.is_long = long  # type: ignore[assignment, method-assign]
+        with precompile.compiling_ahead(workers=EARLY * precompile.EARLY_SHARE):
+            begun: list[str] = []
+            end = time.monotonic() + PATIENT
+            while len(begun) < EARLY and time.monotonic() < end:
+                for launch in self.launch(case):
+                    launch()
+                time.sleep(0.02)
+                begun = self.log.read_text().splitlines()
+        precompile._Launch.is_long = is_long  # type: ignore[method-assign]
+        return [json.loads(line) for line in begun], [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def find_compiled(self, case: int) -> list[Any]:
         """What launches compile or load."""

@@ -37,13 +37,13 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     constants = {
         "GROUP": 4, "GROUP_PAD": 4, "D": head_dim, "PAGE": 16, "Q_TILE": config.block_m // 4,
         "BLOCK_N": config.block_n, "STAGES": config.num_stages, "SPLIT": config.value_split, "KV_HEADS": 8,
-        "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_STARTS": False, "FILL_PADDING": True, "SEARCH": 256,
+        "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_STARTS": False, "SEARCH": 256,
         "PRODUCER_REGS": config.producer_regs, "CONSUMER_REGS": config.consumer_regs,
     } | options  # fmt: skip
     function = hopper._prefill_kernel.function
     kinds = {"k_pages": f"tensordesc<bf16[1,16,64],{PAGES}>", "v_pages": f"tensordesc<bf16[1,16,64],{PAGES}>",
              "scale": "fp32", "softcap": "fp32"} | POINTERS  # fmt: skip
-    numbers = ("window", "num_tokens", "num_requests", "num_tiles")
+    numbers = ("window", "fill_to", "num_requests", "num_tiles")
     signature = {}
     for name in function.arg_names:
         is_number = name in numbers or name.endswith("stride")

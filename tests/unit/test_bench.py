@@ -124,7 +124,7 @@ def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: p
     (row,) = report["results"]
     assert 0 < row["prompts_s"] <= row["s"] + 0.001 and 0 <= row["of_product"] < 1
     assert row["prompt_tflop_s"] >= 0 and report["product_tflop_s"] >= 0, "of a tiny model nearly nothing"
-    assert row["first_s"] == row["s"], "one round"
+    assert row["first_s"] == row["s"] and row["of_first"] == 1, "one round"
     assert 6 < row["distinct_experts"] <= 8  # of 8, by 6 token rows of 3
     assert row["floor_tok_s"] > 0 and row["of_floor"] == pytest.approx(row["out_tok_s"] / row["floor_tok_s"], abs=0.01)
 

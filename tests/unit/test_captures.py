@@ -1,40 +1,54 @@
-"""When a graph is captured while requests run: at once where no other serves, else after many steps, with pauses."""
+"""When a graph is captured: while nobody waits, or when its steps have lost what a capture takes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from outrider.core import StepForm
+from outrider.core import StepForm, Uncaptured
 from outrider.runner.graphs import captures
-from outrider.runner.graphs.captures import StepGraphs
+from outrider.runner.graphs.captures import LONG_QUIET, MOST_LATER, QUIET, StepGraphs
 from outrider.runner.graphs.keys import GraphKey
-from outrider.runner.graphs.sizes import PATIENCE
+from outrider.runner.graphs.losses import LONG, PAUSE, Losses, StepTimes
 from tests.unit.test_graph_keys import graphs as make_keys
 
 WIDE, OWN, OTHER = (GraphKey(requests, requests, 0, False) for requests in (64, 40, 24))
 SPLIT = replace(OWN, form=StepForm.SPLIT)
-CAPTURE = 0.1  # seconds
+WIDE_PROMPT, PROMPT, LARGE = (GraphKey(64, tokens, 0, False, has_prompts=True) for tokens in (256, 192, 512))
+SHORT = 0.01  # seconds of a capture
+TIMES = StepTimes(launch_seconds=SHORT, token_seconds=35e-6)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr(captures.time, "perf_counter", lambda: now[0])
-    return now
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(captures.time, "perf_counter", made)
+    return made
 
 
-def made(clock: list[float]) -> Any:
-    """Graphs whose captures take time and are their keys."""
+def made(clock: Clock, seconds: float = SHORT, *, memory: int = 1000) -> Any:
+    """Graphs whose captures take `seconds` and are their keys. There is memory for so many."""
     own: Any = StepGraphs.__new__(StepGraphs)
-    own.keys, own._captured, own._missed, own._refused = make_keys(), {WIDE: WIDE}, Counter(), set()
-    own._num_at_start, own._stand_ins, own._next_capture = 1, {}, 0.0
+    own.keys, own.losses = make_keys(), Losses(clock)
+    own.losses.times, own.losses.capture_seconds = TIMES, seconds
+    own._captured, own._refused, own._stand_ins = {key: key for key in (WIDE, WIDE_PROMPT)}, set(), {}
+    own._num_at_start, own._usual, own._goes_ahead = 2, [], True
 
     def get(key: GraphKey) -> GraphKey:
-        clock[0] += CAPTURE
+        if len(own._captured) - 2 >= memory:
+            raise torch.OutOfMemoryError
+        clock.now += seconds
         own._stand_ins.clear()
         own._captured[key] = key
         return key
@@ -43,17 +57,85 @@ def made(clock: list[float]) -> Any:
     return own
 
 
-def test_a_size_that_is_met_often_gets_its_own_graph(clock: list[float]) -> None:
+def steps_until_captured(own: Any, key: GraphKey, most: int = 1000) -> list[Any]:
+    """What served the steps before the key's own graph did."""
+    served = []
+    for _ in range(most):
+        served.append(own.serve(key))
+        if served[-1] == key:
+            return served[:-1]
+    raise AssertionError(f"still {served[-1]}")
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(SHORT, SHORT), (LONG, LONG), (2 * LONG, 4 * LONG)])
+def test_a_size_gets_its_own_graph_when_it_has_lost_what_a_capture_takes(clock: Clock, seconds: float,
+                                                                          reason: float) -> None:
+    """A step of 40 tokens on a graph of 64 loses 24 tokens. A capture that others notice needs a larger reason."""
+    served = steps_until_captured(made(clock, seconds), OWN)
+    assert set(served) == {WIDE}
+    assert len(served) * 24 * TIMES.token_seconds < reason <= (len(served) + 1) * 24 * TIMES.token_seconds + 1e-9
+
+
+def test_a_new_size_of_prompts_runs_in_whatever_way_is_cheaper(clock: Clock) -> None:
     own = made(clock)
-    assert [own.serve(OWN) for _ in range(PATIENCE + 1)] == [WIDE] * PATIENCE + [OWN]
+    assert own.serve(PROMPT) == WIDE_PROMPT, "64 tokens too many take less time than the launches"
+    few = replace(PROMPT, requests=1, tokens=64)
+    assert own.serve(few) is Uncaptured.NEW_SIZE, "here the launches do"
+    assert own.serve(replace(PROMPT, sampler=captures.SamplerForm.FULL)) is Uncaptured.NEW_SIZE, "none is wider"
+    assert own.serve(few) == few, "and now they have taken as long as a capture"
+    for _ in range(100):
+        assert own.serve(LARGE) is Uncaptured.NEW_SIZE, "the device takes longer than the launches: nothing is lost"
+
+
+def test_a_decode_step_that_no_graph_serves_is_captured_at_once(clock: Clock) -> None:
+    assert made(clock, 10 * LONG).serve(SPLIT) == SPLIT
 
 
 @pytest.mark.parametrize(("first", "pauses"), [(OWN, True), (SPLIT, False)], ids=["served", "not served"])
-def test_captures_pause_after_one_that_could_have_waited(clock: list[float], first: GraphKey, pauses: bool) -> None:
+def test_captures_pause_after_one_that_could_have_waited(clock: Clock, first: GraphKey, pauses: bool) -> None:
     """A graph that no other could replace says nothing about how often others are captured."""
     own = made(clock)
-    own._missed = Counter({OWN: PATIENCE, OTHER: PATIENCE})
+    for key in (OWN, OTHER):
+        own.losses.add(key, 1.0)
     assert own.serve(first) == first
     assert own.serve(OTHER) == (OWN if pauses else OTHER)
-    clock[0] += captures.PAUSE * CAPTURE + 0.01
+    clock.now += PAUSE * SHORT + 0.01
     assert own.serve(OTHER) == OTHER
+
+
+def test_steps_without_memory_for_a_graph_run_without(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    own = made(clock, memory=0)
+    assert {own.serve(OWN) for _ in range(50)} == {WIDE} and OWN in own._refused
+    assert own.serve(SPLIT) is Uncaptured.NO_MEMORY
+    assert own.capture_ahead(100.0) is None, "nothing is left to try"
+
+
+def test_there_are_not_too_many(clock: Clock) -> None:
+    own = made(clock)
+    own._captured |= {(number,): number for number in range(MOST_LATER)}
+    own.keys = type("None wider", (), {"wider": staticmethod(lambda key, captured: None)})
+    assert own.serve(PROMPT) is own.serve(SPLIT) is Uncaptured.TOO_MANY_CAPTURES and own.capture_ahead(9.0) is None
+
+
+# Captures while nobody waits
+
+
+def test_one_capture_at_a_time_while_nobody_waits(clock: Clock) -> None:
+    own = made(clock)
+    assert own.capture_ahead(100.0) is None, "nobody has missed one"
+    own._usual = [OTHER]
+    for _ in range(3):
+        own.serve(OWN)
+    assert own.capture_ahead(0.0) == QUIET and own.capture_ahead(QUIET / 4) == pytest.approx(QUIET * 3 / 4)
+    assert own.capture_ahead(QUIET) == 0.0 and own._captured.keys() - {WIDE, WIDE_PROMPT} == {OWN}, "met, and so first"
+    assert own.capture_ahead(QUIET) == 0.0 and OTHER in own._captured
+    assert own.capture_ahead(QUIET) is None
+    assert own.serve(OWN) == OWN and own.serve(OTHER) == OTHER
+
+
+def test_long_captures_wait_for_a_long_quiet(clock: Clock) -> None:
+    own = made(clock, 2 * LONG)
+    own.serve(OWN)
+    assert own.capture_ahead(QUIET) == pytest.approx(LONG_QUIET - QUIET) and OWN not in own._captured
+    assert own.capture_ahead(LONG_QUIET) == 0.0 and OWN in own._captured

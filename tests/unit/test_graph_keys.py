@@ -16,6 +16,7 @@ from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers.batch import DecodeQueries, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.losses import StepTimes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
@@ -72,7 +73,7 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
 
 def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     """Where launches take 10 ms and a token 0.01 ms, from 2000 tokens on, unless there is little padding to save."""
-    sizes, key = OwnSizes.from_costs(10e-3, 10e-6), GraphKey(4, 4096, 0, False, has_prompts=True)
+    sizes, key = OwnSizes.from_times(StepTimes(10e-3, 10e-6)), GraphKey(4, 4096, 0, False, has_prompts=True)
     for num_tokens, own in ((3500, 3520), (3968, 3968), (2000, 2048)):
         assert sizes.key_for(key, num_tokens) == replace(key, tokens=own)
     assert sizes.key_for(key, 3969) is None and sizes.key_for(key, 1999) is None
@@ -236,8 +237,10 @@ def test_the_ladders_end_at_the_most_there_may_be() -> None:
         assert set(sizes.at_start) <= set(sizes.requests), "no size is captured that no batch asks for"
 
 
-def test_a_prompt_runs_on_a_wider_graph_only_where_that_is_cheap() -> None:
-    captured = [GraphKey(64, tokens, 3, True, has_prompts=True) for tokens in (256, 448)]
-    for tokens, serving in ((64, 256), (256, 256), (320, None), (384, 448)):
-        wide = GraphKeys.wider(GraphKey(4, tokens, 0, False, has_prompts=True), captured)
-        assert (None if wide is None else wide.tokens) == serving
+def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:
+    for takes_checkpoints in (False, True):
+        at_start = list(graphs().at_start(takes_checkpoints=takes_checkpoints))
+        for tokens, serving in ((64, 256), (256, 256), (320, 512), (512, 512)):
+            key = GraphKey(4, tokens, 0, False, takes_checkpoints and tokens <= 256, has_prompts=True)
+            wide = GraphKeys.wider(key, at_start)
+            assert wide is not None and wide.tokens == serving

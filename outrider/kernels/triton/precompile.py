@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from threading import Thread
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from outrider.kernels.fork_pool import MAX_TASKS, run_in_forks
+from outrider.kernels.fork_pool import MAX_TASKS, Fork, run_in_forks
 from outrider.kernels.triton.launch import collecting
 from triton import knobs
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 from triton.runtime.cache import FileCacheManager, triton_key
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
+EARLY_SHARE = 4  # one of so many workers may begin before all kernels are known
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
@@ -40,6 +43,8 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
     workers: processes, one for each core by default; 1: this process alone.
     """
     launches: dict[Any, _Launch] = {}
+    workers = min(MAX_WORKERS, _num_cores()) if workers is None else workers
+    early = _Early(workers // EARLY_SHARE if _uses_disk() else 0)
 
     def collect(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         key = (id(function), *map(_specialization, args),
@@ -47,17 +52,24 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
         if key not in launches:
             named = {name: _stand_in(value) for name, value in options.items()}
             launches[key] = _Launch(function, tuple(map(_stand_in, args)), named)
+            early.offer(launches[key])
+        if not hashing.is_alive():
+            early.begin()
 
     hashing = Thread(target=triton_key)  # a hash of the compiler itself: it takes half a second, once
     hashing.start()
     try:
         with collecting(collect), _ZerosForEmpty():
             yield
+    except BaseException:
+        early.stop()
+        raise
     finally:
         hashing.join()
     if launches:
+        early.begin()
         with _asking_no_device():
-            _compile(list(launches.values()), min(MAX_WORKERS, _num_cores()) if workers is None else workers)
+            _compile([launch for launch in launches.values() if launch not in early], workers, early)
 
 
 class _ZerosForEmpty(TorchFunctionMode):
@@ -79,6 +91,18 @@ class _Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes seconds to compile, as what is written in Gluon does: it is as long as it is detailed."""
+        return isinstance(self.function, GluonJITFunction)
+
+    @property
+    def kernel(self) -> Any:
+        """What most likely tells its kernel from others: constants and types."""
+        types = (str(value) if isinstance(value, _Pointer) else _specialization(value) for value in self.args
+                 if not isinstance(value, (int, float)))  # fmt: skip
+        return id(self.function), *types, str(sorted(self.options.items()))
+
     def compile(self) -> None:
         """Compiles the kernel, or loads it if it is on disk; and its launcher, which Triton 3.6 compiles too."""
         kernel = self.function.warmup(*self.args, grid=(1,), **self.options)
@@ -98,8 +122,48 @@ class _Pointer:
         return self.address
 
 
-def _compile(launches: list[_Launch], workers: int) -> None:
-    uses_disk = not knobs.compilation.always_compile
+class _Early:
+    """Kernels that take longest to compile, each begun by a fork of its own while others are still being collected.
+    There are few forks: this process must not wait for a core meanwhile."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._launches: dict[Any, list[_Launch]] = {}  # by kernel
+        self._forks: list[Fork] = []
+
+    def offer(self, launch: _Launch) -> None:
+        if not launch.is_long:
+            return
+        kernel = launch.kernel
+        if kernel in self._launches or len(self._launches) < self._most:
+            self._launches.setdefault(kernel, []).append(launch)
+
+    def begin(self) -> None:
+        for same in list(self._launches.values())[len(self._forks) :]:
+            with _asking_no_device(), suppress(OSError):
+                self._forks.append(Fork(same[0].compile))
+
+    def stop(self) -> None:
+        for fork in self._forks:
+            fork.wait(0)
+
+    def __contains__(self, launch: _Launch) -> bool:
+        return launch.is_long and launch.kernel in self._launches
+
+    def finish(self) -> Iterator[list[_Launch]]:
+        """The launches of each kernel when its fork is gone."""
+        for fork, same in zip_longest(self._forks, self._launches.values()):
+            if fork is not None:  # else there was none to be had
+                fork.wait(PATIENCE)
+            yield same
+
+
+def _uses_disk() -> bool:
+    return not knobs.compilation.always_compile
+
+
+def _compile(launches: list[_Launch], workers: int, early: _Early) -> None:
+    uses_disk = _uses_disk()
     kernels = _not_on_disk(launches) if uses_disk else [[launch] for launch in launches]
     # The longest first, by their source: none of them should begin when all others end.
     waiting = dict(enumerate(sorted(kernels, key=lambda same: -_source_size(same[0].function))))
@@ -109,7 +173,7 @@ def _compile(launches: list[_Launch], workers: int) -> None:
             with suppress(OSError), closing(run_in_forks(tasks, workers, PATIENCE)) as compiled:
                 for index in compiled:
                     pool.submit(_compile_all, waiting.pop(index))
-        for same in waiting.values():
+        for same in chain(waiting.values(), early.finish()):
             pool.submit(_compile_all, same)
 
 

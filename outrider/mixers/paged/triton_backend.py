@@ -31,6 +31,7 @@ from outrider.kernels.triton import (
     query_tiles,
     rope_cache_write,
 )
+from outrider.kernels.triton.hopper import HopperConfig
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 
@@ -47,8 +48,11 @@ class HostPrefill:
     """The host knows which requests use the prefill kernel."""
 
     lens: list[int]  # tokens of each such request, 0 for the others
+    more_than: int  # tokens that each of them has, and none of the others
 
     def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
+        if isinstance(config, HopperConfig):  # which takes seconds to compile: one variant, for captured steps too
+            return DevicePrefill(self.more_than).tiles(view, heads, config)
         return query_tiles(self.lens, *heads, view.query_starts_int32.device, config=config)
 
 
@@ -121,14 +125,14 @@ class TritonBackend(Backend):
             case ExactQueries(lens):
                 max_query = max((n for n in lens if n <= self._max_query), default=0)
                 if max(lens, default=0) > self._max_query:
-                    prefill = HostPrefill([n if n > self._max_query else 0 for n in lens])
+                    prefill = HostPrefill([n if n > self._max_query else 0 for n in lens], self._max_query)
                     if max_query:
                         is_short = torch.tensor([n <= self._max_query for n in lens], dtype=torch.int32)
                         live = live * is_short.pin_memory().to(live.device, non_blocking=True)
             case DecodeQueries(most) if most <= self._max_query:
                 max_query = most
             case DecodeQueries(most):
-                prefill = HostPrefill([most] * view.num_requests)
+                prefill = HostPrefill([most] * view.num_requests, 0)
             case MixedQueries(most):
                 max_query, prefill = most, DevicePrefill(most)
                 live = torch.where(view.query_starts_int32.diff() <= most, live, 0)

@@ -1,7 +1,8 @@
 """Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key, or its halves as two.
 
-The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Sizes for
-decoding are captured at start-up; others, steps with prompts in them above all, when they are met.
+The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Some sizes are
+captured at start-up and serve all others at first, a little wider than they need. Those get graphs of their own while
+nobody waits, or when their steps have lost as much as a capture takes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -21,11 +21,13 @@ from outrider.core import Limits, StepForm, Uncaptured
 from outrider.kernels.packet import empty_packet
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
-from outrider.runner.graphs.sizes import MOST_LATER, PATIENCE, PAUSE
+from outrider.runner.graphs.losses import LONG, Losses
+from outrider.runner.graphs.sizes import MOST_LATER
 from outrider.runner.step import DeviceResult, DeviceStep
 
 log = logging.getLogger("outrider")
 Made = TypeVar("Made")
+QUIET, LONG_QUIET = 0.02, 0.5  # seconds without requests before a capture that is short, and before any other
 HostTurn = Callable[[], None]
 
 
@@ -58,6 +60,13 @@ class SplitCapture:
         self.finish.replay()
 
 
+class _StandIn(NamedTuple):
+    """How a step runs that has no graph of its own."""
+
+    wider: GraphKey | None  # on this one's graph; None: without any
+    loss: float  # seconds
+
+
 class StepGraphs:
     def __init__(self, step: DeviceStep, limits: Limits) -> None:
         self._step = step
@@ -65,33 +74,78 @@ class StepGraphs:
         self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts,
                               takes_parameters=step.has_sampler_kernels)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
-        self._missed: Counter[GraphKey] = Counter()
+        self.losses = Losses()
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
-        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # wider keys of missed ones, until the next capture
-        self._next_capture = 0.0  # time before which no graph is captured if a wider one serves
+        self._goes_ahead = True
+        self._usual: list[GraphKey] = []  # to be captured while nobody waits, though nobody has met them
+        self._stand_ins: dict[GraphKey, _StandIn] = {}  # of missed keys, until the next capture
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
-        """The captured step, or a wider one while a key is new: then its own is captured when it has been met often,
-        with pauses between such captures, so that nobody waits long. A key that no other serves is captured now: that
-        takes as long as an uncaptured step. None is captured if there is no memory for it, or have been too many."""
+        """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
+        graph, which the host launches in the time that a capture takes. A decode step that no other serves is captured
+        now, since more of its size will follow. None is captured if there is no memory for it, or have been too
+        many."""
         if key in self._captured:
             return self._captured[key]
-        self._missed[key] += 1
         if key not in self._stand_ins:
-            self._stand_ins[key] = self.keys.wider(key, self._captured)
-        wider = self._stand_ins[key]
-        is_full = len(self._captured) - self._num_at_start >= MOST_LATER
+            self._stand_ins[key] = self._find_stand_in(key)
+        wider, loss = self._stand_ins[key]
+        self.losses.add(key, loss)
+        must, may = wider is None and not key.has_prompts, key not in self._refused and not self._is_full
+        if may and (must or self.losses.is_due(key)):
+            captured = self._try(key, pauses=not must)
+            if captured is not None:
+                return captured
         if wider is not None:
-            is_due = self._missed[key] > PATIENCE and time.perf_counter() >= self._next_capture
-            if is_full or key in self._refused or not is_due:
-                return self._captured[wider]
+            return self._captured[wider]
         if key in self._refused:
             return Uncaptured.NO_MEMORY
-        return Uncaptured.TOO_MANY_CAPTURES if is_full else self._try(key, pauses=wider is not None)
+        return Uncaptured.TOO_MANY_CAPTURES if self._is_full else Uncaptured.NEW_SIZE
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._captured) - self._num_at_start >= MOST_LATER
+
+    def _find_stand_in(self, key: GraphKey) -> _StandIn:
+        wider, times = self.keys.wider(key, self._captured), self.losses.times
+        if wider is None:
+            return _StandIn(None, times.of_launches(key))
+        padding = times.of_padding(key, wider)
+        if key.has_prompts and times.of_launches(key) < padding:
+            return _StandIn(None, times.of_launches(key))
+        return _StandIn(wider, padding)
+
+    def capture_ahead(self, quiet_seconds: float) -> float | None:
+        """One capture, if nobody has waited for anything for so many seconds and it is expected to be short, or for
+        longer. Returns after how many seconds to ask again; None: not before there were steps again."""
+        if self._is_full or not self._goes_ahead or not (self._usual or self.losses.worst(self._refused)):
+            return None
+        least = QUIET if self.losses.capture_seconds <= LONG else LONG_QUIET
+        if quiet_seconds < least:
+            return least - quiet_seconds
+        key = self._next_ahead()
+        if key is not None:
+            self._try(key, pauses=False)
+        return 0.0
+
+    def stop_ahead(self) -> None:
+        self._goes_ahead = False
+
+    def _next_ahead(self) -> GraphKey | None:
+        """Those that were missed come first."""
+        missed = self.losses.worst(self._refused)
+        if missed is not None:
+            return missed
+        while self._usual:
+            key = self._usual.pop()
+            if key not in self._captured and key not in self._refused:
+                self._num_at_start += 1  # memory was planned for it
+                return key
+        return None
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
         """The step as it is captured, uncaptured."""
@@ -126,8 +180,11 @@ class StepGraphs:
     def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
         """The largest first, so that all share its memory. Returns how many."""
         for key in self.keys.at_start(takes_checkpoints=takes_checkpoints):
+            start = time.perf_counter()
             self.get(key)
+            self.losses.captured(key, time.perf_counter() - start, pauses=False)
         self._num_at_start = len(self._captured)
+        self._usual = list(self.keys.usual(takes_checkpoints=takes_checkpoints))
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
         log.info("captured %d steps, %d of them with all sampling parameters; %d more at most when they are met",
                  self._num_at_start, num_full, MOST_LATER)
@@ -141,9 +198,8 @@ class StepGraphs:
                     *self.keys.prompts()):
             self.run_empty(key)
 
-    def _try(self, key: GraphKey, *, pauses: bool) -> WholeCapture | SplitCapture | Uncaptured:
-        """If memory does not suffice, such steps stay uncaptured. `pauses`: a wider graph could have served, so that
-        others like it may wait for theirs."""
+    def _try(self, key: GraphKey, *, pauses: bool) -> WholeCapture | SplitCapture | None:
+        """If memory does not suffice, such steps stay without. `pauses`: see `Losses.captured`."""
         start = time.perf_counter()
         for _ in range(2):
             try:
@@ -151,14 +207,13 @@ class StepGraphs:
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
             else:
-                now = time.perf_counter()
-                if pauses:
-                    self._next_capture = now + PAUSE * (now - start)
-                log.debug("captured %s in %.1f ms", key, (now - start) * 1e3)
+                seconds = time.perf_counter() - start
+                self.losses.captured(key, seconds, pauses=pauses)
+                log.debug("captured %s in %.1f ms", key, seconds * 1e3)
                 return captured
-        log.warning("no memory to capture steps of %s: they run uncaptured", key)
+        log.warning("no memory to capture steps of %s: they run without, or on wider ones", key)
         self._refused.add(key)
-        return Uncaptured.NO_MEMORY
+        return None
 
     def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
         """After `run_empty` of the same key. Builds everything anew."""

@@ -1,11 +1,11 @@
 """CudaRunner: steps on a CUDA stream. The host queues a step and goes on; the result is read when it is asked for.
 
-Steps replay graphs where one serves; one that is met for the first time is captured before. Host data goes through
-pinned memory, so that queueing never waits for the device.
+Steps replay graphs where one serves. Host data goes through pinned memory, so that queueing never waits for the device.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
-from outrider.runner.graphs.own_sizes import OwnSizes, measure_own_sizes
+from outrider.runner.graphs.own_sizes import OwnSizes, measure_times
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
@@ -29,6 +29,8 @@ from outrider.runner.memory import StepOutOfMemory
 from outrider.runner.results import read_result, with_asked_logprobs
 from outrider.runner.step import DeviceResult, DeviceStep
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
+
+log = logging.getLogger("outrider")
 
 
 class PendingStep(Future[StepResult]):
@@ -112,10 +114,31 @@ class CudaRunner:
         if self.graphs is None:
             return 0
         num_captured = self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
-        largest = self.graphs.keys.largest_with_prompts()
-        if largest is not None:
-            self._own_sizes = measure_own_sizes(self.device_step, self.graphs, largest)
+        self._measure(self.graphs)
         return num_captured
+
+    def _measure(self, graphs: StepGraphs) -> None:
+        largest = next(graphs.keys.at_start(takes_checkpoints=False))
+        times = graphs.losses.times = measure_times(self.device_step, graphs, largest)
+        log.info("a step of %d tokens takes %.1f ms, launches %.1f ms, a capture %.1f ms", largest.tokens,
+                 times.token_seconds * largest.tokens * 1e3, times.launch_seconds * 1e3,
+                 graphs.losses.capture_seconds * 1e3)
+        if largest.has_prompts:
+            self._own_sizes = OwnSizes.from_times(times)
+            log.info("from %.0f tokens on steps are not padded", self._own_sizes.least_tokens)
+
+    @torch.inference_mode()
+    def idle(self, quiet_seconds: float) -> float | None:
+        """Nothing is in flight, and nothing came for so many seconds: a step may be captured that has no graph yet.
+        Returns after how many seconds to come again; None: not before there were steps again."""
+        if self.graphs is None:
+            return None
+        try:
+            return self.graphs.capture_ahead(quiet_seconds)
+        except Exception:  # whatever it is, no request has waited for it
+            log.exception("a capture failed while no request waited; steps run on the graphs there are")
+            self.graphs.stop_ahead()
+            return None
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """Queue a step. An error on the way ends that step, in its turn, and not the engine."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.sizes import CHEAP_TOKENS, FEW, GraphSizes, next_size
+from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -43,11 +43,11 @@ class GraphKey:
     sampler: SamplerForm = SamplerForm.DRAW
 
     def covers(self, other: GraphKey) -> bool:
-        """Whether a graph of this key serves every batch of the other's, and costs little more where prompts count."""
+        """Whether a graph of this key serves every batch of the other's."""
         own, others = ((key.has_prompts, key.form, key.sampler) for key in (self, other))
         has_room = self.requests >= other.requests and self.propose >= other.propose
         if self.has_prompts:
-            has_room &= other.tokens <= self.tokens <= max(CHEAP_TOKENS, other.tokens * 5 // 4)
+            has_room &= self.tokens >= other.tokens
         else:
             has_room &= self.tokens * other.requests >= other.tokens * self.requests
         has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints
@@ -178,11 +178,27 @@ class GraphKeys:
         return GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], max_drafts, max_drafts > 0,
                         has_prompts=True)  # fmt: skip
 
+    def wide_prompts(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """A few that stand in for all small steps with prompts, largest first."""
+        largest = self.largest_with_prompts()
+        if largest is not None:
+            for tokens in reversed(PROMPTS_AT_START):
+                if tokens < largest.tokens:
+                    yield replace(largest, tokens=tokens, takes_checkpoints=takes_checkpoints)
+
+    def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """Decode steps that wider ones serve until there is time to capture them, the least important first."""
+        for requests in reversed(self.sizes.requests):
+            if requests not in self.sizes.at_start:
+                for drafts in {0, self.limits.max_drafts}:
+                    yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, takes_checkpoints)
+
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Keys captured at start-up, in order. The largest step with prompts comes first: its memory serves all."""
         largest = self.largest_with_prompts()
         if largest is not None:
             yield largest
+        yield from self.wide_prompts(takes_checkpoints=takes_checkpoints)
         yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
         yield from self.decoding(takes_checkpoints=takes_checkpoints)
 

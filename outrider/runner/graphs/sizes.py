@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from outrider.core import Limits
 
 FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
-PATIENCE = 16  # steps that a wider graph serves before one of their own is captured: a capture takes as long
-PAUSE = 20  # times a capture's duration in which no other is made, as long as a wider graph serves
 MOST_LATER = 256  # captures after start-up
-CHEAP_TOKENS = 256  # a step with prompts costs little more when it is padded up to so many
+PROMPTS_AT_START = (256, 512, 1024)  # tokens of the steps with prompts that are captured at start-up
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
 MEASURED_TOKENS = (8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured, beside the small ones
 MEASURED_CAPTURED = (1, 2, 4)  # small token counts that captured steps have

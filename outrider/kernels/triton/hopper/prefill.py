@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 REGISTERS = 168  # of each of the 384 threads, before the kinds of warps share them out
-_VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "table_stride"]
+_VARYING = ["fill_to", "num_requests", "num_tiles", "window", "table_stride"]
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "counter"]
 
 
@@ -38,16 +38,16 @@ def _make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def _zero_padding(
-    out, query_starts, num_requests, num_tokens, out_token_stride, out_head_stride,
+    out, query_starts, num_requests, fill_to, out_token_stride, out_head_stride,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Token rows that no request owns must not read as NaN."""
+    """Token rows before `fill_to` that no request owns must not read as NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, GROUP_PAD, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     zeros = gl.zeros([GROUP_PAD, D], out.dtype.element_ty, layout=layout)
     first = gl.load(query_starts + num_requests)
-    for row in range(gl.program_id(0), (num_tokens - first) * KV_HEADS, gl.num_programs(0)):
+    for row in range(gl.program_id(0), (fill_to - first) * KV_HEADS, gl.num_programs(0)):
         at = out + (first + row // KV_HEADS).to(gl.int64) * out_token_stride
         heads = row % KV_HEADS * GROUP + head
         gl.store(at + heads[:, None] * out_head_stride + column[None, :], zeros, mask=(head < GROUP)[:, None])
@@ -57,11 +57,11 @@ def _zero_padding(
 @gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
     q, k_pages, v_pages, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, counter, out,
-    scale, softcap, window, num_tokens, num_requests, num_tiles,
+    scale, softcap, window, fill_to, num_requests, num_tiles,
     q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KV_HEADS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_STARTS: gl.constexpr, FILL_PADDING: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_STARTS: gl.constexpr,
     SEARCH: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
@@ -82,8 +82,8 @@ def _prefill_kernel(
         exchange = (exchanged, exchanged)
     fence_async_shared()
     barrier()
-    if FILL_PADDING:
-        _zero_padding(out, query_starts, num_requests, num_tokens, out_token_stride, out_head_stride, GROUP, GROUP_PAD,
+    if fill_to > 0:  # no variant of its own: this kernel takes seconds to compile
+        _zero_padding(out, query_starts, num_requests, fill_to, out_token_stride, out_head_stride, GROUP, GROUP_PAD,
                       D, KV_HEADS)
     tiles = (tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window)
     strides = (q_token_stride, q_head_stride, out_token_stride, out_head_stride)
@@ -170,11 +170,11 @@ def launch_hopper(
         q, _describe_pages(k_cache, config.block_n), _describe_pages(v_cache, config.block_n), page_table,
         query_starts, lengths, live, lengths if key_starts is None else key_starts, tile_requests,
         tile_requests if tile_indices is None else tile_indices, counter, out,
-        scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
+        scale, softcap or 1.0, window or 0, shape.num_tokens if fill_padding else 0, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv), D=shape.head_dim,
         PAGE=shape.page_size, Q_TILE=tile_queries, BLOCK_N=config.block_n, STAGES=config.num_stages,
         SPLIT=config.value_split, KV_HEADS=shape.num_kv_heads, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, SEARCH=search,
+        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, SEARCH=search,
         PRODUCER_REGS=config.producer_regs, CONSUMER_REGS=config.consumer_regs, num_warps=4, maxnreg=REGISTERS,
     )

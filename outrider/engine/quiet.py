@@ -1,0 +1,24 @@
+"""Waiting for work, and letting a worker prepare for more while there is none. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Got = TypeVar("Got")
+
+
+def wait_for(take: Callable[[float | None], Got | None], idle: Callable[[float], float | None]) -> Got:
+    """What `take` has, at last. It gets the seconds that it may wait, None for as long as it takes. `idle` gets the
+    seconds that nothing came, does a little, and returns after how many more it wants to be called; None: no more."""
+    begin = time.perf_counter()
+    pause = idle(0.0)
+    while pause is not None:
+        got = take(pause)
+        if got is not None:
+            return got
+        pause = idle(time.perf_counter() - begin)
+    while (got := take(None)) is None:
+        pass
+    return got

@@ -1,0 +1,65 @@
+"""Whether a size should get a graph of its own: what its steps lose without one, against what a capture takes.
+
+Nobody knows how often a size will still be met. A graph that is captured once its steps have lost what the capture
+takes never costs more than twice what the best choice would have cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from outrider.runner.graphs.keys import GraphKey
+
+PATIENCE = 1.0  # times a capture's duration that must be lost before it
+PAUSE = 20  # times a capture's duration in which no other is made while requests run
+LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
+DRAFT_SECONDS = 0.3e-3  # of one more draft, roughly
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    launch_seconds: float = 0.0  # of the host, for a step of any size
+    token_seconds: float = 0.0  # of the device, for each token of a large step
+
+    def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
+        """Seconds that a step takes longer on the wider graph. Where there are prompts, requests are logits besides."""
+        extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
+        return self.token_seconds * extra + DRAFT_SECONDS * (wider.propose - key.propose)
+
+    def of_launches(self, key: GraphKey) -> float:
+        """Seconds that the device waits for the host if the step runs without a graph."""
+        return max(0.0, self.launch_seconds - self.token_seconds * key.tokens)
+
+
+class Losses:
+    """What steps have lost so far, by the graph that they lacked."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.times = StepTimes()
+        self.capture_seconds = 0.0  # that a capture is expected to take
+        self._clock = clock
+        self._lost: defaultdict[GraphKey, float] = defaultdict(float)
+        self._next = 0.0  # time before which nothing is due
+
+    def add(self, key: GraphKey, seconds: float) -> None:
+        self._lost[key] += seconds
+
+    def is_due(self, key: GraphKey) -> bool:
+        """Whether the key's graph should be captured now, though requests wait for it."""
+        reason = PATIENCE * self.capture_seconds * max(1.0, self.capture_seconds / LONG)
+        return self._lost[key] > 0 and self._lost[key] >= reason and self._clock() >= self._next
+
+    def worst(self, excluded: Collection[GraphKey] = ()) -> GraphKey | None:
+        """The key that has lost the most; None if none has lost anything."""
+        lost = {key: seconds for key, seconds in self._lost.items() if seconds > 0 and key not in excluded}
+        return max(lost, key=lost.__getitem__, default=None)
+
+    def captured(self, key: GraphKey, seconds: float, *, pauses: bool) -> None:
+        """`pauses`: it could have waited, so that others like it may wait for theirs."""
+        self._lost.pop(key, None)
+        self.capture_seconds = (self.capture_seconds + seconds) / 2 if self.capture_seconds else seconds
+        if pauses:
+            self._next = self._clock() + PAUSE * seconds
