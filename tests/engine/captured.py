@@ -17,13 +17,16 @@ from tests.engine.harness import Rig
 
 
 class AsCaptured:
-    """With `form` split the host has its turn between the halves of every step, also of those that no graph serves."""
+    """With `form` split the host has its turn between the halves of every step, also of those that no graph serves.
+    `stands_in`: in the first and every second step a graph of start-up stands in for the batch's own."""
 
     def __init__(self, rig: Rig, *, takes_prompts: bool = True, takes_parameters: bool = False,
-                 form: StepForm = StepForm.WHOLE) -> None:
+                 form: StepForm = StepForm.WHOLE, stands_in: bool = False) -> None:
         self._rig, self._form = rig, form
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters)
+        self._at_start = list(self.keys.at_start(takes_checkpoints=False)) if stands_in else []
+        self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []
         self.reasons: Counter[Uncaptured] = Counter()
         self.turns: list[int] = []  # steps in which the host had its turn
@@ -39,6 +42,10 @@ class AsCaptured:
         if isinstance(key, Uncaptured):
             self.reasons[key] += 1
             return read_result(batch, step.run(batch), 0.0, key)
+        if not len(self.met) % 2 and (wider := self.keys.wider(key, self._at_start)) is not None:
+            if wider != key:
+                self.wider.append(wider)
+            key = wider
         self.met.append(key)
         shape, plan = self.keys.shape(key), self.keys.plan(key)
         ints = to_device(pack_captured(batch, shape), torch.int64, step.state.device)

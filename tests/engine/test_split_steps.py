@@ -38,6 +38,19 @@ def test_split_steps_give_the_same_tokens(family: str) -> None:
             assert captured.turns == ([batch.step for batch in rig.batches] if form is StepForm.SPLIT else [])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_steps_on_wider_graphs_give_the_same_tokens(family: str) -> None:
+    """Graphs of start-up serve the steps of a new size, prompts and all, and its own serves them from some step on."""
+    settings = SETTINGS | {"max_num_batched_tokens": 300, "max_num_seqs": 40}
+    asks = [Ask([5, 6, 7, 8] * 6, greedy(9)), *(Ask(prompt_of(seed, 2 * seed), greedy(9)) for seed in range(1, 21))]
+    with Rig(tiny_model(family), **settings) as rig:
+        wanted = tokens_of(rig.run(asks))
+    with Rig(tiny_model(family), **settings) as rig:
+        captured = AsCaptured(rig, stands_in=True)
+        assert tokens_of(rig.run(asks)) == wanted
+        assert {key.has_prompts for key in captured.wider} == {False, True}
+
+
 def test_the_host_acts_between_forward_and_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn sees the rows as the step before left them, and what it writes there counts."""
     order: list[str] = []

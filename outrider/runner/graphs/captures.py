@@ -75,6 +75,7 @@ class StepGraphs:
                               takes_parameters=step.has_sampler_kernels)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
+        self._loaded: set[GraphKey] = set()  # whose kernels have been launched
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
         self._goes_ahead = True
@@ -97,7 +98,7 @@ class StepGraphs:
         self.losses.add(key, loss)
         must, may = wider is None and not key.has_prompts, key not in self._refused and not self._is_full
         if may and (must or self.losses.is_due(key)):
-            captured = self._try(key, pauses=not must)
+            captured = self._try(key, waits=must)
             if captured is not None:
                 return captured
         if wider is not None:
@@ -129,7 +130,7 @@ class StepGraphs:
             return least - quiet_seconds
         key = self._next_ahead()
         if key is not None:
-            self._try(key, pauses=False)
+            self._try(key, waits=True)
         return 0.0
 
     def stop_ahead(self) -> None:
@@ -149,6 +150,7 @@ class StepGraphs:
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
         """The step as it is captured, uncaptured."""
+        self._loaded.add(key)
         plan = self.keys.plan(key)
         half = self._step.forward_half(self.keys.shape(key), ints, plan)
         if key.form is StepForm.SPLIT:
@@ -160,10 +162,12 @@ class StepGraphs:
         shape = self.keys.shape(key)
         with self._step.model.one_layer_each():
             self._step.whole(shape, empty_packet(shape, self._step.state.device), self.keys.plan(key))
+        self._loaded.add(key)
 
     def get(self, key: GraphKey) -> WholeCapture | SplitCapture:
         if key not in self._captured:
-            self.run_empty(key)
+            if key not in self._loaded:
+                self.run_empty(key)
             self._captured[key] = self.capture(key)
             self._stand_ins.clear()
         return self._captured[key]
@@ -191,24 +195,29 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """Run every step that `capture_ladder` will capture, and steps with prompts, so that a step with prompts has
-        only to be captured when it is first met."""
+        """Run every step that `capture_ladder` will capture, and steps with prompts, for their kernels."""
         own = takes_checkpoints
         for key in (*self.keys.with_parameters(takes_checkpoints=own), *self.keys.decoding(takes_checkpoints=own),
                     *self.keys.prompts()):
             self.run_empty(key)
+        self._loaded.clear()  # perhaps nothing was launched
 
-    def _try(self, key: GraphKey, *, pauses: bool) -> WholeCapture | SplitCapture | None:
-        """If memory does not suffice, such steps stay without. `pauses`: see `Losses.captured`."""
+    def _try(self, key: GraphKey, *, waits: bool) -> WholeCapture | SplitCapture | None:
+        """None if memory does not suffice, so that such steps stay without. `waits`: nothing else serves, or nobody
+        waits; otherwise it is None too while the step is only being prepared, and captures like it pause."""
         start = time.perf_counter()
         for _ in range(2):
             try:
+                if key not in self._loaded:
+                    self.run_empty(key)
+                    if not waits:
+                        return None
                 captured = self.get(key)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
             else:
                 seconds = time.perf_counter() - start
-                self.losses.captured(key, seconds, pauses=pauses)
+                self.losses.captured(key, seconds, pauses=not waits)
                 log.debug("captured %s in %.1f ms", key, seconds * 1e3)
                 return captured
         log.warning("no memory to capture steps of %s: they run without, or on wider ones", key)
