@@ -29,7 +29,8 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.cache import FileCacheManager, triton_key
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
-EARLY_SHARE = 4  # one of so many workers may begin before all kernels are known
+EARLY_SHARE = 2  # one of so many workers may begin before all kernels are known
+LONG = ("_latent_attention_kernel", "_choice_kernel")  # as measured; the name of one that is gone does no harm
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
@@ -93,8 +94,8 @@ class _Launch:
 
     @property
     def is_long(self) -> bool:
-        """Whether it takes seconds to compile, as what is written in Gluon does: it is as long as it is detailed."""
-        return isinstance(self.function, GluonJITFunction)
+        """Whether it takes seconds to compile, whatever its source says: what is written in Gluon does, and some."""
+        return isinstance(self.function, GluonJITFunction) or self.function.__name__ in LONG
 
     @property
     def kernel(self) -> Any:
@@ -165,8 +166,8 @@ def _uses_disk() -> bool:
 def _compile(launches: list[_Launch], workers: int, early: _Early) -> None:
     uses_disk = _uses_disk()
     kernels = _not_on_disk(launches) if uses_disk else [[launch] for launch in launches]
-    # The longest first, by their source: none of them should begin when all others end.
-    waiting = dict(enumerate(sorted(kernels, key=lambda same: -_source_size(same[0].function))))
+    # The longest first: none of them should begin when all others end.
+    waiting = dict(enumerate(sorted(kernels, key=_expected_size, reverse=True)))
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="outrider-compile") as pool:
         if uses_disk and workers > 1 and len(waiting) >= MIN_KERNELS:
             tasks = [same[0].compile for same in waiting.values()][:MAX_TASKS]
@@ -175,6 +176,10 @@ def _compile(launches: list[_Launch], workers: int, early: _Early) -> None:
                     pool.submit(_compile_all, waiting.pop(index))
         for same in chain(waiting.values(), early.finish()):
             pool.submit(_compile_all, same)
+
+
+def _expected_size(same: list[_Launch]) -> tuple[bool, int]:
+    return same[0].is_long, _source_size(same[0].function)
 
 
 def _source_size(function: Any) -> int:
