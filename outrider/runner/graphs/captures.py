@@ -241,13 +241,14 @@ class StepGraphs:
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:
         """Capture a run, as `torch.cuda.graph` does, but without its garbage collection, which takes longer than a
-        capture. Collection is off meanwhile, because an object that is collected could be a graph or an event."""
+        capture. Collection is off meanwhile, because an object that is collected could be a graph or an event. What
+        other threads ask of the device has nothing to do with the capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
                 except BaseException:
