@@ -18,6 +18,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
+from outrider.kernels import ops
 from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
@@ -52,6 +53,7 @@ FP8_CAPABILITY = (8, 9)
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
     """The model that the config asks for, on its device. `watch`: see load_model."""
     device = pick_device(config.device)
+    ops.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):

@@ -68,8 +68,8 @@ def steps_until_captured(own: Any, key: GraphKey, most: int = 1000) -> list[Any]
     raise AssertionError(f"still {served[-1]}")
 
 
-@pytest.mark.parametrize(("seconds", "reason"), [(SHORT, SHORT), (LONG, LONG), (2 * LONG, 4 * LONG)])
-def test_a_size_gets_its_own_graph_when_it_has_lost_what_a_capture_takes(clock: Clock, seconds: float,
+@pytest.mark.parametrize(("seconds", "reason"), [(SHORT, SHORT / 2), (LONG, LONG / 2), (2 * LONG, 2 * LONG)])
+def test_a_size_gets_its_own_graph_when_it_has_lost_half_of_what_a_capture_takes(clock: Clock, seconds: float,
                                                                           reason: float) -> None:
     """A step of 40 tokens on a graph of 64 loses 24 tokens. A capture that others notice needs a larger reason."""
     served = steps_until_captured(made(clock, seconds), OWN)

@@ -240,7 +240,8 @@ def test_the_ladders_end_at_the_most_there_may_be() -> None:
 def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:
     for takes_checkpoints in (False, True):
         at_start = list(graphs().at_start(takes_checkpoints=takes_checkpoints))
-        for tokens, serving in ((64, 256), (256, 256), (320, 512), (512, 512)):
-            key = GraphKey(4, tokens, 0, False, takes_checkpoints and tokens <= 256, has_prompts=True)
+        for requests, tokens, serving in ((1, 64, 256), (4, 256, 256), (16, 256, 512), (4, 320, 512), (16, 512, 512)):
+            saves = takes_checkpoints and requests * tokens <= 1024
+            key = GraphKey(requests, tokens, 0, False, saves, has_prompts=True)
             wide = GraphKeys.wider(key, at_start)
             assert wide is not None and wide.tokens == serving

@@ -30,6 +30,7 @@ from outrider.kernels.ops.operation import (
     native_kernel,
     operations,
     precompiling,
+    prepare_compiler,
     triton_kernel,
     using,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "native_kernel",
     "operations",
     "precompiling",
+    "prepare_compiler",
     "triton_kernel",
     "using",
 ]

@@ -22,6 +22,7 @@ from enum import Enum
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from inspect import signature
+from threading import Thread
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -62,6 +63,18 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
     return ahead
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Imports kernels and prepares their compiler in a thread of its own, so that whoever compiles later need not wait
+    for it. Meanwhile weights can be loaded."""
+
+    def prepare() -> None:
+        if has_triton():
+            import_module("outrider.kernels.triton").prepare_compiler()
+
+    if device.type == "cuda":
+        Thread(target=prepare, name="outrider-prepare-compiler", daemon=True).start()
 
 
 class Exactness(Enum):

@@ -15,7 +15,7 @@ from outrider.kernels.triton.join import join_embedding, take_rows
 from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
-from outrider.kernels.triton.precompile import compiling_ahead
+from outrider.kernels.triton.precompile import compiling_ahead, prepare_compiler
 from outrider.kernels.triton.prefill import (
     PrefillChoice,
     QueryTiles,
@@ -57,6 +57,7 @@ __all__ = [
     "pays_split_list",
     "join_embedding",
     "prefill_attention",
+    "prepare_compiler",
     "prepare_counters",
     "prepare_step",
     "query_tiles",

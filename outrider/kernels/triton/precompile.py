@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, zip_longest
 from threading import Thread
 from typing import Any
@@ -33,6 +34,14 @@ EARLY_SHARE = 2  # one of so many workers may begin before all kernels are known
 LONG = ("_latent_attention_kernel", "_choice_kernel")  # as measured; the name of one that is gone does no harm
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
+
+
+@lru_cache(maxsize=1)
+def prepare_compiler() -> Thread:
+    """Begins what compiling must wait for once: a hash of the compiler itself, which takes half a second."""
+    hashing = Thread(target=triton_key, daemon=True)
+    hashing.start()
+    return hashing
 
 
 @contextmanager
@@ -57,8 +66,7 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
         if not hashing.is_alive():
             early.begin()
 
-    hashing = Thread(target=triton_key)  # a hash of the compiler itself: it takes half a second, once
-    hashing.start()
+    hashing = prepare_compiler()
     try:
         with collecting(collect), _ZerosForEmpty():
             yield
@@ -100,7 +108,7 @@ class _Launch:
     @property
     def kernel(self) -> Any:
         """What most likely tells its kernel from others: constants and types."""
-        types = (str(value) if isinstance(value, _Pointer) else _specialization(value) for value in self.args
+        types = (str(value.dtype) if isinstance(value, _Pointer) else _specialization(value) for value in self.args
                  if not isinstance(value, (int, float)))  # fmt: skip
         return id(self.function), *types, str(sorted(self.options.items()))
 

@@ -182,9 +182,10 @@ class GraphKeys:
         """A few that stand in for all small steps with prompts, largest first."""
         largest = self.largest_with_prompts()
         if largest is not None:
-            for tokens in reversed(PROMPTS_AT_START):
+            for requests, tokens in reversed(PROMPTS_AT_START):
                 if tokens < largest.tokens:
-                    yield replace(largest, tokens=tokens, takes_checkpoints=takes_checkpoints)
+                    yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
+                                  takes_checkpoints=takes_checkpoints)
 
     def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Decode steps that wider ones serve until there is time to capture them, the least important first."""

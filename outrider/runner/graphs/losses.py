@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from outrider.runner.graphs.keys import GraphKey
 
 PATIENCE = 1.0  # times a capture's duration that must be lost before it
+DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each other
 PAUSE = 20  # times a capture's duration in which no other is made while requests run
 LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
 DRAFT_SECONDS = 0.3e-3  # of one more draft, roughly
@@ -49,7 +50,8 @@ class Losses:
 
     def is_due(self, key: GraphKey) -> bool:
         """Whether the key's graph should be captured now, though requests wait for it."""
-        reason = PATIENCE * self.capture_seconds * max(1.0, self.capture_seconds / LONG)
+        patience = PATIENCE if key.has_prompts else DECODE_PATIENCE
+        reason = patience * self.capture_seconds * max(1.0, self.capture_seconds / LONG)
         return self._lost[key] > 0 and self._lost[key] >= reason and self._clock() >= self._next
 
     def worst(self, excluded: Collection[GraphKey] = ()) -> GraphKey | None:

@@ -10,7 +10,7 @@ from outrider.core import Limits
 
 FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
 MOST_LATER = 256  # captures after start-up
-PROMPTS_AT_START = (256, 512, 1024)  # tokens of the steps with prompts that are captured at start-up
+PROMPTS_AT_START = ((4, 256), (16, 512), (256, 1024))  # requests and tokens of steps with prompts, captured at start-up
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
 MEASURED_TOKENS = (8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured, beside the small ones
 MEASURED_CAPTURED = (1, 2, 4)  # small token counts that captured steps have

@@ -145,10 +145,13 @@ def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = Fal
     if step.recurrent.layers:
         _run_recurrent(step, limits, takes_checkpoints)
     count = 0
-    for lens, bound in _kinds(step, limits):
+    for lens, bound in _kinds(limits):
         for propose in _proposals(limits):
             run_dead(step, lens, propose=propose, bound=bound)
             count += 1
+    for lens in _expert_tiles(step, limits):
+        run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
+        count += 1
     bound = min(SHORT_CONTEXT, limits.max_len)
     sampled = StepNeeds(any_sampled=True)
     for propose in range(limits.max_drafts + 1):
@@ -171,7 +174,7 @@ def _proposals(limits: Limits) -> tuple[int, ...]:
     return (0, limits.max_drafts) if limits.max_drafts else (0,)
 
 
-def _kinds(step: DeviceStep, limits: Limits) -> Iterator[tuple[list[int], int]]:
+def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
     """(tokens of each request, longest context) of steps that run different kernels."""
     fits = min(limits.max_batched_tokens, limits.max_len)
     contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len})
@@ -184,10 +187,13 @@ def _kinds(step: DeviceStep, limits: Limits) -> Iterator[tuple[list[int], int]]:
                 yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
         if fits >= LONG_QUERY:
             yield [LONG_QUERY], bound
+
+
+def _expert_tiles(step: DeviceStep, limits: Limits) -> Iterator[list[int]]:
+    """Tokens of each request in steps whose experts run different kernels: tiles go by the number of token rows."""
     if find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], Router):
         tokens = 1
         while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
-            # Experts' tiles go by the number of token rows.
             whole, rest = divmod(tokens, limits.max_len)
-            yield [limits.max_len] * whole + [rest] * (rest > 0), limits.max_len
+            yield [limits.max_len] * whole + [rest] * (rest > 0)
             tokens *= 2
