@@ -83,7 +83,7 @@ def make_cache(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, page: i
 
 def test_takes_what_it_can_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose_prefill(8, make_cache()), PrefillConfig)  # no card
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     for head_dim, config in CONFIGS.items():
         assert choose_prefill(8, make_cache(head_dim)) is config
     others = [(8, make_cache(dtype=torch.float32)), (8, make_cache(96)), (8, make_cache(page=8)), (258, make_cache()),

@@ -60,9 +60,11 @@ COMPARED = {
     ("write_latents", "triton"): ["test_triton_latent::test_latents_are_written"],
     ("rotate_queries", "triton"): ["test_triton_latent::test_queries_are_rotated"],
     ("head_products", "triton"): ["test_triton_latent::test_products_of_heads"],
-    ("choose_positions", "triton"): ["test_triton_latent::test_the_choice_is_the_twins"],
-    ("latent_attention", "triton"): ["test_triton_latent::test_chosen_positions"],
-    ("dense_latent_attention", "triton"): ["test_triton_latent::test_whole_contexts"],
+    ("choose_positions", "triton"): [
+        "../gpu/test_latent::test_choice", "test_triton_latent::test_the_choice_is_the_twins"],
+    ("latent_attention", "triton"): ["../gpu/test_latent::test_attention", "test_triton_latent::test_chosen_positions"],
+    ("dense_latent_attention", "triton"): [
+        "../gpu/test_latent::test_attention", "test_triton_latent::test_whole_contexts"],
     ("route", "triton"): ["test_triton_moe::test_route"],
     ("experts", "host"): ["../models/test_moe::test_the_cpu_means_what_the_reference_says"],
     ("experts", "triton"): ["test_triton_moe::test_experts"],

@@ -163,16 +163,22 @@ head_products = Operation(
 )
 choose_positions = Operation(
     latent.choose_positions,
+    triton_kernel("outrider.kernels.triton.index_prefill:choose_positions", SIXTEEN_BITS,
+                  "outrider.kernels.triton.hopper.index:takes_prompts"),
     triton_kernel("outrider.kernels.triton.index_choice:choose_positions", UP_TO_FLOAT32),
     exact=exact.choose_positions,
 )
 latent_attention = Operation(
     latent.latent_attention,
+    triton_kernel("outrider.kernels.triton.hopper.latent:latent_attention", SIXTEEN_BITS,
+                  "outrider.kernels.triton.hopper.latent:takes_many_rows"),
     triton_kernel("outrider.kernels.triton.latent_attention:latent_attention", UP_TO_FLOAT32),
     exact=exact.latent_attention,
 )
 dense_latent_attention = Operation(
     latent.dense_latent_attention,
+    triton_kernel("outrider.kernels.triton.hopper.latent:dense_latent_attention", SIXTEEN_BITS,
+                  "outrider.kernels.triton.hopper.latent:takes_many_rows"),
     triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
     exact=exact.dense_latent_attention,
 )

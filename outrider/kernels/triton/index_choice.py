@@ -203,7 +203,7 @@ def choose_positions(
 ) -> None:
     """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    num_tokens, num_keys, top_k = _check(q, weights, keys, contexts, chosen, scales)
+    num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     if num_tokens == 0:
         return
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
@@ -232,8 +232,8 @@ def choose_positions(
         )
 
 
-def _check(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
-           chosen: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:  # fmt: skip
+def check_choice(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
+                 chosen: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:  # fmt: skip
     """(token rows, positions that the page table has room for, top-k)."""
     name, device, integers = "choose_positions", q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)

@@ -29,7 +29,7 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 
 @gluon.jit
-def _make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -71,10 +71,10 @@ def _prefill_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile_layout)
     items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # (what, barriers of its slots: it is there, it may be overwritten). Tiles have two readers, items three.
-    keys = (k_tiles, _make_barriers(STAGES, 1), _make_barriers(STAGES, 2))
-    values = (v_tiles, _make_barriers(STAGES + 1, 1), _make_barriers(STAGES, 2))
-    queue = (items, _make_barriers(2, 1), _make_barriers(2, 3))
-    exchanged = _make_barriers(2, 2)
+    keys = (k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    values = (v_tiles, make_barriers(STAGES + 1, 1), make_barriers(STAGES, 2))
+    queue = (items, make_barriers(2, 1), make_barriers(2, 3))
+    exchanged = make_barriers(2, 2)
     if SPLIT > 1:
         layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
         exchange = (gl.allocate_shared_memory(gl.float32, [4, ROWS, BLOCK_N], layout), exchanged)
@@ -130,7 +130,7 @@ CONFIGS = {
 
 
 @lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and not knobs.runtime.interpret
 
 
@@ -139,7 +139,7 @@ def fits_hopper(num_heads: int, k_cache: torch.Tensor) -> bool:
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     page_stride, token_stride, head_stride, stride = k_cache.stride()
     return (
-        _is_hopper(k_cache.device) and k_cache.dtype in (torch.bfloat16, torch.float16) and head_dim in CONFIGS
+        is_hopper(k_cache.device) and k_cache.dtype in (torch.bfloat16, torch.float16) and head_dim in CONFIGS
         and num_heads // num_kv_heads <= CONFIGS[head_dim].block_m and page_size >= STRIP.value
         and (head_stride, stride) == (head_dim, 1)
         and page_stride % 8 == token_stride % 8 == k_cache.data_ptr() % 16 == 0

@@ -1,0 +1,171 @@
+"""The Hopper kernel of attention over the latent cache, over chosen positions or whole contexts, for many token rows.
+
+A program serves one token row and at most 32 of its heads. Positions are the rows of its products and heads the
+columns, so that few heads leave no part of a matrix instruction empty. A tile of 64 entries is gathered into shared
+memory once: the product with the queries takes it as keys, that with the weights takes its latent part as values. Two
+programs share a multiprocessor, and one multiplies while the other gathers, so neither needs a second tile.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import triton
+import triton.experimental.gluon.language as gl
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.common import require_tensor
+from outrider.kernels.triton.hopper.attend import LOG2E
+from outrider.kernels.triton.hopper.items import barrier
+from outrider.kernels.triton.hopper.prefill import is_hopper
+from outrider.kernels.triton.latent_attention import check_latents
+from outrider.kernels.triton.launch import TritonKernel
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+TILE = gl.constexpr(64)  # positions
+HEADS_AT_ONCE = 32
+MIN_TOKENS = 256  # with fewer token rows than programs that run at a time, splits of a row's positions pay
+_INTS = ["page_table", "request_of", "first", "stop", "positions"]
+
+
+@gluon.jit
+def _position(own, index, low, count, is_long):
+    """The positions at these places of a token row's list. Places after its end stand for the first position."""
+    listed = gl.load(own + index, mask=(index < count) & is_long, other=0).to(gl.int32)
+    return gl.where(index < count, gl.where(is_long, listed, low + index), low)
+
+
+@gluon.jit
+def _add_tile(
+    acc, peak, total, start, count, factor, tiles, queries,
+    HEADS: gl.constexpr, L: gl.constexpr,
+):
+    """Adds the weighted values of the tile of entries that has come. Peaks are in base 2."""
+    entries, ropes, shares = tiles
+    layout: gl.constexpr = acc.type.layout
+    score = gl.zeros([TILE, HEADS], gl.float32, layout=layout)
+    score = warpgroup_mma(entries, queries[0].permute((1, 0)), score, use_acc=False, is_async=True)
+    score = warpgroup_mma(ropes, queries[1].permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma_wait(0, deps=[score])
+    place = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    score = gl.where((place < count)[:, None], score * factor, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(score, axis=0))  # every tile has a position
+    weight = gl.exp2(score - new_peak[None, :])
+    shrink = gl.exp2(peak - new_peak)
+    total = total * shrink[None, :] + weight
+    shares.store(weight.to(shares.dtype))
+    acc = acc * shrink[None, :]
+    fence_async_shared()
+    barrier()
+    acc = warpgroup_mma(entries.permute((1, 0)), shares, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    return acc, new_peak, total
+
+
+@TritonKernel
+@gluon.jit(do_not_specialize=["max_count"], do_not_specialize_on_alignment=_INTS)
+def _chosen_kernel(
+    q, cache, page_table, request_of, first, stop, positions, out, scale, max_count,
+    q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride, out_token_stride,
+    out_head_stride,
+    NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+):
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    entries = gl.allocate_shared_memory(dtype, [TILE, L], wide)
+    ropes = gl.allocate_shared_memory(dtype, [TILE, R], wide)
+    shares = gl.allocate_shared_memory(dtype, [TILE, HEADS], narrow)
+    q_latent = gl.allocate_shared_memory(dtype, [HEADS, L], wide)
+    q_rope = gl.allocate_shared_memory(dtype, [HEADS, R], wide)
+
+    token = gl.program_id(1).to(gl.int64)
+    low = gl.load(first + token).to(gl.int32)
+    count = gl.maximum(gl.load(stop + token).to(gl.int32) - low, 0)
+    is_long = count > max_count
+    count = gl.minimum(count, max_count)
+    table = page_table + gl.load(request_of + token).to(gl.int64) * table_stride
+    own = positions + token * positions_stride
+    index = gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
+    latent = gl.arange(0, L, layout=gl.SliceLayout(0, copied))[None, :]
+    rope = gl.arange(0, R, layout=gl.SliceLayout(0, copied))[None, :]
+    # Positions are asked for two tiles ahead, and page numbers one tile ahead.
+    position = _position(own, index, low, count, is_long)
+    is_live = (index < TILE) & (count > 0)
+    page = gl.load(table + position // PAGE, mask=is_live, other=0)
+    next_position = _position(own, TILE + index, low, count, is_long)
+
+    head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, copied))
+    is_head = (head < NUM_HEADS)[:, None]
+    asked = q + token * q_token_stride + (head * q_head_stride)[:, None]
+    q_latent.store(gl.load(asked + latent, mask=is_head, other=0.0))
+    q_rope.store(gl.load(asked + L + rope, mask=is_head, other=0.0))
+
+    column: gl.constexpr = gl.SliceLayout(0, multiplied)
+    acc = gl.zeros([L, HEADS], gl.float32, layout=multiplied)
+    total = gl.zeros([TILE, HEADS], gl.float32, layout=multiplied)
+    peak = gl.full([HEADS], float("-inf"), gl.float32, layout=column)
+    for start in range(0, count, TILE):
+        cell = cache + (page.to(gl.int64) * page_stride + (position % PAGE) * entry_stride)[:, None]
+        async_copy.async_copy_global_to_shared(entries, cell + latent)
+        async_copy.async_copy_global_to_shared(ropes, cell + (L + rope))
+        async_copy.commit_group()
+        position = next_position
+        page = gl.load(table + position // PAGE, mask=is_live, other=0)
+        next_position = _position(own, start + 2 * TILE + index, low, count, is_long)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        acc, peak, total = _add_tile(acc, peak, total, start, count, scale * LOG2E, (entries, ropes, shares),
+                                     (q_latent, q_rope), HEADS, L)
+    divisor = gl.sum(total, axis=0)
+    result = acc / gl.where(divisor > 0, divisor, 1.0)[None, :]
+    barrier()
+    q_latent.permute((1, 0)).store(result.to(dtype))  # to write whole rows
+    barrier()
+    to = out + token * out_token_stride + (head * out_head_stride)[:, None] + latent
+    gl.store(to, q_latent.load(copied), mask=is_head)
+
+
+def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
+                    latent_dim: int) -> bool:  # fmt: skip
+    """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and pays."""
+    num_tokens, _, width = q.shape
+    return (
+        num_tokens >= MIN_TOKENS and is_hopper(q.device) and latent_dim in (256, 512) and width - latent_dim == 64
+        and q.stride(2) == cache.stride(2) == 1 and cache.data_ptr() % 16 == q.data_ptr() % 16 == 0
+        and all(stride % 16 == 0 for stride in (*q.stride()[:2], *cache.stride()[:2]))
+    )  # fmt: skip
+
+
+def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor,
+                     scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
+    """See `kernels.latent.latent_attention`."""
+    require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
+                   (torch.int32, torch.int64))
+    return _attend("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim)
+
+
+def dense_latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int,
+                           scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
+    """See `kernels.latent.dense_latent_attention`."""
+    return _attend("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim)
+
+
+def _attend(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
+            max_count: int, scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
+    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+    out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
+    heads = HEADS_AT_ONCE if num_heads > HEADS_AT_ONCE // 2 else HEADS_AT_ONCE // 2
+    chosen = contexts.page_table if positions is None else positions  # no list is read where no context is longer
+    _chosen_kernel[(triton.cdiv(num_heads, heads), num_tokens)](
+        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, out, scale,
+        max_count, q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), contexts.page_table.stride(0),
+        chosen.stride(0), out.stride(0), out.stride(1), NUM_HEADS=num_heads, HEADS=heads, L=latent_dim,
+        R=width - latent_dim, PAGE=cache.shape[1], num_warps=4,
+    )
+    return out
