@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -40,8 +40,7 @@ class TritonKernel:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self._places: dict[tuple[type, ...], _Places | None] = {}  # by the types of the positional arguments
-        self._found: dict[tuple[Any, ...], _Found] = {}
+        self._memories: dict[tuple[type, ...], _Memory | None] = {}  # by the types of the positional arguments
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         collect = _collector.get()
@@ -52,72 +51,26 @@ class TritonKernel:
     def _launch(self, grid: Any, *args: Any, **options: Any) -> None:
         types = tuple(map(type, args))
         try:
-            places = self._places[types]
+            memory = self._memories[types]
         except KeyError:
-            places = self._places[types] = _Places.of(self.function, types)
-        if places is None or callable(grid) or _has_hooks(self.function):
+            memory = self._memories[types] = _Memory.of(self.function, types)
+        if memory is None or callable(grid) or _has_hooks(self.function):
             self.function[grid](*args, **options)
             return
         active = driver.active
         device = active.get_current_device()
         try:
-            key, values = places.key_of(args, [types, device, *options, *options.values()])
-            found = self._found.get(key)
+            seen, values = memory.look_at(*args)
+            key = (device, seen, *options, *options.values())
+            found = memory.found.get(key)
         except TypeError:  # something has no class, or no hash
             self.function[grid](*args, **options)
             return
         if found is None:
-            self._remember(key, places, self.function[grid](*args, **options))
+            memory.remember(key, self.function[grid](*args, **options))
             return
         found.run(*grid, *_REST[len(grid)], active.get_current_stream(device), found.function, found.metadata,
-                  None, None, None, *values, *found.constants)
-
-    def _remember(self, key: tuple[Any, ...], places: _Places, kernel: Any) -> None:
-        """kernel: what Triton returned after the launch, in any version that is called in the same way."""
-        run, function, metadata = (getattr(kernel, name, None) for name in ("run", "function", "packed_metadata"))
-        if run is not None and function is not None and metadata is not None:
-            self._found[key] = _Found(run, function, metadata, (None,) * places.num_constants)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where tensors, integers and tuples are among positional arguments. What the compiler looks at in the others is
-    their type."""
-
-    tensors: tuple[int, ...]
-    integers: tuple[int, ...]
-    tuples: tuple[int, ...]
-    num_constants: int  # values that are compiled in; they follow, by name
-
-    @classmethod
-    def of(cls, function: Any, types: tuple[type, ...]) -> _Places | None:
-        """None if such a launch must go through Triton: under its interpreter, with descriptors of tensors, and where
-        a value that is compiled in has no name, or one that is not has a name."""
-        if not isinstance(function, JITFunction):
-            return None
-        are_constants = [param.is_constexpr for param in function.params]
-        are_known = all(kind in (*_TENSORS, *_BY_TYPE, int) or issubclass(kind, tuple) for kind in types)
-        if not are_known or any(are_constants[: len(types)]) or not all(are_constants[len(types) :]):
-            return None
-        tensors = tuple(index for index, kind in enumerate(types) if kind in _TENSORS)
-        integers = tuple(index for index, kind in enumerate(types) if kind is int)
-        tuples = tuple(index for index, kind in enumerate(types) if issubclass(kind, tuple))
-        return cls(tensors, integers, tuples, len(are_constants) - len(types))
-
-    def key_of(self, args: tuple[Any, ...], key: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
-        """(the key, continued with all that the compiler may look at; the arguments, with addresses for tensors)."""
-        values = list(args)
-        for index in self.tensors:
-            tensor = args[index]
-            values[index] = address = tensor.data_ptr()
-            key.append(tensor.dtype)
-            key.append(address & 15 == 0)
-        for index in self.integers:
-            number = args[index]
-            key.append(None if number == 1 else number >> 31 << 1 | (number & 15 == 0))
-        for index in self.tuples:
-            key.append(tuple(map(argument_class, args[index])))
-        return tuple(key), values
+                  None, None, None, *values, *memory.constants)
 
 
 @dataclass(frozen=True)
@@ -127,7 +80,59 @@ class _Found:
     run: Callable[..., Any]
     function: Any
     metadata: Any
-    constants: tuple[None, ...]  # in place of the values that are compiled in
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The kernels found for launches whose positional arguments have the same types."""
+
+    look_at: Callable[..., tuple[Any, tuple[Any, ...]]]  # see _looking_at
+    constants: tuple[None, ...]  # in place of the values that are compiled in: those follow, by name
+    found: dict[tuple[Any, ...], _Found] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: Any, types: tuple[type, ...]) -> _Memory | None:
+        """None if such a launch must go through Triton: under its interpreter, with descriptors of tensors, and where
+        a value that is compiled in has no name, or one that is not has a name."""
+        if not isinstance(function, JITFunction):
+            return None
+        are_constants = [param.is_constexpr for param in function.params]
+        are_known = all(kind in (*_TENSORS, *_BY_TYPE, int) or issubclass(kind, tuple) for kind in types)
+        if not are_known or any(are_constants[: len(types)]) or not all(are_constants[len(types) :]):
+            return None
+        return cls(_looking_at(types), (None,) * (len(are_constants) - len(types)))
+
+    def remember(self, key: tuple[Any, ...], kernel: Any) -> None:
+        """kernel: what Triton returned after the launch, in any version that is called in the same way."""
+        run, function, metadata = (getattr(kernel, name, None) for name in ("run", "function", "packed_metadata"))
+        if run is not None and function is not None and metadata is not None:
+            self.found[key] = _Found(run, function, metadata)
+
+
+def _looking_at(types: tuple[type, ...]) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+    """A function of arguments of these types: (their classes, as in `argument_class`; the arguments, with addresses in
+    place of tensors). It is written for the types, as Triton does it: a loop over arguments takes twice as long."""
+    names = [f"a{index}" for index in range(len(types))]
+    typed = list(zip(names, types, strict=True))
+    tensors = [name for name, kind in typed if kind in _TENSORS]
+    addresses = {name: f"p{name}" for name in tensors}
+    seen = [f"{name}.dtype" for name in tensors]
+    if tensors:  # nearly always all are aligned
+        each = ", ".join(f"{address} & 15 == 0" for address in addresses.values())
+        seen.append(f"({' | '.join(addresses.values())}) & 15 == 0 or ({each},)")
+    seen += [_NUMBER_CLASS.format(name) for name, kind in typed if kind is int]
+    seen += [f"argument_class({name})" for name, kind in typed if issubclass(kind, tuple)]
+    lines = [f"def look_at({', '.join(names)}):",
+             *(f"    {address} = {name}.data_ptr()" for name, address in addresses.items()),
+             f"    return ({''.join(f'{part}, ' for part in seen)}), "
+             f"({''.join(f'{addresses.get(name, name)}, ' for name in names)})"]  # fmt: skip
+    scope: dict[str, Any] = {"argument_class": argument_class}
+    exec("\n".join(lines), scope)
+    look_at: Callable[..., tuple[Any, tuple[Any, ...]]] = scope["look_at"]
+    return look_at
+
+
+_NUMBER_CLASS = "None if {0} == 1 else {0} >> 31 << 1 | ({0} & 15 == 0)"
 
 
 def argument_class(value: Any) -> Any:

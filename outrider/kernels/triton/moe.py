@@ -181,6 +181,7 @@ class TileConfig:
     num_stages: int
 
 
+@lru_cache(maxsize=1024)
 def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int) -> TileConfig:
     """Chosen by the shapes alone, without reading ids. With few pairs per expert the time is that of reading weights,
     and narrow tiles give every multiprocessor some; with many, large tiles reuse the weights that they have read."""
@@ -258,14 +259,16 @@ def experts(
     method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first), "library" (torch's grouped
     product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
-    require(activation in _ACTIVATIONS, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
+    if activation not in _ACTIVATIONS:
+        require(False, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
     require_tensor(name, "down", down, (num_experts, hidden, width), device, (x.dtype,))
     require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
-    require_tensor(name, "weights", weights, tuple(ids.shape), device, (torch.float32,), inner_contiguous=2)
-    require(method is None or method in METHODS, name, "method", f"is {method!r}, known are {list(METHODS)}")
+    require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
+    if method is not None and method not in METHODS:
+        require(False, name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)

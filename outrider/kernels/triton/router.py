@@ -113,7 +113,8 @@ def route(
     """logits [tokens, experts] -> ids [tokens, k] int64 and weights [tokens, k] float32."""
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
-    require(can_route(rule), name, "rule", f"is not supported: {rule}")
+    if not can_route(rule):
+        require(False, name, "rule", f"is not supported: {rule}")
     require_tensor(name, "logits", logits, (None, experts), device, FLOATS)
     for argument, vector in (("bias", bias), ("expert_scale", expert_scale)):
         if vector is not None:
