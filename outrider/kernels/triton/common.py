@@ -8,7 +8,7 @@ it to `uses_pdl`.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -85,9 +85,14 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def refuse(kernel: str, argument: str, message: str) -> NoReturn:
+    """For checks before every launch: a message is made only where it is needed."""
+    raise ValueError(f"{kernel}: {argument} {message}")
+
+
 def require(ok: bool, kernel: str, argument: str, message: str) -> None:
     if not ok:
-        raise ValueError(f"{kernel}: {argument} {message}")
+        refuse(kernel, argument, message)
 
 
 def require_tensor(

@@ -17,6 +17,7 @@ from outrider.kernels.triton.common import (
     cdiv,
     gated,
     pdl_options,
+    refuse,
     release_dependents,
     require,
     require_tensor,
@@ -131,12 +132,14 @@ def matvec(
     """
     name, device, num_rows = "matvec", x.device, x.shape[0]
     if activation not in ACTIVATIONS:
-        require(False, name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+        refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
     is_gated = activation in GATED
-    n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
-    require_tensor(name, "x", x, (None, k), device, FLOATS)
-    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    n, k = weight.shape
+    n //= 2 if is_gated else 1
+    require_tensor(name, "x", x, (num_rows, k), device, FLOATS)
+    if not 1 <= num_rows <= MAX_ROWS:
+        refuse(name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
     if bias is not None:
         require_tensor(name, "bias", bias, (n,), device, FLOATS)
         require(not is_gated, name, "bias", "goes with no gated activation")

@@ -22,8 +22,8 @@ from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
     pdl_options,
+    refuse,
     release_dependents,
-    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
@@ -260,7 +260,7 @@ def experts(
     product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
     if activation not in _ACTIVATIONS:
-        require(False, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
+        refuse(name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
@@ -268,7 +268,7 @@ def experts(
     require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
     require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
     if method is not None and method not in METHODS:
-        require(False, name, "method", f"is {method!r}, known are {list(METHODS)}")
+        refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)

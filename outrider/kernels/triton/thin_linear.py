@@ -19,6 +19,7 @@ from outrider.kernels.triton.common import (
     gated,
     num_sms,
     pdl_options,
+    refuse,
     release_dependents,
     require,
     require_tensor,
@@ -144,11 +145,13 @@ def thin_linear(
 ) -> torch.Tensor:
     """x [rows, k] times weight [n, k] transposed, plus bias [n] and residual [rows, n]; 1 to 64 rows. `out` may be
     `residual` itself: each element is read and written by one program."""
-    name, device, num_rows = "thin_linear", x.device, x.shape[0]
+    name, device = "thin_linear", x.device
     require_tensor(name, "x", x, (None, None), device, FLOATS)
-    require_tensor(name, "weight", weight, (None, x.shape[1]), device, (x.dtype,))
+    num_rows, k = x.shape
     n = weight.shape[0]
-    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    require_tensor(name, "weight", weight, (n, k), device, (x.dtype,))
+    if not 1 <= num_rows <= MAX_ROWS:
+        refuse(name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
     if bias is not None:
         require_tensor(name, "bias", bias, (n,), device, FLOATS)
     if residual is not None:
@@ -169,9 +172,11 @@ def gated_linear(
     name, device = "gated_linear", x.device
     require(activation in _GATES, name, "activation", f"is {activation!r}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
-    num_rows, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    rows, k = weight.shape
+    num_rows, n = x.shape[0], rows // 2
     require_tensor(name, "x", x, (num_rows, k), device, FLOATS)
-    require(1 <= num_rows <= MAX_ROWS, name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
+    if not 1 <= num_rows <= MAX_ROWS:
+        refuse(name, "x", f"has {num_rows} rows, allowed are 1 to {MAX_ROWS}")
     out = torch.empty(num_rows, n, dtype=x.dtype, device=device)
     _launch(x, weight, None, None, out, _GATES[activation], config or gated_config(num_rows), pdl)
     return out
@@ -181,13 +186,13 @@ def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor,
     gate: int, config: ThinConfig, pdl: bool | None,
 ) -> None:
-    n = out.shape[1]
+    (num_rows, k), n = x.shape, out.shape[1]
     # A product of many waves that starts early only takes the place of the kernel before it.
     pdl = is_small(weight) and uses_pdl(x.device) if pdl is None else pdl
     added = x if residual is None else residual
     _thin_kernel[(cdiv(n, config.block_n),)](
         x, weight, x if bias is None else bias, added, out, x.stride(0), weight.stride(0), added.stride(0),
-        out.stride(0), x.shape[0], n, K=weight.shape[1], ROWS=FEW_ROWS if x.shape[0] <= FEW_ROWS else MAX_ROWS,
+        out.stride(0), num_rows, n, K=k, ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GATE=gate, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl_options(pdl),
