@@ -41,3 +41,15 @@ def test_it_resumes_and_counts(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     shown = capsys.readouterr().out.splitlines()
     assert "prefix hits, preempted" in shown[0] and "NOT TRIED" not in shown[0] and len(shown) == 2
     assert json.loads(shown[-1])["exact"]["differing_bits"] > 0
+
+
+def test_random_weights_make_varied_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "model", FAMILIES["llama"])
+    asked = [str(folder), "--device", "cpu", "--requests", "3", "--max-tokens", "6", "--prompt-len", "20",
+             "--num-pages", "40", "--load-format", "dummy", "--dtype", "float32", "--modes", "exact",
+             "--cells", "^alone$", "--out", str(tmp_path / "out")]  # fmt: skip
+    assert bench.main(asked) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["cells_left"] == 0 and (found["exact"]["cells"], found["exact"]["tokens"]) == (1, 18)
+    answers = json.loads((tmp_path / "out" / "model-exact.json").read_text())
+    assert len({tuple(tokens) for tokens, _ in answers}) == 3
