@@ -15,7 +15,7 @@ from tests.gpu.test_engines import DRAFTERS, folder_of
 
 Bits = list[tuple[list[int], list[dict[int, float]]]]
 CASES = [("llama", "itself"), ("gemma4_shared", "assistant"), ("qwen3_moe", "ngram"), ("nemotron_h", "mtp"),
-         ("qwen3_next", "mtp")]  # fmt: skip
+         ("qwen3_next", "mtp"), ("deepseek_v32", "mtp")]  # fmt: skip
 
 
 def with_logprobs() -> list[Ask]:

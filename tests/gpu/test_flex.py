@@ -17,11 +17,18 @@ from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from tests.engine.flex_cases import DIM, HEADS, KV_HEADS, Case, random_case
 from tests.engine.harness import Ask, prompt_of, tokens_of
-from tests.gpu.rig import GpuRig, loaded
+from tests.gpu.rig import GpuRig, loaded, scratch
 from tests.gpu.test_engines import folder_of, spec
+from tests.models.oracle import make_folder
 
 pytestmark = [pytest.mark.gpu]
 CUDA = torch.device("cuda")
+KINDS, TILES = 2, 2  # layers with a window and without; tiles of decoding and of prompts
+MIB = 1 << 20
+
+
+def num_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def on_card(view: BatchView) -> BatchView:
@@ -70,3 +77,31 @@ def test_captured_steps_give_the_tokens_of_the_torch_backend(drafter: str) -> No
             found.append(tokens_of(rig.run(asks)))
             assert (rig.runner.num_replays > 0) == (backend == "flex")
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_attention_is_compiled_at_the_start_and_never_again(overlap: bool) -> None:
+    """Once for each kind of layer and tile: not for other batches, lengths and drafts."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    asks = [Ask(prompt_of(seed, length), params) for seed, length in enumerate((3, 90, 17, 60, 41, 8, 29))]
+    torch._dynamo.reset()
+    before = num_compiled()
+    with GpuRig(loaded(folder_of("gemma3")), speculative_config=spec("ngram") | {"prompt_lookup_min": 1},
+                attention_backend="flex", overlap=overlap) as rig:
+        started = num_compiled()
+        assert 0 < started - before <= KINDS * TILES
+        first = tokens_of(rig.run(asks))
+        assert [tokens_of(rig.run([ask]))[0] for ask in asks] == first
+        assert num_compiled() == started and rig.engine.stats.num_draft_tokens > 0 and rig.runner.num_replays > 0
+
+
+def test_buffers_are_small_with_long_contexts() -> None:
+    folder = make_folder("gemma3", scratch() / "gemma3 of 128k", max_position_embeddings=131072)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with GpuRig(loaded(folder), poison=False, attention_backend="flex", max_model_len=131072, max_num_seqs=256,
+                max_num_batched_tokens=8192, num_pages=20000) as rig:
+        outputs = rig.run([Ask(prompt_of(seed, 20), params) for seed in range(256)])
+        assert not any(output.outputs[0].error for output in outputs) and rig.runner.num_replays > 0
+        backend = rig.step.backend
+        assert isinstance(backend, FlexBackend)
+        assert 0 < sum(buffer.nbytes for buffer in backend._buffers.values()) < 64 * MIB
