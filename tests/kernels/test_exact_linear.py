@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import moe, reference  # noqa: E402
 from outrider.kernels.triton.exact_linear import (  # noqa: E402
     ExactTile,
+    chain_columns,
     exact_gated_linear,
     exact_linear,
     exact_linear_wide,
@@ -47,6 +48,28 @@ def test_rows_have_the_same_bits_in_every_number(device: torch.device, dtype: to
         assert torch.equal(exact_linear(x[:rows], weight), whole[:rows])
         assert torch.equal(exact_linear_wide(x[:rows], weight), wide[:rows])
         assert torch.equal(exact_gated_linear(x[:rows], weight, "silu"), gated[:rows])
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+def test_several_chains_have_the_same_bits_in_every_number_of_rows(device: torch.device, dtype: torch.dtype,
+                                                                   weight_first: bool) -> None:
+    """Few token rows have programs for each chain, many have one for all; the last chain is shorter. In float32 a
+    tile's products depend on its shape."""
+    x, weight, bias = (random(device, dtype, *shape, seed=i) for i, shape in enumerate([(70, 168), (50, 168), (50,)]))
+    few, many = ExactTile(64, 16, 64, 4, 2, weight_first), ExactTile(32, 32, 32, 4, 2)
+    whole = exact_linear(x, weight, bias, tile=many, chain=64)
+    assert_close(whole, reference.linear(x.double(), weight.double(), bias.double()), dtype)
+    for rows in (1, 5, 32, 64):
+        for tile in (few, many) if dtype == torch.bfloat16 else (many,):
+            assert torch.equal(exact_linear(x[:rows], weight, bias, tile=tile, chain=64), whole[:rows])
+    assert not torch.equal(exact_linear(x, weight, bias, out_dtype=torch.float32, tile=many),
+                           exact_linear(x, weight, bias, out_dtype=torch.float32, tile=many, chain=64))
+
+
+def test_the_chains_of_a_weight_depend_on_its_shape() -> None:
+    """None for wide weights and shallow ones; otherwise at most three, each of at least about 1024 columns."""
+    assert [chain_columns(n, k) for n, k in ((4096, 14336), (2560, 2047))] == [14336, 2047]
+    assert [chain_columns(n, k) for n, k in ((2560, 10240), (2688, 3712), (128, 2688))] == [3584, 1280, 1536]
 
 
 def test_experts_have_the_same_bits_in_every_batch(device: torch.device, dtype: torch.dtype) -> None:
