@@ -48,8 +48,8 @@ class ConvParams(NamedTuple):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)) without losing small exponentials beside 1. Above 20 it is x itself, as in torch."""
-    e = tl.exp(tl.minimum(x, 20.0))
+    """log(1 + exp(x)) without losing small exponentials beside 1. Above 20 it is x itself, as in torch, and NaN is."""
+    e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
     u = 1.0 + e
     exact = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, exact)
@@ -113,7 +113,9 @@ def _open_gates(
             second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=is_kept, other=0.0))
         tl.store(wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
     else:
-        tl.store(wide_gates[0] + at, tl.minimum(tl.maximum(step, low), high), mask=valid)
+        # A card's plain minimum drops NaN.
+        step = tl.maximum(step, low, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(wide_gates[0] + at, tl.minimum(step, high, propagate_nan=tl.PropagateNan.ALL), mask=valid)
 
 
 _VARYING = ["requests", "tokens", "lanes", "low", "high"]
