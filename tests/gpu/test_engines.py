@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import Ask, greedy
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
 from tests.models import gemma4
@@ -144,13 +143,11 @@ def mean_run(rig: GpuRig) -> float:
 
 @pytest.mark.together("eagle3")
 def test_a_trained_eagle3_head_guesses_as_on_the_cpu() -> None:
-    from tests.spec import test_trained as trained
+    from tests.spec.test_trained import HEAD
 
-    asked = [Ask(prompt, greedy(trained.LENGTH)) for prompt in trained.prompts()]
-    settings = trained.SETTINGS | {"speculative_config": spec("eagle3", ASSETS / "eagle3", trained.K)}
-    with GpuRig(loaded(ASSETS / "target"), **settings) as rig:
-        outputs = rig.run(asked)
-        right = [tokens for (tokens,) in trained.plain()]
+    with GpuRig(loaded(HEAD.folder), speculative_config=HEAD.speculative, **HEAD.settings) as rig:
+        outputs = rig.run(HEAD.asks())
+        right = [tokens for (tokens,) in HEAD.plain()]
         same = sum(output.outputs[0].token_ids == tokens for output, tokens in zip(outputs, right, strict=True))
         assert same >= len(right) - 1, "one near-tie at most"
         assert mean_run(rig) >= 3.5
@@ -175,10 +172,8 @@ def test_a_trained_assistant_guesses_as_on_the_cpu() -> None:
 @pytest.mark.together("eagle3")
 def test_bf16_runs_and_drafts() -> None:
     """Near-ties are many in 16 bits, so tokens are not compared; a head that misreads its inputs would still show."""
-    from tests.spec import test_trained as trained
+    from tests.spec.test_trained import HEAD
 
-    asked = [Ask(prompt, greedy(trained.LENGTH)) for prompt in trained.prompts()]
-    settings = trained.SETTINGS | {"speculative_config": spec("eagle3", ASSETS / "eagle3", trained.K)}
-    with GpuRig(loaded(ASSETS / "target", torch.bfloat16), **settings) as rig:
-        assert all(output.outputs[0].error is None for output in rig.run(asked))
+    with GpuRig(loaded(HEAD.folder, torch.bfloat16), speculative_config=HEAD.speculative, **HEAD.settings) as rig:
+        assert all(output.outputs[0].error is None for output in rig.run(HEAD.asks()))
         assert mean_run(rig) >= 3.0 and rig.step.model.device.type == DEVICE.type
