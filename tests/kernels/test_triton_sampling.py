@@ -3,6 +3,7 @@ sampler with it and without; verdicts at chosen rates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -105,6 +106,28 @@ def test_a_program_may_take_many_tiles(device: torch.device, span: int, monkeypa
     wanted = tokens()
     monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: span)
     assert all(map(torch.equal, tokens(), wanted))
+
+
+@pytest.mark.parametrize("likely", [(0, 1, 2, 3), (8, 1032, 2056), (5, 1500), (7,), range(2100)])
+def test_likely_tokens_of_one_place_are_told_apart(device: torch.device, likely: Sequence[int],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place keeps the least key of its tokens in all tiles. Where two of them could win, both scores count."""
+    monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: 3)
+    generator = torch.Generator().manual_seed(len(likely))
+    logits = torch.full((16, 2100), -30.0)
+    logits[:, list(likely)] = torch.rand(16, len(likely), generator=generator)
+    logits[1:3, 11] = torch.tensor([float("inf"), float("nan")])
+    logits[3], logits[4, 1:] = float("-inf"), float("-inf")
+    logits = logits.to(device)
+    temperature = torch.tensor([1.0, 0.7, 1.0, 2.0], device=device).repeat(4)
+    seed = torch.randint(-(1 << 62), 1 << 62, (16,), generator=generator).to(device)
+    row = torch.arange(16, device=device)
+    by = SamplingKeys(temperature, seed, row)
+    for _ in range(3):
+        position = torch.randint(0, 4096, (16,), generator=generator).to(device)
+        drawn = draw_tokens(logits, row, position, by, any_sampled=True)
+        with ops.using("torch", draw.choose_scaled, draw.draw_tokens):
+            assert all(map(torch.equal, drawn, draw.draw_tokens(logits, row, position, by, True)))
 
 
 def test_wrapper_names_what_is_wrong(device: torch.device) -> None:

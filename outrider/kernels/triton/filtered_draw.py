@@ -39,7 +39,6 @@ from outrider.kernels.triton.sampling import (
     GROUP,
     NO_ID,
     QUADS,
-    SHIFT,
     SLICES,
     TILE,
     Spans,
@@ -121,9 +120,8 @@ def _score_filtered_kernel(
             )  # fmt: skip
         else:
             top, chosen = scan(
-                own, position, first, last, vocab, heat, shift, floor, tl.load(rows.seed + of),
-                tl.load(position + at).to(tl.uint32), tl.load(rows.sample_index + of).to(tl.uint32), SHIFT, False, True,
-                QUADS,
+                own, first, last, vocab, heat, shift, floor, tl.load(rows.seed + of),
+                tl.load(position + at).to(tl.uint32), tl.load(rows.sample_index + of).to(tl.uint32), True, QUADS,
             )  # fmt: skip
             tl.store(scratch.scores + place, top)
             tl.store(scratch.tokens + place, chosen)

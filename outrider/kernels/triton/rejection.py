@@ -22,7 +22,7 @@ from outrider.kernels.triton.masses import (
     scaled_at,
     weights_within,
 )
-from outrider.kernels.triton.sampling import NO_ID, SHIFT, scan
+from outrider.kernels.triton.sampling import NO_ID, SHIFT, scan_all
 
 _TOP_K, _TOP_P, _SEARCHED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P), tl.constexpr(flags.SEARCHED)
 
@@ -121,7 +121,7 @@ def draw_by_rejection(
         # A span whose best token is not kept has no better one: it is scored again when its turn comes.
         stale = tl.min(tl.where((score == top) & (distance >= outside), index, SPANS), axis=0)
         if stale < SPANS:
-            best, its_token = scan(
+            best, its_token = scan_all(
                 own, rows.seed, stale * span, tl.minimum(stale * span + span, num_tiles), vocab, heat, shift,
                 tl.maximum(floor, scaled_at(outside - 1)), seed, position_word, word2, SHIFT, False, True, QUADS,
             )  # fmt: skip

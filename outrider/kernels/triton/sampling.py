@@ -84,6 +84,16 @@ def load_logits(logits, token, valid):
 
 
 @triton.jit
+def load_quads(logits, quad, vocab, QUADS: tl.constexpr):
+    """The four logits of each quad, as `load_logits` gives them, read together."""
+    token = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
+    even, odd = tl.split(tl.reshape(load_logits(logits, token, token < vocab), [QUADS, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def word_of(ids, token, valid, key, word1, word2, zero):
     """32 random bits by the id that a token stands for."""
     target = tl.load(ids + token, mask=valid, other=0)
@@ -95,6 +105,56 @@ def word_of(ids, token, valid, key, word1, word2, zero):
 
 @triton.jit
 def scan(
+    logits, first, last, vocab, heat, shift, threshold, key, word1, word2, FULL: tl.constexpr, QUADS: tl.constexpr
+):
+    """The best (score, token) of tiles [first, last), as `scan_all` finds it with SHIFT, mostly without its logarithms.
+
+    With noise -log(e), e exponentially distributed, the best score belongs to the least e / exp(scaled). A key, v /
+    exp(scaled), is less work: v, the uniform number that e is made of, is never greater than e and hardly less where it
+    is small. So a token's score is computed only if its key is the least of its place in all tiles. That is enough if
+    no other key of a place is as small as one that could belong to the best score; else all is done again, in full."""
+    zero = tl.zeros([QUADS], dtype=tl.uint32)
+    least = tl.full([QUADS], float("inf"), dtype=tl.float32)
+    second = tl.full([QUADS], float("inf"), dtype=tl.float32)
+    token_of = tl.full([QUADS], NO_ID, dtype=tl.int32)
+    bits_of = tl.full([QUADS], 0, dtype=tl.uint32)
+    slope = -1.4426950408889634 / heat
+    lowest = threshold - tl.abs(threshold) * 1e-6  # a quotient's rounding
+    for tile in range(first, last):
+        quad = tile * QUADS + tl.arange(0, QUADS)
+        bits = tl.philox(key, quad.to(tl.uint32), zero + word1, zero + word2, zero)
+        logit = load_quads(logits, quad, vocab, QUADS)
+        for lane in tl.static_range(4):
+            token = quad * 4 + lane
+            power = (logit[lane] - shift) * slope
+            own = (bits[lane].to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10) * tl.exp2(power)
+            if FULL:
+                own = tl.where(power <= lowest * -1.4426950408889634, own, float("inf"))
+            is_less = own < least
+            second = tl.minimum(second, tl.where(is_less, least, own))
+            least = tl.where(is_less, own, least)
+            token_of = tl.where(is_less, token, token_of)
+            bits_of = tl.where(is_less, bits[lane], bits_of)
+    is_token = token_of < vocab
+    scaled = tl.div_rn(load_logits(logits, token_of, is_token) - shift, heat)
+    score = tl.where(is_token, scaled + gumbel(bits_of), float("-inf"))
+    is_kept = is_token
+    if FULL:
+        is_kept = scaled >= threshold
+        score = tl.where(is_kept, score, float("-inf"))
+    best, chosen = best_of(score, token_of)
+    # Roundings of keys and scores together stay far below a thousandth.
+    bound = tl.exp2(best * -1.4426950408889634) * 1.001
+    is_open = (second <= bound) | ((least <= bound) & (not is_kept))
+    if (tl.max(is_open.to(tl.int32), axis=0) > 0) | (best == float("-inf")):
+        best, chosen = scan_all(
+            logits, logits, first, last, vocab, heat, shift, threshold, key, word1, word2, SHIFT, False, FULL, QUADS
+        )
+    return best, chosen
+
+
+@triton.jit
+def scan_all(
     logits, ids, first, last, vocab, heat, shift, threshold, key, word1, word2,
     SCALE: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr,
 ):
@@ -202,12 +262,16 @@ def _score_kernel(
             key = tl.load(seed + of)
             word1 = tl.load(position + at).to(tl.uint32)
             word2 = tl.load(sample_index + of).to(tl.uint32)
-            shift = 0.0
             if SCALE == SHIFT:
                 shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
-            top, chosen = scan(
-                own, ids, first, last, vocab, heat, shift, float("-inf"), key, word1, word2, SCALE, MAPPED, False, QUADS
-            )
+                top, chosen = scan(
+                    own, first, last, vocab, heat, shift, float("-inf"), key, word1, word2, False, QUADS
+                )
+            else:
+                top, chosen = scan_all(
+                    own, ids, first, last, vocab, heat, 0.0, float("-inf"), key, word1, word2, SCALE, MAPPED, False,
+                    QUADS,
+                )  # fmt: skip
         else:
             top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)
     tl.store(span_scores + at * num_spans + tl.program_id(0), top)
