@@ -55,7 +55,7 @@ class PreparedStep:
     positions: torch.Tensor  # [tokens]
     token_ids: torch.Tensor  # [tokens]
     slots: tuple[torch.Tensor, ...]  # per group [tokens]
-    logit_row: torch.Tensor  # [logit rows] row of its request
+    logit_row: torch.Tensor  # [logit rows] row of its request; the null row past the live drafts, where nobody looks
     logit_position: torch.Tensor  # [logit rows] of the token being chosen
 
 
@@ -104,13 +104,15 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
         draft_index = (offset - token_known).clamp(0, max_drafts - 1)
         token_ids = torch.where(offset < token_known, token_ids, state.drafts[token_row, draft_index])
     tables = tuple(table[rows] for table in state.page_tables)
+    logit_request = packet.logit_request
+    is_asked = samples[logit_request] & (packet.logit_draft <= num_drafts[logit_request])
     return PreparedStep(
         computed, num_known, num_drafts, live, lengths, samples, state.drafts[rows][:, :max_drafts], lengths.int(),
         live.int(), packet.query_starts.int(), _first_logits(packet), tables, positions,
         torch.where(is_live, token_ids, 0),
         tuple(_slots(table, size, request_of, positions, is_live)
               for table, size in zip(tables, page_tokens, strict=True)),
-        rows[packet.logit_request], known[packet.logit_request] + packet.logit_draft,
+        torch.where(is_asked, rows[logit_request], NULL_ROW), known[logit_request] + packet.logit_draft,
     )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ int prepare_step(const RowState *s, const StepInputs *in, const PageTable *table
         int64_t r = in->logit_request[l];
         if (r < 0 || r >= in->requests) return 1;
         if (in->logit_draft[l] == 0) requests->first_logit[r] = l;
-        out->logit_row[l] = in->rows[r];
+        int is_asked = requests->samples[r] && in->logit_draft[l] <= requests->num_drafts[r];
+        out->logit_row[l] = is_asked ? in->rows[r] : in->null_row;
         out->logit_position[l] = s->known[in->rows[r]] + in->logit_draft[l];
     }
     return 0;
