@@ -24,6 +24,7 @@ from outrider.kernels.triton.attention_core import (
     zero_padding,
 )
 from outrider.kernels.triton.attention_splits import (
+    LONG_SPLIT,
     MOST_SPLITS,
     DecodeConfig,
     SplitList,
@@ -39,9 +40,8 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.launch import is_collecting, kernel
 
-_LONG_SPLIT = tl.constexpr(512)  # keys
 MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
@@ -111,7 +111,7 @@ def _decode_kernel(
     keys, values = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
     table = page_table + request.to(tl.int64) * table_stride
     # Many tiles are worth a longer beginning, in which more of them are asked for.
-    if LONG_STAGES > 0 and highest - begin > _LONG_SPLIT:
+    if LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, highest, lowest, highest, keys, values, table,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
@@ -268,15 +268,17 @@ def decode_attention(
     grid = (shape.num_kv_heads, shape.num_requests, plan.num_splits * plan.num_tiles)
     if splits is not None:
         grid = (shape.num_kv_heads, len(splits.items), plan.num_tiles)
-    _decode_kernel[grid](
-        q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
-        items, count, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
-        shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits, plan.num_tiles,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
-        HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
-        D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,
-        BLOCK_N=plan.config.block_n, SPLIT=plan.is_split, FILL_PADDING=fill_padding,
-        EARLY_VALUES=plan.config.early_values, LONG_STAGES=plan.config.long_stages, PDL=pdl,
-        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, **flags, **pdl_options(pdl),
-    )
+    # A kernel for short splits alone needs half the shared memory, and starts sooner. Later steps may be longer.
+    for is_long in (False, True) if is_collecting() else (plan.may_be_long,):
+        _decode_kernel[grid](
+            q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
+            items, count, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
+            shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits, plan.num_tiles,
+            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
+            HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
+            D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,
+            BLOCK_N=plan.config.block_n, SPLIT=plan.is_split, FILL_PADDING=fill_padding,
+            EARLY_VALUES=plan.config.early_values, LONG_STAGES=plan.config.long_stages if is_long else 0, PDL=pdl,
+            num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, **flags, **pdl_options(pdl),
+        )
     return out

@@ -19,6 +19,7 @@ from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
 MOST_SPLITS = tl.constexpr(64)  # of a request
+LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
 _MANY = tl.constexpr(16)
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
@@ -78,6 +79,7 @@ class LaunchPlan:
     split_size: int  # at least, keys
     coarse_size: int
     is_split: bool  # whether there may be several; without a fixed size it depends only on the number of requests
+    may_be_long: bool  # whether a split may have more than LONG_SPLIT keys
 
 
 def plan_launch(
@@ -96,16 +98,19 @@ def plan_launch(
     if split_size is not None:  # the window may begin anywhere in its first split
         keys = max_length if window is None else min(max_length, window + max_query - 1 + split_size)
         num_splits = max(1, cdiv(keys, split_size))
-        return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1)
+        return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1,
+                          split_size > LONG_SPLIT.value)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
     least = least_listed_split(programs, sms, padded_dim) if is_listed else config.min_split
-    if num_splits is not None:
-        return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, num_splits > 1)
     keys = max_length if window is None else min(max_length, window + max_query - 1)
-    # Two programs for each multiprocessor; in a list idle ones do no harm.
-    most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
-    num_splits = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value))
-    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, most > 1)
+    is_split = num_splits is not None and num_splits > 1
+    if num_splits is None:
+        # Two programs for each multiprocessor; in a list idle ones do no harm.
+        most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
+        num_splits, is_split = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value)), most > 1
+    longest = max(least, COARSE_SPLIT, cdiv(keys, num_splits))  # keys of a split, about
+    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, is_split,
+                      longest > LONG_SPLIT.value)
 
 
 def least_listed_split(programs: int, sms: int, padded_dim: int) -> int:
