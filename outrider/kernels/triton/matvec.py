@@ -40,7 +40,45 @@ def _load_row(x, inside):
 
 
 @triton.jit
-def _finish(acc, up, row, in_rows, bias, residual, out, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _add_columns(acc, up, w, u, x, x_stride, column, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """(acc, up) of four token rows, those after the last left alone, with the products of some columns added."""
+    w, inside = w.to(tl.float32), column < K
+    a0, a1, a2, a3 = acc
+    b0, b1, b2, b3 = up
+    v0 = _load_row(x + column, inside)
+    a0 += w * v0
+    if ROWS > 1:
+        v1 = _load_row(x + x_stride + column, inside)
+        a1 += w * v1
+    if ROWS > 2:
+        v2 = _load_row(x + 2 * x_stride + column, inside)
+        a2 += w * v2
+    if ROWS > 3:
+        v3 = _load_row(x + 3 * x_stride + column, inside)
+        a3 += w * v3
+    if GATED:
+        u = u.to(tl.float32)
+        b0 += u * v0
+        if ROWS > 1:
+            b1 += u * v1
+        if ROWS > 2:
+            b2 += u * v2
+        if ROWS > 3:
+            b3 += u * v3
+    return (a0, a1, a2, a3), (b0, b1, b2, b3)
+
+
+@triton.jit
+def _load_added(residual, row, in_rows, HAS_RESIDUAL: tl.constexpr):
+    """What is added to one token row's outputs."""
+    if HAS_RESIDUAL:
+        return tl.load(residual + row, mask=in_rows, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _finish(acc, up, added, row, in_rows, bias, out, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
             HAS_RESIDUAL: tl.constexpr):  # fmt: skip
     """One token row's outputs, from its sums."""
     result = tl.sum(acc, axis=1)
@@ -55,7 +93,7 @@ def _finish(acc, up, row, in_rows, bias, residual, out, ACTIVATION: tl.constexpr
         result = result.to(dtype).to(tl.float32)
         result = tl.where(result < 0, 0.0, result * result)  # not a maximum, which would turn NaN into a number
     if HAS_RESIDUAL:
-        result += tl.load(residual + row, mask=in_rows, other=0.0).to(tl.float32)
+        result += added
     tl.store(out + row, result.to(dtype), mask=in_rows)
 
 
@@ -71,46 +109,37 @@ def _matvec_kernel(
     in_rows = row < N
     if PDL:
         prefetch_rows(weight, row, weight_stride, N, K)
-    wait_for_inputs(PDL)
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
-    none = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    a0, a1, a2, a3 = none, none, none, none
-    b0, b1, b2, b3 = none, none, none, none
-    for start in range(0, K, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        inside = column < K
-        w = load_weight(weight_row + column[None, :], in_rows, inside, K % BLOCK_K == 0).to(tl.float32)
-        v0 = _load_row(x + column, inside)
-        a0 += w * v0
-        if ROWS > 1:
-            v1 = _load_row(x + x_stride + column, inside)
-            a1 += w * v1
-        if ROWS > 2:
-            v2 = _load_row(x + 2 * x_stride + column, inside)
-            a2 += w * v2
-        if ROWS > 3:
-            v3 = _load_row(x + 3 * x_stride + column, inside)
-            a3 += w * v3
-        if GATED:
-            up_row = weight_row + N * weight_stride
-            w = load_weight(up_row + column[None, :], in_rows, inside, K % BLOCK_K == 0).to(tl.float32)
-            b0 += w * v0
-            if ROWS > 1:
-                b1 += w * v1
-            if ROWS > 2:
-                b2 += w * v2
-            if ROWS > 3:
-                b3 += w * v3
-    _finish(a0, b0, row, in_rows, bias, residual, out, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    up_row = weight_row + N * weight_stride if GATED else weight_row
+    # The first columns of the weight are read while the kernel before still runs, which has not written them.
+    column = tl.arange(0, BLOCK_K)
+    w = load_weight(weight_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0)
+    u = load_weight(up_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0) if GATED else w
+    wait_for_inputs(PDL)
+    # Loads are not moved across the sums of `_finish`, so what is added is asked for here.
+    added0 = _load_added(residual, row, in_rows, HAS_RESIDUAL)
+    added1, added2, added3 = added0, added0, added0
     if ROWS > 1:
-        _finish(a1, b1, row, in_rows, bias, residual + residual_stride, out + out_stride, ACTIVATION, HAS_BIAS,
-                HAS_RESIDUAL)
+        added1 = _load_added(residual + residual_stride, row, in_rows, HAS_RESIDUAL)
     if ROWS > 2:
-        _finish(a2, b2, row, in_rows, bias, residual + 2 * residual_stride, out + 2 * out_stride, ACTIVATION, HAS_BIAS,
-                HAS_RESIDUAL)
+        added2 = _load_added(residual + 2 * residual_stride, row, in_rows, HAS_RESIDUAL)
     if ROWS > 3:
-        _finish(a3, b3, row, in_rows, bias, residual + 3 * residual_stride, out + 3 * out_stride, ACTIVATION, HAS_BIAS,
-                HAS_RESIDUAL)
+        added3 = _load_added(residual + 3 * residual_stride, row, in_rows, HAS_RESIDUAL)
+    none = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    sums = _add_columns((none, none, none, none), (none, none, none, none), w, u, x, x_stride, column, K, ROWS, GATED)
+    for start in range(BLOCK_K, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        w = load_weight(weight_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0)
+        u = load_weight(up_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0) if GATED else w
+        sums = _add_columns(sums[0], sums[1], w, u, x, x_stride, column, K, ROWS, GATED)
+    acc, up = sums
+    _finish(acc[0], up[0], added0, row, in_rows, bias, out, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    if ROWS > 1:
+        _finish(acc[1], up[1], added1, row, in_rows, bias, out + out_stride, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    if ROWS > 2:
+        _finish(acc[2], up[2], added2, row, in_rows, bias, out + 2 * out_stride, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    if ROWS > 3:
+        _finish(acc[3], up[3], added3, row, in_rows, bias, out + 3 * out_stride, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
 
 
 @lru_cache(maxsize=64)

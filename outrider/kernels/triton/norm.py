@@ -37,13 +37,14 @@ def _rms_norm_kernel(
         post = tl.load(post_weight + column, mask=valid, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     value = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual + token * residual_stride + column
+        kept = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
     if HAS_POST:
         scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
         value = (value * scale * post).to(dtype).to(tl.float32)  # as if it had been stored
     if HAS_RESIDUAL:
-        at = residual + token * residual_stride + column
-        kept = tl.load(at, mask=valid, other=0.0).to(tl.float32)
         if HAS_POST:
             kept = (kept * factor).to(dtype).to(tl.float32)
         stored = (value + kept).to(dtype)

@@ -49,31 +49,36 @@ def _rotate(
         rest = tl.load(
             source + (head * source_head_stride)[:, None] + rest_column[None, :], mask=rest_mask, other=0.0
         ).to(tl.float32)
-    if HAS_NORM:
-        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+    if IS_KEY:
+        at = values + (head * source_head_stride)[:, None] + half[None, :]
+        zeros = zero_or_nan(tl.load(at, mask=mask, other=0.0)) + zero_or_nan(
+            tl.load(at + ROT // 2, mask=mask, other=0.0)
+        )
         if D > ROT:
-            square += tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(square / D + eps)[:, None]
-        gain = tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32)
-        low *= scale * gain[None, :]
-        gain = tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32)
-        high *= scale * gain[None, :]
-        if D > ROT:
-            rest_gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32)
-            rest *= scale * rest_gain[None, :]
+            at = values + (head * source_head_stride)[:, None] + rest_column[None, :]
+            rest_zeros = zero_or_nan(tl.load(at, mask=rest_mask, other=0.0))
+    # Everything that is read is asked for before the first sum, which nothing is moved across.
     cos = tl.load(cos_sin + row * ROT + half, mask=in_half, other=0.0)[None, :]
     sin = tl.load(cos_sin + row * ROT + ROT // 2 + half, mask=in_half, other=0.0)[None, :]
+    if HAS_NORM:
+        low_gain = tl.load(norm_weight + half, mask=in_half, other=0.0).to(tl.float32)
+        high_gain = tl.load(norm_weight + ROT // 2 + half, mask=in_half, other=0.0).to(tl.float32)
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        if D > ROT:
+            rest_gain = tl.load(norm_weight + rest_column, mask=rest_column < D, other=0.0).to(tl.float32)
+            square += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        low *= scale * low_gain[None, :]
+        high *= scale * high_gain[None, :]
+        if D > ROT:
+            rest *= scale * rest_gain[None, :]
     to = target + (head * target_head_stride)[:, None]
     dtype = target.dtype.element_ty
     first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
     if IS_KEY:
-        at = values + (head * source_head_stride)[:, None] + half[None, :]
-        zeros = zero_or_nan(first) + zero_or_nan(second) + zero_or_nan(tl.load(at, mask=mask, other=0.0))
-        mark = tl.sum(zeros + zero_or_nan(tl.load(at + ROT // 2, mask=mask, other=0.0)), axis=1)
+        mark = tl.sum(zeros + zero_or_nan(first) + zero_or_nan(second), axis=1)
         if D > ROT:
-            at = values + (head * source_head_stride)[:, None] + rest_column[None, :]
-            zeros = zero_or_nan(rest.to(dtype)) + zero_or_nan(tl.load(at, mask=rest_mask, other=0.0))
-            mark += tl.sum(zeros, axis=1)
+            mark += tl.sum(rest_zeros + zero_or_nan(rest.to(dtype)), axis=1)
             rest += mark[:, None]
         first += mark[:, None].to(dtype)
         second += mark[:, None].to(dtype)

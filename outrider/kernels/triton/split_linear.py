@@ -38,6 +38,10 @@ def _split_kernel(
     token = tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)
     weight_row = weight + row.to(tl.int64)[None, None, :] * weight_stride
+    mask = (token < M)[:, None] & (row < N)[None, :]
+    if HAS_RESIDUAL:  # asked for before the sums, which no load is moved across
+        at = residual + token[:, None] * residual_stride + row[None, :]
+        added = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros([PARTS, ROWS, BLOCK_N], dtype=tl.float32)
     for start in range(0, K // PARTS, BLOCK_K):
         column = (part * (K // PARTS))[:, None] + start + tl.arange(0, BLOCK_K)[None, :]
@@ -47,10 +51,8 @@ def _split_kernel(
                         other=0.0)
         acc = tl.dot(value, w, acc, input_precision="ieee")
     result = tl.sum(acc, axis=0)
-    mask = (token < M)[:, None] & (row < N)[None, :]
     if HAS_RESIDUAL:
-        at = residual + token[:, None] * residual_stride + row[None, :]
-        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        result += added
     tl.store(out + token[:, None] * out_stride + row[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
