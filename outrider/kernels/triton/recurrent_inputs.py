@@ -61,6 +61,15 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _load_columns(source, channel, in_row, ROWS: tl.constexpr):
+    """[1, CHANNELS], to go with ROWS token rows: for one row each thread loads what it needs, without an exchange."""
+    if ROWS == 1:
+        return tl.load(source + channel[None, :], mask=in_row[None, :], other=0.0)
+    else:
+        return tl.load(source + channel, mask=in_row, other=0.0)[None, :]
+
+
+@triton.jit
 def _convolve(
     target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -81,9 +90,9 @@ def _convolve(
                 conv_in, conv_stride, tail, window, row, start, pending, (j - (WIDTH - 1) + tap)[:, None],
                 channel[None, :], valid, CONV_DIM, WIDTH, WINDOW,
             )  # fmt: skip
-        total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=in_row, other=0.0)[None, :]
+        total += value.to(tl.float32) * _load_columns(weight + tap * CONV_DIM, channel, in_row, j.shape[0])
     if HAS_BIAS:
-        total += tl.load(bias + channel, mask=in_row, other=0.0)[None, :]
+        total += _load_columns(bias, channel, in_row, j.shape[0])
     at = convolved + target.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
     tl.store(at, total * _sigmoid(total), mask=valid)
 
@@ -105,9 +114,9 @@ def _open_gates(
     if WINDOW > 0:
         kept = row * (WINDOW * HEADS) + (j + pending)[:, None] * HEADS + head[None, :]
         first = tl.where(is_new, first, tl.load(gate_windows[0] + kept, mask=is_kept, other=0.0))
-    step = _softplus(first.to(tl.float32) + tl.load(dt_bias + head, mask=is_head, other=0.0)[None, :])
+    step = _softplus(first.to(tl.float32) + _load_columns(dt_bias, head, is_head, j.shape[0]))
     if IS_DELTA:
-        tl.store(wide_gates[0] + at, step * tl.load(decay + head, mask=is_head, other=0.0)[None, :], mask=valid)
+        tl.store(wide_gates[0] + at, step * _load_columns(decay, head, is_head, j.shape[0]), mask=valid)
         second = tl.load(gates[1] + token * gate_strides[1] + head[None, :], mask=is_new, other=0.0)
         if WINDOW > 0:
             second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=is_kept, other=0.0))
