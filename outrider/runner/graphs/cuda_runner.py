@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from outrider.core import Limits, ScheduledBatch, StepForm, StepResult, Uncaptured
-from outrider.kernels.buffers import to_device
+from outrider.kernels.buffers import fill, to_device
 from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
@@ -198,12 +198,13 @@ class CudaRunner:
         captured = graphs.serve(key)
         shape = graphs.keys.shape(key) if isinstance(captured, Uncaptured) else captured.shape
         self._count_padding(batch, shape)
-        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
+        packed = pack_captured(batch, shape)
         if isinstance(captured, Uncaptured):
             self.num_eager += 1
+            ints = to_device(packed, torch.int64, self.device_step.state.device)
             return PendingStep(batch, self._reported(batch, graphs.run(key, ints, host_turn)), captured)
         self.num_replays += 1
-        captured.ints.copy_(ints)
+        fill(captured.ints, packed)
         captured.replay(host_turn)
         return PendingStep(batch, self._reported(batch, captured.result))
 
