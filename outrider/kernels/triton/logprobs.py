@@ -111,15 +111,19 @@ def _tiles_kernel(
 
 @triton.jit
 def nth_greatest(values, count, size, GROUPS: tl.constexpr):
-    """The count-th greatest of values [size]; There must be as many."""
+    """The count-th greatest of values [size], of which there must be as many; +inf for a count of 0. Found by bisection
+    among integers that grow with the values."""
     group = tl.arange(0, GROUPS)
-    value = tl.load(values + group, mask=group < size, other=float("-inf"))
-    greater = tl.zeros([GROUPS], dtype=tl.int32)
-    for first in range(0, size, 16):
-        some = first + tl.arange(0, 16)
-        other = tl.load(values + some, mask=some < size, other=float("-inf"))
-        greater += tl.sum((other[None, :] > value[:, None]).to(tl.int32), axis=1)
-    return tl.min(tl.where(greater < count, value, float("inf")), axis=0)
+    bits = tl.load(values + group, mask=group < size, other=float("-inf")).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    low, high = tl.min(order, axis=0).to(tl.int64), tl.max(order, axis=0).to(tl.int64) + 1
+    while high - low > 1:  # as many reach the first, not as many the second
+        middle = (low + high) >> 1
+        is_low = tl.sum((order >= middle.to(tl.int32)).to(tl.int32), axis=0) >= count
+        low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
+    found = low.to(tl.int32)
+    found = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
+    return tl.where(count > 0, found, float("inf"))
 
 
 @kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["tokens"])
