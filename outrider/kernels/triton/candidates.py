@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.masses import INFINITE, UNKNOWN, distance_of, probability_mass, scaled_logits
-from outrider.kernels.triton.sampling import NO_ID, best_of, better, gumbel, word_of
+from outrider.kernels.triton.scans import NO_ID, best_of, better, gumbel, word_of
 
 _TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
 

@@ -23,7 +23,8 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans, load_logits
+from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans
+from outrider.kernels.triton.scans import load_logits
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
 _TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)

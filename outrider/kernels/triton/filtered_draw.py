@@ -35,20 +35,8 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_within
 from outrider.kernels.triton.rejection import best_nearer, draw_by_rejection, is_weighed, token_distances
-from outrider.kernels.triton.sampling import (
-    GROUP,
-    NO_ID,
-    QUADS,
-    SLICES,
-    TILE,
-    Spans,
-    best_of,
-    greatest_of_spans,
-    own_logits,
-    scan,
-    scan_greedy,
-    shift_of,
-)
+from outrider.kernels.triton.sampling import GROUP, QUADS, SLICES, TILE, Spans, greatest_of_spans, own_logits, shift_of
+from outrider.kernels.triton.scans import NO_ID, best_of, scan, scan_greedy
 
 _TOP_P, _EDITED = tl.constexpr(flags.TOP_P), tl.constexpr(flags.EDITED)
 _SEARCHED, _FILTERED = tl.constexpr(flags.SEARCHED), tl.constexpr(flags.FILTERED)

@@ -22,7 +22,7 @@ from outrider.kernels.triton.masses import (
     scaled_at,
     weights_within,
 )
-from outrider.kernels.triton.sampling import NO_ID, SHIFT, scan_all
+from outrider.kernels.triton.scans import NO_ID, SHIFT, scan_all
 
 _TOP_K, _TOP_P, _SEARCHED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P), tl.constexpr(flags.SEARCHED)
 
