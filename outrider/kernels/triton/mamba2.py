@@ -293,7 +293,7 @@ def mamba2_steps(
     if has_long_runs:
         scan_long_runs(step.counts, inputs.convolved, inputs.wide_gates[0], layer.state, decay, skip, out,
                        (saves, layer_word, num_pages, page_words), runs, tokens=sizes.tokens, num_groups=num_groups,
-                       window=sizes.window, precision=precision, y_precision=y_precision, pdl=pdl)  # fmt: skip
+                       window=sizes.window, y_precision=y_precision, pdl=pdl)  # fmt: skip
     _mamba2_kernel[(splits, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, _Source(inputs.convolved, inputs.wide_gates[0]), inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(g.stride(0) for g in inputs.gates), layer.state, layer.tail,

@@ -9,6 +9,7 @@ selected away in the products of the tokens before it, because 0 x NaN is NaN.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ class LongRuns(NamedTuple):
 
     chunk: int = 128  # tokens
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
-    add_splits: int = 2  # programs that share the rows of a head's state
-    add_block: int = 32  # tokens that are added to the state at once
-    add_stages: int = 2
+    add_heads: int = 4  # most heads of a program; all of them have the same B and C
     add_warps: int = 4
+    add_precision: str = "bf16x3"  # 2^-17 of a state: far finer than outputs of 16 bits can show
+    output_heads: int = 8
     output_warps: int = 8
 
     def max_chunks(self, tokens: int) -> int:
@@ -91,10 +92,10 @@ def _find_chunk(counts, number, requests, CHUNK: tl.constexpr, MORE_THAN: tl.con
 
 
 @triton.jit
-def _weights_to_end(dt, next_dt, decay, after):
-    """dt times what is left of a token's addition after the block's last token and `after`, the logarithm of what comes
-    behind the block. next_dt: of the tokens after each, 0 behind the last one."""
-    return dt * tl.exp(after + tl.cumsum(next_dt * decay, axis=0, reverse=True))
+def _weights_to_end(dt, next_dt, decay):
+    """dt times what is left of a token's addition after the last token. next_dt: of the tokens after each, 0 behind the
+    last one."""
+    return dt * tl.exp(tl.cumsum(next_dt * decay, axis=0, reverse=True))
 
 
 @kernel(do_not_specialize=["requests"])
@@ -102,42 +103,34 @@ def _add_kernel(
     counts, requests, convolved, dt, decay, added, kept,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CONV_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    CONV_DIM: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes the sum that a chunk adds to a state, and the factor by which the chunk scales the state before it.
-    SPLITS programs share the rows of a head; BLOCK tokens are added at once."""
+    """Computes the sum that a chunk adds to the states of OWN heads, and the factors by which it scales what was there.
+    B, which these heads share, is read once."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    head, number = tl.program_id(0) // SPLITS, tl.program_id(1)
+    first_head, number = tl.program_id(0) * OWN, tl.program_id(1)
     request, chunk = _find_chunk(counts, number, requests, CHUNK, MORE_THAN, PAD)
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        columns = _columns_of(head, tl.program_id(0) % SPLITS * D_TILE, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
-        factor = tl.load(decay + head)
-        first = requests * WINDOW + start + chunk * CHUNK
+        shared = _columns_of(first_head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
         count = tl.minimum(known - chunk * CHUNK, CHUNK)
-        every = tl.arange(0, CHUNK)
-        steps = tl.load(dt + (first + every).to(tl.int64) * HEADS + head, mask=every < count, other=0.0)
-        total = tl.zeros([D_TILE, N_TILE], dtype=tl.float32)
-        for begin in tl.range(0, CHUNK, BLOCK, num_stages=STAGES):
-            place = tl.arange(0, BLOCK)
-            t = begin + place
-            is_there = t < count
-            index = (first + t).to(tl.int64)
-            at = convolved + index[:, None] * CONV_DIM
-            x = tl.load(at + columns.x[None, :], mask=is_there[:, None] & columns.has_dim[None, :], other=0.0)
-            b = tl.load(at + columns.b[None, :], mask=is_there[:, None] & columns.has_n[None, :], other=0.0)
+        t = tl.arange(0, CHUNK)
+        is_there = t < count
+        index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
+        at = convolved + index[:, None] * CONV_DIM
+        b = tl.load(at + shared.b[None, :], mask=is_there[:, None] & shared.has_n[None, :], other=0.0)
+        for head in tl.range(first_head, first_head + OWN, num_stages=1):
+            columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
+            factor = tl.load(decay + head)
             step = tl.load(dt + index * HEADS + head, mask=is_there, other=0.0)
-            has_next = (t + 1 < count) & (place + 1 < BLOCK)
-            next_step = tl.load(dt + (index + 1) * HEADS + head, mask=has_next, other=0.0)
-            after = tl.sum(tl.where(every >= begin + BLOCK, steps, 0.0) * factor, axis=0)
-            x *= _weights_to_end(step, next_step, factor, after)[:, None]
-            total = tl.dot(tl.trans(x), b, total, input_precision=PRECISION)
-        place = (number * HEADS + head).to(tl.int64)
-        tl.store(added + place * (DIM * N) + columns.element, total, mask=columns.has)
-        if tl.program_id(0) % SPLITS == 0:
-            tl.store(kept + place, tl.exp(tl.sum(steps * factor, axis=0)))
+            next_step = tl.load(dt + (index + 1) * HEADS + head, mask=t + 1 < count, other=0.0)
+            x = tl.load(at + columns.x[None, :], mask=is_there[:, None] & columns.has_dim[None, :], other=0.0)
+            x *= _weights_to_end(step, next_step, factor)[:, None]
+            total = tl.dot(tl.trans(x), b, input_precision=PRECISION)
+            place = (number * HEADS + head).to(tl.int64)
+            tl.store(added + place * (DIM * N) + columns.element, total, mask=columns.has)
+            tl.store(kept + place, tl.exp(tl.sum(step * factor, axis=0)))
 
 
 @kernel(do_not_specialize=["requests"])
@@ -173,62 +166,81 @@ def _output_kernel(
     counts, requests, convolved, dt, decay, skip, before, out, saves, layer_word, num_pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CONV_DIM: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    CONV_DIM: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr,
+    PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a chunk's tokens, and the checkpoints that lie in it."""
+    """Outputs of a chunk's tokens of OWN heads, which share B and C, and the checkpoints that lie in the chunk."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    head, number = tl.program_id(0), tl.program_id(1)
+    first_head, number = tl.program_id(0) * OWN, tl.program_id(1)
     request, chunk = _find_chunk(counts, number, requests, CHUNK, MORE_THAN, PAD)
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-        columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
-        factor = tl.load(decay + head)
-        first = requests * WINDOW + start + chunk * CHUNK
+        shared = _columns_of(first_head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
         count = tl.minimum(known - chunk * CHUNK, CHUNK)
         t = tl.arange(0, CHUNK)
         is_there = t < count
-        index = (first + t).to(tl.int64)
+        index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
         at = convolved + index[:, None] * CONV_DIM
-        has_x, has_bc = is_there[:, None] & columns.has_dim[None, :], is_there[:, None] & columns.has_n[None, :]
-        step = tl.load(dt + index * HEADS + head, mask=is_there, other=0.0)
-        c = tl.load(at + columns.c[None, :], mask=has_bc, other=0.0)
-        b = tl.load(at + columns.b[None, :], mask=has_bc, other=0.0)
-        x = tl.load(at + columns.x[None, :], mask=has_x, other=0.0)
-        cells = before + (number * HEADS + head).to(tl.int64) * (DIM * N) + columns.element
-        state = tl.load(cells, mask=columns.has, other=0.0)
-        since = tl.cumsum(step * factor, axis=0)
+        has_bc = is_there[:, None] & shared.has_n[None, :]
+        c = tl.load(at + shared.c[None, :], mask=has_bc, other=0.0)
+        b = tl.load(at + shared.b[None, :], mask=has_bc, other=0.0)
         is_before = t[:, None] >= t[None, :]
-        between = tl.exp(tl.where(is_before, since[:, None] - since[None, :], 0.0))
-        scores = tl.dot(c, tl.trans(b), input_precision=Y_PRECISION) * between
-        scores = tl.where(is_before, scores, 0.0)
-        xdt = x * step[:, None]
-        y = tl.dot(c, tl.trans(state), input_precision=Y_PRECISION) * tl.exp(since)[:, None]
-        y = tl.dot(scores, contained_values(xdt), y, input_precision=Y_PRECISION) + x * tl.load(skip + head)
-        if tl.sum(zero_or_nan(xdt)) != 0.0:  # what was not finite fails its token and those after it
-            y += tl.cumsum(zero_or_nan(xdt), axis=0)
+        products = tl.where(is_before, tl.dot(c, tl.trans(b), input_precision=Y_PRECISION), 0.0)
         token = (start + chunk * CHUNK + t).to(tl.int64)[:, None]
-        tl.store(out + token * (HEADS * DIM) + columns.x[None, :], y.to(out.dtype.element_ty), mask=has_x)
+        for head in tl.range(first_head, first_head + OWN, num_stages=1):
+            columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
+            has_x = is_there[:, None] & columns.has_dim[None, :]
+            factor = tl.load(decay + head)
+            step = tl.load(dt + index * HEADS + head, mask=is_there, other=0.0)
+            x = tl.load(at + columns.x[None, :], mask=has_x, other=0.0)
+            cells = before + (number * HEADS + head).to(tl.int64) * (DIM * N) + columns.element
+            state = tl.load(cells, mask=columns.has, other=0.0)
+            since = tl.cumsum(step * factor, axis=0)
+            scores = products * tl.exp(tl.where(is_before, since[:, None] - since[None, :], 0.0))
+            xdt = x * step[:, None]
+            y = tl.dot(c, tl.trans(state), input_precision=Y_PRECISION) * tl.exp(since)[:, None]
+            y = tl.dot(scores, contained_values(xdt), y, input_precision=Y_PRECISION) + x * tl.load(skip + head)
+            if tl.sum(zero_or_nan(xdt)) != 0.0:  # what was not finite fails its token and those after it
+                y += tl.cumsum(zero_or_nan(xdt), axis=0)
+            tl.store(out + token * (HEADS * DIM) + columns.x[None, :], y.to(out.dtype.element_ty), mask=has_x)
         if PAGE_WORDS > 0:
             begin = computed + chunk * CHUNK
             for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
                 seen = tl.load(saves.boundary + target).to(tl.int32) - begin  # tokens of the chunk before the boundary
                 if (seen > 0) & (seen <= count):
-                    own = tl.where(t < seen, step, 0.0)
-                    next_own = tl.load(dt + (index + 1) * HEADS + head, mask=t + 1 < seen, other=0.0)
-                    weighed = tl.where(t[:, None] < seen, x, 0.0) * _weights_to_end(own, next_own, factor, 0.0)[:, None]
-                    saved = state * tl.exp(tl.sum(own * factor, axis=0))
-                    seen_b = tl.where(t[:, None] < seen, b, 0.0)
-                    saved = tl.dot(tl.trans(weighed), seen_b, saved, input_precision=PRECISION)
-                    save_rows(saved, begin + seen, request, columns.x, columns.n, columns.has_dim, columns.has_n, saves,
-                              layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
+                    for head in range(first_head, first_head + OWN):
+                        _save_checkpoint(head, seen, begin, request, number, t, index, at, dt, decay, before, saves,
+                                         layer_word, num_pages, HEADS, DIM, N, GROUPS, D_TILE, N_TILE, PRECISION,
+                                         PAGE_WORDS)  # fmt: skip
+
+
+@triton.jit
+def _save_checkpoint(
+    head, seen, begin, request, number, t, index, at, dt, decay, before, saves, layer_word, num_pages,
+    HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
+    N_TILE: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Saves one head's state after `seen` tokens of a chunk."""
+    columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
+    is_seen = (t < seen)[:, None]
+    x = tl.load(at + columns.x[None, :], mask=is_seen & columns.has_dim[None, :], other=0.0)
+    b = tl.load(at + columns.b[None, :], mask=is_seen & columns.has_n[None, :], other=0.0)
+    step = tl.load(dt + index * HEADS + head, mask=t < seen, other=0.0)
+    next_step = tl.load(dt + (index + 1) * HEADS + head, mask=t + 1 < seen, other=0.0)
+    factor = tl.load(decay + head)
+    cells = before + (number * HEADS + head).to(tl.int64) * (DIM * N) + columns.element
+    state = tl.load(cells, mask=columns.has, other=0.0) * tl.exp(tl.sum(step * factor, axis=0))
+    x *= _weights_to_end(step, next_step, factor)[:, None]
+    state = tl.dot(tl.trans(x), b, state, input_precision=PRECISION)
+    save_rows(state, begin + seen, request, columns.x, columns.n, columns.has_dim, columns.has_n, saves, layer_word,
+              num_pages, N, PAGE_WORDS)  # fmt: skip
 
 
 def scan_long_runs(
     counts: torch.Tensor, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, decay: torch.Tensor,
     skip: torch.Tensor, out: torch.Tensor, saves: tuple[NamedTuple, int, int, int], runs: LongRuns, *, tokens: int,
-    num_groups: int, window: int, precision: str, y_precision: str, pdl: bool,
+    num_groups: int, window: int, y_precision: str, pdl: bool,
 ) -> None:
     """Moves the rows with long runs on and writes their token rows of `out`; arguments as `mamba2_steps` has checked
     them. saves: what `save_args` gives."""
@@ -242,18 +254,18 @@ def scan_long_runs(
                "PDL": pdl, **pdl_options(pdl)}
     shape = {"HEADS": heads, "DIM": dim, "N": n, "GROUPS": num_groups, "D_TILE": d_tile, "N_TILE": n_tile,
              "WINDOW": window, "CONV_DIM": convolved.shape[1]}  # fmt: skip
-    splits = min(runs.add_splits, d_tile // 16)
-    _add_kernel[(heads * splits, max_chunks)](
-        counts, requests, convolved, dt, decay, added, kept, **(shape | {"D_TILE": d_tile // splits}),
-        PRECISION=precision, SPLITS=splits, BLOCK=min(runs.add_block, runs.chunk), STAGES=runs.add_stages,
+    precision = runs.add_precision if device.type == "cuda" else "ieee"  # the interpreter knows no other
+    add_heads, output_heads = (math.gcd(most, heads // num_groups) for most in (runs.add_heads, runs.output_heads))
+    _add_kernel[(heads // add_heads, max_chunks)](
+        counts, requests, convolved, dt, decay, added, kept, **shape, PRECISION=precision, OWN=add_heads,
         num_warps=runs.add_warps, **options,
     )
     tile = min(1024, next_power_of_two(dim * n))
     _pass_kernel[(cdiv(dim * n, tile), heads, requests)](
         counts, requests, states, added, kept, HEADS=heads, SIZE=dim * n, TILE=tile, STAGES=4, num_warps=4, **options
     )
-    _output_kernel[(heads, max_chunks)](
+    _output_kernel[(heads // output_heads, max_chunks)](
         counts, requests, convolved, dt, decay, skip, added, out, pointers, layer_word, num_pages, **shape,
-        PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words, num_warps=runs.output_warps,
-        **options,
+        OWN=output_heads, PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words,
+        num_warps=runs.output_warps, **options,
     )
