@@ -132,6 +132,8 @@ def test_pairs_are_sorted_by_expert_and_in_order(device: torch.device, num_token
     assert torch.equal(pairs.order.long(), order)
     assert torch.equal(pairs.place.long()[order], torch.arange(ids.numel(), device=device))
     assert torch.equal(pairs.ends.long(), ids.flatten().bincount(minlength=num_experts).cumsum(0))
+    x = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1)).to(device)[:, 2:37]
+    assert torch.equal(moe.spread(x, pairs.place), x[order // 3])
 
 
 def test_no_choice_makes_more_tiles_than_there_are_programs() -> None:

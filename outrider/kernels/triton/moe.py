@@ -148,6 +148,20 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
 
 
 @kernel
+def _spread_kernel(x, place, out, x_stride, out_stride, width, K: tl.constexpr, COLUMNS: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    for slot in tl.static_range(K):
+        row = tl.load(place + token * K + slot).to(tl.int64)
+        tl.store(out + row * out_stride + column, value, mask=inside)
+
+
+@kernel
 def _combine_kernel(
     made, weights, place, added, out, made_stride, added_stride, out_stride, width, K: tl.constexpr,
     HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -224,6 +238,23 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pai
     return Pairs(order, place, ends)
 
 
+def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
+    """x [tokens, width] -> [pairs, width]: a token's row at the place of each of its pairs. place: [pairs] int32. Every
+    row is read once, where a gather by pairs would read it for each of them."""
+    pdl = uses_pdl(x.device) if pdl is None else pdl
+    name, (num_tokens, width), num_pairs = "spread", x.shape, place.numel()
+    require_tensor(name, "x", x, (None, None), place.device, FLOATS)
+    require_tensor(name, "place", place, (num_pairs,), x.device, (torch.int32,))
+    if num_tokens == 0 or num_pairs % num_tokens:
+        refuse(name, "place", f"has {num_pairs} pairs of {num_tokens} tokens")
+    out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
+    _spread_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](
+        x, place, out, x.stride(0), out.stride(0), width, K=num_pairs // num_tokens,
+        COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4, **pdl_options(pdl),
+    )
+    return out
+
+
 def combine(
     made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None, *,
     pdl: bool | None = None,
@@ -275,7 +306,7 @@ def experts(
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
         assert pairs is not None
-        return combine(_library(x, ids.shape[1], pairs, gate_up, down, activation), weights, pairs.place, added)
+        return combine(_library(x, pairs, gate_up, down, activation), weights, pairs.place, added)
     made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, up_config, pdl)
     return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, added=added)
 
@@ -323,11 +354,10 @@ def _product(
 
 
 def _library(
-    x: torch.Tensor, top_k: int, pairs: Pairs, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+    x: torch.Tensor, pairs: Pairs, gate_up: torch.Tensor, down: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """[pairs, hidden] in sorted order."""
-    rows = x.index_select(0, pairs.order // top_k)
-    projected = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=pairs.ends)
+    projected = torch._grouped_mm(spread(x, pairs.place), gate_up.transpose(1, 2), offs=pairs.ends)
     match activation:
         case "silu":
             made = silu_mul(projected)
