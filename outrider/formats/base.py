@@ -87,6 +87,10 @@ class LinearFormat(ABC):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, inputs] times the weight, plus the bias: [tokens, outputs]."""
 
+    def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """The output features [first, stop) of the product."""
+        return self.product(x)[:, first:stop]
+
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """The product in float32 (float64 stays), for logits: rounded to 16 bits they would tie."""
         out = self.product(x)

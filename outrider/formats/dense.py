@@ -88,6 +88,12 @@ class DenseLinear(LinearFormat):
             return self._cpu_product(x)
         return self._ops.linear(x, self._numbers, self._bias)
 
+    def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        if self._cpu_product is not None or self._exact:  # the bits of a part may be others than those of the whole
+            return super().part(x, first, stop)
+        bias = None if self._bias is None else self._bias[first:stop]
+        return self._ops.linear(x, self._numbers[first:stop], bias)
+
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         if self._numbers.dtype in (torch.float32, torch.float64):
             return self.product(x)

@@ -13,7 +13,7 @@ from outrider.layers.base import Module, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers import Attend, AttentionLayer, PagedLayer
+from outrider.mixers import Attend, AttentionLayer, HeadNorms, PagedLayer, WantedRows
 
 
 class SelfAttention(TokenMixer):
@@ -44,8 +44,18 @@ class SelfAttention(TokenMixer):
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
         return self.out(self.mix(self.qkv(x), angles, attend))
 
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
-        return self.out(self.mix(self.qkv(x), angles, attend)[rows])
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
+        mixed = self.mix_rows(x, angles, attend, rows)
+        if mixed is None:
+            mixed = self.mix(self.qkv(x), angles, attend)[rows.token_rows]
+        return self.out(mixed)
+
+    def mix_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor | None:
+        """See the function `mix_rows`. A class with a `mix` of its own may have this too."""
+        if type(self).mix is not SelfAttention.mix:
+            return None
+        norms = None if self.head_norm is None else self.head_norm.norms
+        return mix_rows(self.qkv, self.layer, norms, x, angles, attend, rows)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, attend: Attend) -> None:
         """residual += attention(x), in place."""
@@ -64,3 +74,17 @@ class SelfAttention(TokenMixer):
             qk = self.head_norm(qk)
         qk = rotate(qk, angles)
         return paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
+
+
+def mix_rows(qkv: Linear, layer: AttentionLayer, norms: HeadNorms | None, x: torch.Tensor, angles: Angles,
+             attend: Attend, rows: WantedRows) -> torch.Tensor | None:
+    """Attention of some token rows [rows, heads * dim], where keys and values of all of x go into the cache but queries
+    are made for these rows alone. None if the backend attends for all tokens that it writes."""
+    if layer.index not in rows.layers:
+        return None
+    q_size = layer.num_heads * layer.head_dim
+    if layer.writes:
+        paged: PagedLayer = attend.mixer(layer.index)
+        paged.write_fused(qkv.part(x, q_size, qkv.out_features), angles, norms)
+    own: PagedLayer = rows.mixer(layer.index)
+    return own.read_fused(qkv.part(x[rows.token_rows], 0, q_size), angles.of_rows(rows.token_rows), norms)

@@ -15,7 +15,7 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.formats.slots import WeightSlot
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend
+from outrider.mixers import Attend, WantedRows
 
 
 class Module:
@@ -83,9 +83,9 @@ class TokenMixer(Module, ABC):
     def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden]."""
 
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
         """The results of some token rows; all of x takes part, and goes into the caches."""
-        return self(x, angles, attend)[rows]
+        return self(x, angles, attend)[rows.token_rows]
 
 
 class DecoderLayer(Module):
@@ -99,13 +99,13 @@ class DecoderLayer(Module):
     # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
-    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
-        """The last layer of a model, where only some token rows are wanted of it: delta and residual stream of those
-        rows. args: those of a call. Layers that can save work override this."""
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
+        """The last layer that writes a cache, where only some token rows are wanted of it: delta and residual stream of
+        those rows. args: those of a call. Layers that can save work override this."""
         delta, residual = self(*args)
         if delta is not None:
-            delta = delta[rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows)
-        return delta, residual[rows]
+            delta = delta[rows.token_rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows.token_rows)
+        return delta, residual[rows.token_rows]
 
 
 class PassingLayer(DecoderLayer):
@@ -125,6 +125,11 @@ class LayeredModule(Module):
     attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
     dtype: torch.dtype
 
+    @property
+    def last_writer(self) -> int:
+        """Index of the last layer that writes a cache."""
+        return len(self.layers) - 1
+
     def cache_layers(self) -> list[LayerCache]:
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
@@ -134,13 +139,14 @@ class LayeredModule(Module):
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """Within this context only the first of equal layers runs, which is enough to compile the kernels of all."""
+        """Within this context only the first of equal layers runs, and the last one that writes, which can be computed
+        for some token rows alone: enough to compile the kernels of all."""
         layers, kinds = self.layers, set()
         short: list[DecoderLayer] = []
-        for layer in layers:
+        for index, layer in enumerate(layers):
             shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
             kind = (type(layer), layer.rotary, shapes)
-            short.append(PassingLayer(layer.rotary) if kind in kinds else layer)
+            short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
             kinds.add(kind)
         self.layers = short
         try:

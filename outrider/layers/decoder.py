@@ -15,7 +15,7 @@ from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend
+from outrider.mixers import Attend, WantedRows
 
 
 class LayerNames(NamedTuple):
@@ -48,12 +48,12 @@ class PreNormLayer(DecoderLayer):
         x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
         return self.mlp(x), residual
 
-    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The layer with its MLP computed for `rows` alone: a prompt's last layer is needed for logit rows only."""
         delta, residual, angles, attend = args
         x, residual = self.input_norm.add_norm(delta, residual)
         mixed = self.mixer.for_rows(x, angles, attend, rows)
-        x, residual = self.mlp_norm.add_norm(mixed, residual[rows])
+        x, residual = self.mlp_norm.add_norm(mixed, residual[rows.token_rows])
         return self.mlp(x), residual
 
 

@@ -18,7 +18,7 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, PagedLayer
+from outrider.mixers import Attend, PagedLayer, WantedRows
 from outrider.mixers.paged.base import KeyValueCache
 from outrider.mixers.paged.native_backend import NativeBackend
 
@@ -34,7 +34,7 @@ class FusedLayer(DecoderLayer):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("", self.plain),)
 
-    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
         return self.plain.for_rows(rows, *args)
 
 

@@ -45,6 +45,10 @@ class Linear(Module):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.format.product(x)
 
+    def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """The output features [first, stop) of the product."""
+        return self.format.part(x, first, stop)
+
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """The product in float32, or float64 in a float64 model."""
         return self.format.wide(x)

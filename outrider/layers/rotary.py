@@ -40,6 +40,10 @@ class Angles:
     def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
         self.positions, self.table = positions, table
 
+    def of_rows(self, token_rows: torch.Tensor) -> Angles:
+        """The rotation of some of the token rows."""
+        return Angles(self.positions[token_rows], self.table)
+
     @cached_property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The table's columns of cos and of sin [positions, rotary_dim / 2]."""

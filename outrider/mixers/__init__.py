@@ -5,7 +5,7 @@ carries a state per row.
 """
 
 from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
-from outrider.mixers.cached import Attend, CachedLayers
+from outrider.mixers.cached import Attend, CachedLayers, WantedRows
 from outrider.mixers.latent.base import (
     AttendsTo,
     BoundLatentLayer,
@@ -23,5 +23,5 @@ __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundLatentLayer", "CachedLayers", "EveryPosition",
     "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedPositions", "KeysFrom", "LatentLayer",
     "LatentNorms", "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
-    "SharedPositions", "StepOutput",
+    "SharedPositions", "StepOutput", "WantedRows",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ layer from outside the package.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,25 @@ class Attend(Protocol):
 
     def mixer(self, layer: int) -> Any:
         """The layer bound to the step. Its type depends on the kind of layer: `PagedLayer`, `RecurrentLayer`."""
+
+
+class WantedRows:
+    """The token rows that are wanted of a model, where the caches need all of them but nobody reads the results of the
+    others."""
+
+    def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
+        """token_rows: [rows] int64. bind: the layers that can attend for these rows alone, bound to them; it is called
+        once, when somebody asks for a layer."""
+        self.token_rows = token_rows
+        self._bind = bind
+
+    @cached_property
+    def layers(self) -> Mapping[int, Any]:
+        return self._bind()
+
+    def mixer(self, layer: int) -> Any:
+        """A layer of `layers`, which makes this the `Attend` of layers that see these rows only and write nothing."""
+        return self.layers[layer]
 
 
 class Mixer(Protocol):
@@ -92,6 +112,15 @@ class CachedLayers:
         for mixer in self.mixers:
             bound.update(mixer.bind(view))
         return BoundLayers(bound)
+
+    def bind_rows(self, view: BatchView) -> dict[int, Any]:
+        """Bind layers to a view of the tokens whose results are wanted, each request's last ones, while another view
+        binds all tokens of the step. Mixers whose layers can read what all tokens wrote have a method `bind_rows`."""
+        bound: dict[int, Any] = {}
+        for mixer in self.mixers:
+            bind = getattr(mixer, "bind_rows", None)
+            bound.update({} if bind is None else bind(view))
+        return bound
 
     def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
         """Bind the layers to a further pass with one token row for each of `token_rows` of an earlier pass. Mixers with

@@ -14,7 +14,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, Rotary, copy_stream
-from outrider.mixers import Attend, AttentionLayer
+from outrider.mixers import Attend, AttentionLayer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
 
@@ -47,7 +47,7 @@ class Model(LayeredModule, ABC):
     @abstractmethod
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
-        rows: torch.Tensor | None = None,
+        rows: WantedRows | None = None,
     ) -> Hidden:
         """tokens, positions: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding. rows: the
         token rows that `final` and `before_norm` have, in this order; all of them by default."""
@@ -127,7 +127,7 @@ class Decoder(Model):
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
-        rows: torch.Tensor | None = None,
+        rows: WantedRows | None = None,
     ) -> Hidden:
         assert rows is None or self.num_layers not in taps, "a tap has all token rows"
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
@@ -136,15 +136,28 @@ class Decoder(Model):
         own_inputs = self.layer_inputs(tokens, residual)
         delta: Delta = None
         seen: dict[int, torch.Tensor] = {}
+        cut = None if rows is None else self._cut(rows, taps)
         for index, layer in enumerate(self.layers):
             if index in taps:
                 seen[index] = copy_stream(delta, residual)
             args = (delta, residual, angles[layer.rotary], attend, *own_inputs[index])
-            is_cut = rows is not None and index == self.num_layers - 1
-            delta, residual = layer.for_rows(rows, *args) if is_cut else layer(*args)
+            if rows is None or index != cut:
+                delta, residual = layer(*args)
+            else:
+                delta, residual = layer.for_rows(rows, *args)
+                angles, attend = [every.of_rows(rows.token_rows) for every in angles], rows
+                own_inputs = [tuple(own[rows.token_rows] for own in inputs) for inputs in own_inputs]
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
-        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps), rows)
+        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps), None if rows is None else rows.token_rows)
+
+    def _cut(self, rows: WantedRows, taps: tuple[int, ...]) -> int:
+        """The first layer whose results are needed for the wanted rows only: the last one that writes a cache, unless a
+        later layer cannot read for these rows alone or comes before a tap, which has all token rows."""
+        last = self.num_layers - 1
+        if self.last_writer == last or any(index not in rows.layers for index in range(self.last_writer + 1, last + 1)):
+            return last
+        return max(self.last_writer, *taps, 0)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """Tensors that each layer gets beside the residual stream."""

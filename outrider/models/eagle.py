@@ -15,8 +15,8 @@ import torch
 
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary
-from outrider.mixers import Attend, AttentionLayer
+from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, copy_stream
+from outrider.mixers import Attend, AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
     FULL,
@@ -115,6 +115,23 @@ class EagleHead(DraftHead):
     def has_head_norm(self) -> bool:
         return self.config.layer.values.get("model_type") == "qwen3"
 
+    def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attend: Attend,
+                     rows: WantedRows | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers, where x is the input of the first attention: the last addition and the stream before it."""
+        first, *others = self.first, *self.layers
+        if rows is not None and not others:
+            mixed, residual = first.attention.for_rows(x, angles, attend, rows), residual[rows.token_rows]
+        else:
+            mixed = first.attention(x, angles, attend)
+        y, residual = first.mlp_norm.add_norm(mixed, residual)
+        delta = first.mlp(y)
+        for layer in others:
+            if rows is not None and layer is others[-1]:
+                delta, residual = layer.for_rows(rows, delta, residual, angles, attend)
+            else:
+                delta, residual = layer(delta, residual, angles, attend)
+        return delta, residual
+
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for original, tensor in tensors:
             name = original
@@ -206,15 +223,11 @@ class Eagle1Head(EagleHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         angles = self.rotary.at(slots)
         x = self.fc(ops.join_embedding(tokens, self.embedding, hidden)[0])
-        y, residual = self.first.mlp_norm.add_norm(self.first.attention(x, angles, attend), x)
-        delta = self.first.mlp(y)
-        for layer in self.layers:
-            delta, residual = layer(delta, residual, angles, attend)
-        output = residual + delta
+        output = copy_stream(*self._layers_from(x, x, angles, attend, rows))
         return output, output
 
 
@@ -276,23 +289,15 @@ class Eagle3Head(EagleHead):
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
         return self.fc(torch.cat(taps, dim=-1))
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         angles = self.rotary.at(slots)
-        delta, residual = self._first_layer(tokens, hidden, angles, attend)
-        for layer in self.layers:
-            delta, residual = layer(delta, residual, angles, attend)
-        output, before_norm = self.norm.add_norm(delta, residual)
-        return output, output if self._feeds_back_normed else before_norm
-
-    def _first_layer(self, tokens: torch.Tensor, hidden: torch.Tensor, angles: Angles,
-                     attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.first
-        gains = (layer.input_norm.scale, self.hidden_norm.scale)
+        gains = (self.first.input_norm.scale, self.hidden_norm.scale)
         x, normed = ops.join_embedding(tokens, self.embedding, hidden, gains=gains, eps=self.sizes.eps)
         residual = normed if self._norm_before_residual else hidden
-        y, residual = layer.mlp_norm.add_norm(layer.attention(x, angles, attend), residual)
-        return layer.mlp(y), residual
+        delta, residual = self._layers_from(x, residual, angles, attend, rows)
+        output, before_norm = self.norm.add_norm(delta, residual)
+        return output, output if self._feeds_back_normed else before_norm
 
 
 def read_taps(head: HeadConfig, target: Model) -> tuple[int, ...]:

@@ -32,11 +32,12 @@ from outrider.layers import (
     Router,
     TokenMixer,
     Unnormed,
+    mix_rows,
     rope_table,
     rotate,
     widened,
 )
-from outrider.mixers import Attend, HeadNorms, PagedLayer
+from outrider.mixers import Attend, HeadNorms, PagedLayer, WantedRows
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
@@ -77,15 +78,21 @@ class Gemma4Attention(TokenMixer):
         """x: [tokens, hidden]."""
         return self.out(self.mix(self.qkv(x), angles, attend))
 
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: torch.Tensor) -> torch.Tensor:
-        return self.out(self.mix(self.qkv(x), angles, attend)[rows])
+    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
+        mixed = mix_rows(self.qkv, self.layer, self.norms, x, angles, attend, rows)
+        if mixed is None:
+            mixed = self.mix(self.qkv(x), angles, attend)[rows.token_rows]
+        return self.out(mixed)
+
+    @property
+    def norms(self) -> HeadNorms:
+        return HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""
         layer = self.layer
         paged: PagedLayer = attend.mixer(layer.index)
-        norms = HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
-        out = paged.fused(qkv, angles, norms)
+        out = paged.fused(qkv, angles, self.norms)
         if out is not None:
             return out
         q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
@@ -221,11 +228,12 @@ class Gemma4Layer(DecoderLayer):
         x, residual = self.input_norm.add_norm(delta, residual)
         return self._after_attention(self.attention(x, angles, attend), residual, per_layer_input)
 
-    def for_rows(self, rows: torch.Tensor, *args: Any) -> tuple[Delta, torch.Tensor]:
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Delta, torch.Tensor]:
         delta, residual, angles, attend, *own_input = args
         x, residual = self.input_norm.add_norm(delta, residual)
         attended = self.attention.for_rows(x, angles, attend, rows)
-        return self._after_attention(attended, residual[rows], own_input[0][rows] if own_input else None)
+        own = own_input[0][rows.token_rows] if own_input else None
+        return self._after_attention(attended, residual[rows.token_rows], own)
 
     def _after_attention(
         self, attended: torch.Tensor, residual: torch.Tensor, per_layer_input: torch.Tensor | None
@@ -305,6 +313,10 @@ class Gemma4(Decoder):
     def cache_layers(self) -> list[LayerCache]:
         return [LayerCache(shape.attention.index, shape.attention.cache_spec(self.dtype.itemsize), shape.reads)
                 for shape in self.shapes]
+
+    @property
+    def last_writer(self) -> int:
+        return max((index for index, shape in enumerate(self.shapes) if shape.attention.writes), default=0)
 
     def owner(self, kind: str) -> LayerShape | None:
         """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""

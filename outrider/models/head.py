@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.layers import LayeredModule, Linear, Rotary
-from outrider.mixers import Attend
+from outrider.mixers import Attend, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
@@ -42,9 +42,9 @@ class DraftHead(LayeredModule, ABC):
         """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
 
     @abstractmethod
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (the input of `logits`, the hidden states for the next slot)."""
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (the input of `logits`, the hidden states for the next slot), of these rows or of all."""
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""

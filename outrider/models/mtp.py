@@ -15,7 +15,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
-from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer
+from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
@@ -55,6 +55,7 @@ class MTPDescription:
     hidden: Literal["final", "before_norm"] = "final"  # which hidden state it consumes, the target's or its own
     embedding_first: bool = True  # whether the embedding comes first in the concatenation
     zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0 is 0
+    last_writer: int = 0  # index of the last layer that attends: layers behind it need no other tokens
     num_predicted: int | None = 1  # drafts per step that the module was trained for; None if any number
     following: tuple[MTPDescription, ...] = ()  # modules for later drafts, each of which consumes the one before it
 
@@ -96,12 +97,19 @@ class MTPHead(DraftHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def last_writer(self) -> int:
+        return self.description.last_writer
+
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         residual, angles = self.projection(self._joined(tokens, slots, hidden)), self.rotary.at(slots)
         delta: Delta = None
-        for layer in self.layers:
-            delta, residual = layer(delta, residual, angles, attend)
+        for index, layer in enumerate(self.layers):
+            if rows is not None and index == self.last_writer:
+                delta, residual = layer.for_rows(rows, delta, residual, angles, attend)
+            else:  # behind the last writer nothing depends on positions
+                delta, residual = layer(delta, residual, angles, attend)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self.description.hidden == "final" else before_norm
 
@@ -181,7 +189,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
         made: list[DecoderLayer] = [target.layer(n, kind) for n, kind in zip(numbers, kinds, strict=True)]
         return made, [target.attention_layer(index + i) for i in range(kinds.count(FULL))]
 
-    return MTPDescription(layers, target.sizes.eps, names, num_predicted=None)
+    last_writer = max(i for i, kind in enumerate(kinds) if kind == FULL)
+    return MTPDescription(layers, target.sizes.eps, names, last_writer=last_writer, num_predicted=None)
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:

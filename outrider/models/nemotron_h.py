@@ -6,6 +6,7 @@ A layer adds part(norm(x)) to the residual stream. MLPs and experts have no gate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from outrider.layers import (
     SelfAttention,
     TokenMixer,
 )
-from outrider.mixers import Attend, PagedLayer
+from outrider.mixers import Attend, PagedLayer, WantedRows
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
@@ -48,6 +49,16 @@ class UnplacedAttention(SelfAttention):
         )
         paged: PagedLayer = attend.mixer(layer.index)
         return paged(q, k, v)
+
+    def mix_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor | None:
+        layer = self.layer
+        if layer.index not in rows.layers:
+            return None
+        q_size, heads = layer.num_heads * layer.head_dim, (-1, layer.head_dim)
+        paged: PagedLayer = attend.mixer(layer.index)
+        paged.write(*self.qkv.part(x, q_size, self.qkv.out_features).unflatten(1, heads).chunk(2, dim=1))
+        own: PagedLayer = rows.mixer(layer.index)
+        return own(self.qkv.part(x[rows.token_rows], 0, q_size).unflatten(1, heads), None, None)
 
 
 class PlainMLP(FeedForward):
@@ -84,6 +95,14 @@ class NemotronHLayer(DecoderLayer):
             return self.token_mixer(x, angles, attend), residual
         assert self.feed_forward is not None
         return self.feed_forward(x), residual
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        delta, residual, angles, attend = args
+        x, residual = self.norm.add_norm(delta, residual)
+        if self.token_mixer is not None:
+            return self.token_mixer.for_rows(x, angles, attend, rows), residual[rows.token_rows]
+        assert self.feed_forward is not None
+        return self.feed_forward(x[rows.token_rows]), residual[rows.token_rows]
 
 
 class NemotronH(HybridDecoder):

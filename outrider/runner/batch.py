@@ -7,7 +7,7 @@ length 0. Which scheduled tokens are live is known on the device only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -215,4 +215,21 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
         live_int32=view.live_int32[:requests], token_ids=view.token_ids[:tokens], positions=view.positions[:tokens],
         request_of=view.request_of[:tokens], page_tables=tuple(table[:requests] for table in view.page_tables),
         token_slots=tuple(slots[:tokens] for slots in view.token_slots),
+    )  # fmt: skip
+
+
+def logit_view(inputs: Inputs) -> BatchView:
+    """The tokens of a step that make logits, one row for each logit row: the last tokens of the requests that sample.
+    Nothing is written at these rows, which the step's own view writes."""
+    view, at, shape = inputs.batch.padded, inputs.logit_rows, inputs.shape
+    device, requests = view.rows.device, view.num_requests
+    owner = torch.where(at.draft_index > shape.max_drafts, requests, at.request)  # padded rows belong to nobody
+    starts = torch.searchsorted(owner, torch.arange(requests + 1, device=device))
+    live = torch.where(inputs.samples, 1 + inputs.num_drafts, 0)
+    nowhere = torch.full_like(owner, -1)
+    return replace(
+        view, num_tokens=shape.logit_rows, queries=DecodeQueries(1 + shape.max_drafts), query_starts=starts,
+        query_starts_int32=starts.int(), live=live, live_int32=live.int(), request_of=at.request,
+        token_ids=view.token_ids[inputs.logit_token_rows], positions=view.positions[inputs.logit_token_rows],
+        token_slots=(nowhere,) * len(view.token_slots),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
 from outrider.mixers.batch import NO_SPANS, BatchView, Spans
-from outrider.mixers.cached import CachedLayers
+from outrider.mixers.cached import CachedLayers, WantedRows
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
@@ -28,6 +28,7 @@ from outrider.runner.batch import (
     PaddedSize,
     StepShape,
     build_inputs,
+    logit_view,
     pack_eager,
     token_spans,
 )
@@ -202,7 +203,9 @@ class DeviceStep:
                                          targets=targets)
         if plan.spans is not NO_SPANS:
             view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
-        rows = inputs.logit_token_rows if self._needs_only_logit_rows(shape) else None
+        rows = None
+        if self._needs_only_logit_rows(shape):
+            rows = WantedRows(inputs.logit_token_rows, lambda: self.cached.bind_rows(logit_view(inputs)))
         return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
@@ -228,8 +231,8 @@ class DeviceStep:
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
-                rows: torch.Tensor | None = None) -> Hidden:
-        """rows: the token rows that are wanted of the last layer; all of them by default."""
+                rows: WantedRows | None = None) -> Hidden:
+        """rows: the token rows that are wanted; all of them by default."""
         taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
         return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps, rows)

@@ -25,7 +25,8 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_cells
 from outrider.layers import LayeredModule
-from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers
+from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers, WantedRows
+from outrider.mixers.batch import MixedQueries
 from outrider.models.base import Hidden
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
@@ -46,10 +47,10 @@ class DraftNetwork(Protocol):
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
         """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run token rows at slot positions; hidden: the result of `consume`. Returns (the input of `logits`, the hidden
-        states for the next draft). May overwrite `hidden`, because sums are made in place."""
+        states for the next draft), of these rows or of all. May overwrite `hidden`, because sums are made in place."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -142,9 +143,13 @@ class AutoregressiveDrafter(NetworkDrafter):
         if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
-        first = self._cached.bind(view)
-        output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
-        output, feedback = ops.take_rows(output, feedback, passes.keys.last)
+        first, last = self._cached.bind(view), passes.keys.last
+        if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
+            rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
+            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first, rows)
+        else:
+            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
+            output, feedback = ops.take_rows(output, feedback, last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.most):

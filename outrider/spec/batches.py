@@ -34,6 +34,14 @@ class DraftingBatches:
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
+    def last_tokens(self, first: BatchView, token_rows: torch.Tensor) -> BatchView:
+        """The last token of every request in the batch of the first pass, at these token rows. Nothing is written."""
+        single, live = self._single.cut(first), first.live.clamp_max(1)
+        return replace(
+            single, token_ids=first.token_ids[token_rows], positions=first.positions[token_rows], live=live,
+            live_int32=live.int(), token_slots=(torch.full_like(token_rows, -1),) * len(first.token_slots),
+        )  # fmt: skip
+
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
         """The batch of a further pass: one token per request, the draft before draft `index`. The token of a request
         that does not guess is arbitrary."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.mixers import Attend
+from outrider.mixers import Attend, WantedRows
 from outrider.models.base import Hidden, Model
 
 
@@ -46,9 +46,12 @@ class DraftModelNetwork:
     def consume(self, hidden: Hidden) -> None:
         return None
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None,
-                attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        final = self._model.forward(tokens, slots, _ShiftedLayers(attend, self._first)).final
+    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        own = None
+        if rows is not None:
+            own = WantedRows(rows.token_rows, lambda: {i - self._first: layer for i, layer in rows.layers.items()})
+        final = self._model.forward(tokens, slots, _ShiftedLayers(attend, self._first), rows=own).final
         return final, final
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,17 @@ from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
+from outrider.models.mtp import MTPHead  # noqa: E402
 from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
 from outrider.sample.draw import draw_tokens  # noqa: E402
 from outrider.sample.sampler import sample_chunk  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
+from tests.models.gemma4 import save_assistant, save_target  # noqa: E402
+from tests.models.oracle import load  # noqa: E402
 from tests.spec.checkpoints import make_drafter  # noqa: E402
+from tests.spec.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
 from tests.spec.hybrid_rig import mtp_of  # noqa: E402
 from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
 
@@ -121,6 +125,25 @@ def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool,
     assert any(part.num_drafted for result in rig.results for part in result.requests)
 
 
+@pytest.mark.parametrize(("family", "drafts"), [("llama", False), ("gemma4", False), long("gemma4", True)])
+def test_layers_that_only_logits_need_attend_for_logit_rows(device: torch.device, family: str, drafts: bool,
+                                                            tmp_path: Path) -> None:
+    """The last layer that writes a cache, and those behind it, which read the caches of others."""
+    settings: dict[str, Any] = {}
+    if family == "gemma4":
+        model: Any = load(save_target("shared", tmp_path / "target"))
+        if drafts:
+            settings["speculative_config"] = {"method": "gemma4_assistant", "num_speculative_tokens": K, "auto": False,
+                                              "model": str(save_assistant("shared", tmp_path / "assistant"))}
+    else:
+        model = tiny_model(family, torch.float32)
+    with mock.patch.object(triton_backend, "prefill_attention", wraps=triton_backend.prefill_attention) as attended:
+        captured, rig = both_ways(model, **settings)
+    with_prompts = sum(key.has_prompts for key in captured.met)
+    assert attended.call_count == with_prompts * model.last_writer
+    assert model.last_writer < model.num_layers - 1 or family == "llama"
+
+
 @pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
 @pytest.mark.parametrize("caching", [long(False), True])
 def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> None:
@@ -128,6 +151,31 @@ def test_recurrent_layers(device: torch.device, family: str, caching: bool) -> N
     captured, rig = both_ways(random_model(HYBRIDS[family], torch.float32, 3), enable_prefix_caching=caching)
     assert any(key.takes_checkpoints for key in captured.met) == caching
     assert caching == any(result.checkpoints for result in rig.results)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", long("qwen3_next")])
+def test_modules_of_hybrids(device: torch.device, family: str) -> None:
+    """What lies behind the module's attention runs for the last tokens of prompts alone. The drafts stay the same."""
+    model = random_model(HYBRIDS_WITH_MODULES[family], torch.float32, 4)
+    asks = [Ask(prompt_of(seed, length, VOCAB), SamplingParams(temperature=3.0, seed=seed, max_tokens=7))
+            for seed, length in ((1, 26), (5, 5))]  # by the noise that target and module share, drafts are accepted
+    rows: list[int] = []
+
+    def watch(head: Any, method: Any, *args: Any) -> Any:
+        result = method(head, *args)
+        rows.append(len(result[0]))
+        return result
+
+    settings = SETTINGS | {"max_num_seqs": 2}
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
+        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
+    forward = MTPHead.forward
+    with (Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured,
+          mock.patch.object(MTPHead, "forward", lambda head, *args: watch(head, forward, *args))):
+        assert tokens_of(rig.run(asks)) == wanted
+    assert rig.engine.stats.num_accepted_tokens == accepted > 0, "the same drafts"
+    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+    assert max(rows) <= 2 * (1 + K), "no pass has results of a whole prompt"
 
 
 @pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),

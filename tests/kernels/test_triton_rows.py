@@ -146,12 +146,13 @@ def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -
             rope_cache_write(**(good | {argument: value}))
 
 
-@pytest.mark.parametrize("kind", ["v", "v from k", "q only"])
+@pytest.mark.parametrize("kind", ["v", "v from k", "q only", "no q"])
 def test_rope_cache_write_norms_values_and_serves_layers_without_them(kind: str, device: torch.device) -> None:
-    """Gemma 4: values divided by their root mean square, taken from the keys' columns, or not there at all."""
+    """Gemma 4: values divided by their root mean square, taken from the keys' columns, or not there at all. And
+    keys and values without queries."""
     generator = torch.Generator().manual_seed(5)
-    tokens, heads, kv_heads, dim, page = 5, 4, 2, 16, 16
-    columns = heads + {"v": 2, "v from k": 1, "q only": 0}[kind] * kv_heads
+    tokens, heads, kv_heads, dim, page = 5, 0 if kind == "no q" else 4, 2, 16, 16
+    columns = heads + {"v": 2, "v from k": 1, "q only": 0, "no q": 2}[kind] * kv_heads
     qkv = torch.randn(tokens, columns * dim, generator=generator).to(device)
     table = torch.randn(32, dim, generator=generator).to(device)
     positions = torch.tensor([3, 4, 9, 0, 31], device=device)

@@ -20,6 +20,7 @@ from outrider.cache.kinds import FullSpec, SlidingSpec, pages_for
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
+from outrider.mixers import WantedRows
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.registry import build_model
@@ -136,9 +137,39 @@ def test_taps_are_the_residual_stream(folder_of: Folders, theirs: Callable[[str]
 def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, name: str) -> None:
     model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
     whole = model.forward(tokens, torch.arange(30), DenseAttend(model))
-    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), rows=rows)
+    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), rows=WantedRows(rows))
     torch.testing.assert_close(hidden.final, whole.final[rows])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
+
+
+@ALL
+@pytest.mark.parametrize("from_tap", [False, True])
+def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
+    folder_of: Folders, name: str, from_tap: bool
+) -> None:
+    """Unless a tap asks for all token rows of them."""
+    model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([27, 28, 29])
+    last = model.num_layers - 1
+    taps, readers = (last,) if from_tap else (), range(model.last_writer + 1, model.num_layers)
+    whole, attend = model.forward(tokens, torch.arange(30), DenseAttend(model), taps), DenseAttend(model)
+    seen: dict[int, int] = {}
+
+    def watched(layer: int) -> Callable[..., Any]:
+        def mix(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+            seen[layer] = len(q)
+            return attend.attend(layer, q, k, v)
+
+        mix.fused = mix.read_fused = lambda *_: None  # type: ignore[attr-defined]
+        return mix
+
+    hidden = model.forward(tokens, torch.arange(30), attend, taps,
+                           WantedRows(rows, lambda: {layer: watched(layer) for layer in readers}))
+    torch.testing.assert_close(hidden.final, whole.final[rows])
+    torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
+    for tap, wanted in zip(hidden.taps, whole.taps, strict=True):
+        assert torch.equal(tap, wanted)
+    assert seen == ({} if from_tap else dict.fromkeys(readers, 3))
+    assert len(readers) == sum(layer.reads is not None for layer in model.cache_layers())
 
 
 def test_suppressed_tokens_are_never_said(folder_of: Folders, tmp_path: Path) -> None:

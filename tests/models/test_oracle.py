@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.mixers import WantedRows
 from tests.models.oracle import (
     FAMILIES,
     DenseAttend,
@@ -68,7 +69,7 @@ def test_taps_are_the_residual_stream(folder_of: Folders, family: str) -> None:
 def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, family: str) -> None:
     model, tokens, rows = load(folder_of(family)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
     whole = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,))
-    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,), rows=rows)
+    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,), rows=WantedRows(rows))
     torch.testing.assert_close(hidden.final_of(rows), whole.final_of(rows))
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
     assert torch.equal(hidden.taps[0], whole.taps[0]), "taps have all token rows"

@@ -248,7 +248,7 @@ def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> 
     if num_tokens == 0 or num_pairs % num_tokens:
         refuse(name, "place", f"has {num_pairs} pairs of {num_tokens} tokens")
     out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    _spread_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](
+    _spread_kernel[(num_tokens, cdiv(width, _COLUMNS))](
         x, place, out, x.stride(0), out.stride(0), width, K=num_pairs // num_tokens,
         COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4, **pdl_options(pdl),
     )

@@ -1,8 +1,9 @@
 """Rotary embedding and cache write in one pass over a fused q, k, v projection, with optional norms of all three.
 
-Each token row is [q heads | k heads | v heads], [q | k] where values are the keys before their norm, or [q] where the
-layer reads another's cache. Queries are rotated into a new tensor; keys are rotated and, with the
-values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or pages' owners.
+Each token row is [q heads | k heads | v heads], [q | k] where values are the keys before their norm, [q] where the
+layer reads another's cache, or without q where queries are made apart. Queries are rotated into a new tensor; keys are
+rotated and, with the values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or
+pages' owners.
 What is not finite is contained as in `cache_write`.
 """
 
@@ -156,7 +157,7 @@ def rope_cache_write(
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     kv_columns = num_kv_heads * (0 if not writes else 1 if v_from_k else 2)
     num_heads = qkv.shape[1] // head_dim - kv_columns
-    require(qkv.shape[1] == (num_heads + kv_columns) * head_dim and num_heads > 0, name, "qkv",
+    require(qkv.shape[1] == (num_heads + kv_columns) * head_dim and num_heads >= (0 if writes else 1), name, "qkv",
             f"has {qkv.shape[1]} columns, expected q heads plus {kv_columns} heads of {head_dim}")
     for argument, tensor in (("positions", positions), ("slots", slots)):
         require_tensor(name, argument, tensor, (num_tokens,), device, (torch.int64,))
@@ -176,7 +177,7 @@ def rope_cache_write(
     parts = cdiv(num_heads, _HEADS) + (2 * cdiv(num_kv_heads, _HEADS) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
-        qkv if k_norm_weight is None else k_norm_weight, out, k_cache, v_cache, eps, max_len,
+        qkv if k_norm_weight is None else k_norm_weight, out if num_heads else qkv, k_cache, v_cache, eps, max_len,
         qkv.stride(0), *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,6 +74,7 @@ class Backend(ABC):
 
     name: str
     is_capturable: bool = True  # False: its plan reads the device, so steps run uncaptured
+    serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write` and `write_fused`
     takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
 
     @abstractmethod
@@ -87,6 +88,15 @@ class Backend(ABC):
                   norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
         """See `PagedLayer.fused`."""
         return None
+
+    def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Any) -> None:
+        """See `PagedLayer.write`."""
+        raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
+
+    def write_fused(self, layer: AttentionLayer, cache: KeyValueCache, kv: torch.Tensor, rope: Rope,
+                    norms: HeadNorms | None, plan: Any) -> None:
+        """See `PagedLayer.write_fused`."""
+        raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
 
     def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
         """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
@@ -118,6 +128,18 @@ class PagedLayer:
         such call for the layer; otherwise qkv may be overwritten."""
         return self.backend.run_fused(self.layer, self.cache, qkv, rope, norms, self.plan)
 
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The cache write of k and v [tokens, kv heads, dim], for backends that have this apart from attention."""
+        self.backend.write(self.layer, self.cache, k, v, self.plan)
+
+    def write_fused(self, kv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> None:
+        """Norms, rope and cache write of kv [tokens, k | v], for backends that have this apart from attention."""
+        self.backend.write_fused(self.layer, self.cache, kv, rope, norms, self.plan)
+
+    def read_fused(self, q: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
+        """`fused` of q [tokens, q] alone: what the tokens see is in the cache already."""
+        return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
+
 
 class PagedMixer:
     """A model's attention layers with their keys and values in the pool."""
@@ -145,6 +167,9 @@ class PagedMixer:
         plans = {group.index: backend.plan(view, group) for group in self._groups}
         return {layer.index: PagedLayer(backend, layer, cache, plans[group.index])
                 for layer, cache, group in self._layers}  # fmt: skip
+
+    def bind_rows(self, view: BatchView) -> dict[int, PagedLayer]:
+        return self.bind(view) if self.backend.serves_rows else {}
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         self.backend.prepare_capture(device, limits)

@@ -111,6 +111,7 @@ class Plan:
 
 class TritonBackend(Backend):
     name = "triton"
+    serves_rows = True
 
     def __init__(self, decode_kernel_max_query: int = 16) -> None:
         """decode_kernel_max_query: most tokens of a request that the decode kernel takes, 16 at most. Every power of
@@ -142,16 +143,27 @@ class TritonBackend(Backend):
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            check_writes(layer)
-            cache_write(k, v, plan.slots, cache.k, cache.v)
+            self.write(layer, cache, k, v, plan)
         return self._attend(layer, cache, q, plan)
+
+    def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        check_writes(layer)
+        cache_write(k, v, plan.slots, cache.k, cache.v)
 
     def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
+        return self._attend(layer, cache, self._rope(layer, cache, qkv, rope, norms, plan), plan)
+
+    def write_fused(self, layer: AttentionLayer, cache: KeyValueCache, kv: torch.Tensor, rope: Rope,
+                    norms: HeadNorms | None, plan: Plan) -> None:
+        check_writes(layer)
+        self._rope(layer, cache, kv, rope, norms, plan)
+
+    def _rope(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
+              norms: HeadNorms | None, plan: Plan) -> torch.Tensor:
         q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)  # type: ignore[arg-type]
-        q = rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
-                             v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
-        return self._attend(layer, cache, q, plan)
+        return rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
+                                v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         prepare_counters(device)
