@@ -27,7 +27,8 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-_HEADS = 8  # heads per program
+_HEADS = 8  # heads per program; twice as many, unless they are large, for many tokens
+_MANY_TOKENS = 1024
 
 
 @triton.jit
@@ -174,14 +175,15 @@ def rope_cache_write(
         require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
     if num_tokens == 0:
         return out
-    parts = cdiv(num_heads, _HEADS) + (2 * cdiv(num_kv_heads, _HEADS) if writes else 0)
+    heads = 2 * _HEADS if num_tokens >= _MANY_TOKENS and head_dim <= 256 else _HEADS
+    parts = cdiv(num_heads, heads) + (2 * cdiv(num_kv_heads, heads) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
         qkv if k_norm_weight is None else k_norm_weight, out if num_heads else qkv, k_cache, v_cache, eps, max_len,
         qkv.stride(0), *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),
-        PAGE=page_size, HEADS=_HEADS, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
+        PAGE=page_size, HEADS=heads, Q_NORM=q_norm_weight is not None, K_NORM=k_norm_weight is not None,
         V_NORM=v_norm, V_FROM_K=v_from_k, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
     return out
