@@ -29,7 +29,6 @@ class LongRuns(NamedTuple):
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
     add_heads: int = 4  # most heads of a program; all of them have the same B and C
     add_warps: int = 4
-    add_precision: str = "bf16x3"  # 2^-17 of a state: far finer than outputs of 16 bits can show
     output_heads: int = 8
     output_warps: int = 8
 
@@ -98,12 +97,32 @@ def _weights_to_end(dt, next_dt, decay):
     return dt * tl.exp(tl.cumsum(next_dt * decay, axis=0, reverse=True))
 
 
+@triton.jit
+def _half_terms(x):
+    """x * scale as the sum of two float16 matrices, to 22 bits or 2^-25 of the largest element, and the scale, a power
+    of two. What is not finite stays so in the first matrix."""
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    scale = tl.exp2(-tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e30))))
+    x *= scale
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16), scale
+
+
+@triton.jit
+def _dot_of_halves(a, b, b_low, b_scale):
+    """a times b, which comes as its `_half_terms`. Tensor cores take float16 twice as fast as tf32, in any order."""
+    a, a_low, a_scale = _half_terms(a)
+    total = tl.dot(a, b_low)
+    total = tl.dot(a_low, b, total)
+    return tl.dot(a, b, total) / a_scale / b_scale
+
+
 @kernel(do_not_specialize=["requests"])
 def _add_kernel(
     counts, requests, convolved, dt, decay, added, kept,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CONV_DIM: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    CONV_DIM: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the sum that a chunk adds to the states of OWN heads, and the factors by which it scales what was there.
     B, which these heads share, is read once."""
@@ -120,6 +139,7 @@ def _add_kernel(
         index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
         at = convolved + index[:, None] * CONV_DIM
         b = tl.load(at + shared.b[None, :], mask=is_there[:, None] & shared.has_n[None, :], other=0.0)
+        b, b_low, b_scale = _half_terms(b)
         for head in tl.range(first_head, first_head + OWN, num_stages=1):
             columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
             factor = tl.load(decay + head)
@@ -127,7 +147,7 @@ def _add_kernel(
             next_step = tl.load(dt + (index + 1) * HEADS + head, mask=t + 1 < count, other=0.0)
             x = tl.load(at + columns.x[None, :], mask=is_there[:, None] & columns.has_dim[None, :], other=0.0)
             x *= _weights_to_end(step, next_step, factor)[:, None]
-            total = tl.dot(tl.trans(x), b, input_precision=PRECISION)
+            total = _dot_of_halves(tl.trans(x), b, b_low, b_scale)
             place = (number * HEADS + head).to(tl.int64)
             tl.store(added + place * (DIM * N) + columns.element, total, mask=columns.has)
             tl.store(kept + place, tl.exp(tl.sum(step * factor, axis=0)))
@@ -166,8 +186,7 @@ def _output_kernel(
     counts, requests, convolved, dt, decay, skip, before, out, saves, layer_word, num_pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CONV_DIM: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr,
-    PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
+    CONV_DIM: tl.constexpr, OWN: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a chunk's tokens of OWN heads, which share B and C, and the checkpoints that lie in the chunk."""
     release_dependents(PDL)
@@ -211,7 +230,7 @@ def _output_kernel(
                 if (seen > 0) & (seen <= count):
                     for head in range(first_head, first_head + OWN):
                         _save_checkpoint(head, seen, begin, request, number, t, index, at, dt, decay, before, saves,
-                                         layer_word, num_pages, HEADS, DIM, N, GROUPS, D_TILE, N_TILE, PRECISION,
+                                         layer_word, num_pages, HEADS, DIM, N, GROUPS, D_TILE, N_TILE,
                                          PAGE_WORDS)  # fmt: skip
 
 
@@ -219,7 +238,7 @@ def _output_kernel(
 def _save_checkpoint(
     head, seen, begin, request, number, t, index, at, dt, decay, before, saves, layer_word, num_pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
-    N_TILE: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    N_TILE: tl.constexpr, PAGE_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Saves one head's state after `seen` tokens of a chunk."""
     columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
@@ -232,7 +251,8 @@ def _save_checkpoint(
     cells = before + (number * HEADS + head).to(tl.int64) * (DIM * N) + columns.element
     state = tl.load(cells, mask=columns.has, other=0.0) * tl.exp(tl.sum(step * factor, axis=0))
     x *= _weights_to_end(step, next_step, factor)[:, None]
-    state = tl.dot(tl.trans(x), b, state, input_precision=PRECISION)
+    b, b_low, b_scale = _half_terms(b)
+    state += _dot_of_halves(tl.trans(x), b, b_low, b_scale)
     save_rows(state, begin + seen, request, columns.x, columns.n, columns.has_dim, columns.has_n, saves, layer_word,
               num_pages, N, PAGE_WORDS)  # fmt: skip
 
@@ -254,10 +274,9 @@ def scan_long_runs(
                "PDL": pdl, **pdl_options(pdl)}
     shape = {"HEADS": heads, "DIM": dim, "N": n, "GROUPS": num_groups, "D_TILE": d_tile, "N_TILE": n_tile,
              "WINDOW": window, "CONV_DIM": convolved.shape[1]}  # fmt: skip
-    precision = runs.add_precision if device.type == "cuda" else "ieee"  # the interpreter knows no other
     add_heads, output_heads = (math.gcd(most, heads // num_groups) for most in (runs.add_heads, runs.output_heads))
     _add_kernel[(heads // add_heads, max_chunks)](
-        counts, requests, convolved, dt, decay, added, kept, **shape, PRECISION=precision, OWN=add_heads,
+        counts, requests, convolved, dt, decay, added, kept, **shape, OWN=add_heads,
         num_warps=runs.add_warps, **options,
     )
     tile = min(1024, next_power_of_two(dim * n))
@@ -266,6 +285,6 @@ def scan_long_runs(
     )
     _output_kernel[(heads // output_heads, max_chunks)](
         counts, requests, convolved, dt, decay, skip, added, out, pointers, layer_word, num_pages, **shape,
-        OWN=output_heads, PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words,
+        OWN=output_heads, Y_PRECISION=y_precision, PAGE_WORDS=page_words,
         num_warps=runs.output_warps, **options,
     )
