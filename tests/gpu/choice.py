@@ -46,7 +46,8 @@ SECONDS = {
     "llama": 30, "qwen3_5": 30, "qwen3_next": 26, "nemotron_h": 26, "gemma4": 20, "eagle3": 22, "verify": 30,
     "deepseek": 24, "glm_moe_dsa": 24,
     "steady nemotron_h": 24, "steady": 14, "warm nemotron_h": 22, "warm qwen3_5": 26, "warm": 18, "memory": 14,
-    "tests/gpu/test_flex.py": 16, "attention": 16, "kernels recurrent": 24, "kernels gated_delta": 30, "kernels attention": 14, "kernels moe": 12,
+    "tests/gpu/test_flex.py": 16,
+    "attention": 16, "kernels recurrent": 24, "kernels gated_delta": 30, "kernels attention": 14, "kernels moe": 12,
     "kernels": 8,
 }  # fmt: skip
 
