@@ -27,8 +27,8 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-_HEADS = 8  # heads per program; twice as many, unless they are large, for many tokens
-_MANY_TOKENS = 1024
+_HEADS = 8  # heads per program
+_MANY_TOKENS = 1024  # from here on programs have twice as many, where no sum depends on the tile
 
 
 @triton.jit
@@ -175,7 +175,8 @@ def rope_cache_write(
         require_tensor(name, "out", out, (num_tokens, num_heads, head_dim), device, (qkv.dtype,))
     if num_tokens == 0:
         return out
-    heads = 2 * _HEADS if num_tokens >= _MANY_TOKENS and head_dim <= 256 else _HEADS
+    has_norm = q_norm_weight is not None or k_norm_weight is not None or v_norm
+    heads = 2 * _HEADS if num_tokens >= _MANY_TOKENS and head_dim <= 128 and not has_norm else _HEADS
     parts = cdiv(num_heads, heads) + (2 * cdiv(num_kv_heads, heads) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
