@@ -63,8 +63,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "is_eager"), CASES)
 def test_queueing_a_step_never_waits(name: str, is_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture waits, once, where a size is first met: whatever waits in every round is none."""
-    for name in ("PATIENCE", "DECODE_PATIENCE", "PAUSE"):
-        monkeypatch.setattr(losses, name, 0.0)
+    for constant in ("PATIENCE", "DECODE_PATIENCE", "PAUSE"):
+        monkeypatch.setattr(losses, constant, 0.0)
     family, speculative = STEADY[name]()
     folder = folder_of(family)
     with GpuRig(loaded(folder), poison=False, source=folder, speculative_config=speculative, enforce_eager=is_eager,
