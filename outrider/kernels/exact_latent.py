@@ -36,7 +36,7 @@ def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
-                     scales: Tensor | None = None) -> None:
+                     scales: Tensor | None = None, counters: Tensor | None = None) -> None:
     """See `latent.choose_positions`."""
     num_keys = latent.check_choice(q, weights, keys, contexts, chosen)
     for row in range(q.shape[0]):

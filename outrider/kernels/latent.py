@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 NOT_CHOSEN = -1
+NUM_COUNTERS = 4097  # int32 numbers for each token row with which the kernels choose positions
 MAX_ELEMENTS = 1 << 24  # of the scores, or of the gathered cache entries, that exist at a time
 
 
@@ -50,12 +51,13 @@ def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
-                     scales: Tensor | None = None) -> None:
+                     scales: Tensor | None = None, counters: Tensor | None = None) -> None:
     """Writes into chosen [tokens, top_k] the visible positions of the highest scores, ascending, then NOT_CHOSEN.
 
     q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
     heads of weight * relu(q . key); equal scores go to the lower position. scales [pages, page tokens, 1]: of keys that
-    are stored in fp8."""
+    are stored in fp8. counters: at least [tokens, NUM_COUNTERS] int32 zeros, which a kernel may use up; without them it
+    makes its own."""
     num_keys = check_choice(q, weights, keys, contexts, chosen)
     for rows in _chunks(q.shape[0], num_keys):
         own = contexts.cut(rows)

@@ -98,6 +98,16 @@ def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, in
         index_q.copy_(rope.turn(queries[:, columns:].unflatten(1, index_q.shape[1:]), in_pairs=index_in_pairs))
 
 
+def enter_latents(queries: Tensor, rope: RopeRows, q: Tensor, to_latent: Tensor, index_q: Tensor | None,
+                  index_in_pairs: bool) -> None:
+    """`rotate_queries`, and the product of each head's other dimensions with its matrix of to_latent [heads, latent,
+    nope] to the first dimensions of q."""
+    num_heads, latent, nope = to_latent.shape
+    rotate_queries(queries, rope, q, nope, index_q, index_in_pairs)
+    heads = queries[:, : num_heads * (nope + rope.table.shape[1])].unflatten(1, (num_heads, -1))
+    head_products(heads[..., :nope], to_latent, q[..., :latent])
+
+
 def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [tokens, heads, outputs] gets the product of each head of x [tokens, heads, inputs] with its own matrix of
     weight [heads, outputs, inputs]."""

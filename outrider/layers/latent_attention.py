@@ -52,15 +52,28 @@ class LatentExpansion(Module):
         self.weight = torch.empty(num_heads * (nope_dim + value_dim), latent_dim, dtype=dtype, device=device)
         heads = self.weight.view(num_heads, nope_dim + value_dim, latent_dim)
         self._to_latent, self._to_values = heads[:, :nope_dim].transpose(1, 2), heads[:, nope_dim:]
-        self._products = ops.head_products
+        self._products, self._is_exact = ops.head_products, False
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
 
     def set_exact(self, exact: bool) -> None:
-        self._products = ops.head_products.variant(exact)
+        self._products, self._is_exact = ops.head_products.variant(exact), exact
 
-    def absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
+    def enter(self, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, index_q: torch.Tensor | None,
+              index_in_pairs: bool) -> None:
+        """queries [tokens, heads x (nope | rope) | index heads x dim] -> q [tokens, heads, latent | rope] and index_q
+        [tokens, index heads, dim]."""
+        given = (queries, rope, q, self._to_latent, index_q, index_in_pairs)
+        if not self._is_exact and ops.enter_latents.has_kernel(*given):
+            ops.enter_latents(*given)
+            return
+        num_heads, latent_dim, nope_dim = self._to_latent.shape
+        ops.rotate_queries(queries, rope, q, nope_dim, index_q, index_in_pairs)
+        heads = queries[:, : num_heads * (nope_dim + rope.table.shape[1])].unflatten(1, (num_heads, -1))
+        self._absorb(heads[..., :nope_dim], q[..., :latent_dim])
+
+    def _absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """q [tokens, heads, nope] -> out [tokens, heads, latent], whose products with latents are those of q with
         keys."""
         self._products(q, self._to_latent, out)
@@ -133,14 +146,12 @@ class LatentAttention(TokenMixer):
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer) -> torch.Tensor:
         """The queries in the latent space, [tokens, heads, latent | rope], after the indexer has chosen by its own."""
-        layer, nope_dim, tokens = self.layer, self.shape.nope_dim, queries.shape[0]
+        layer, tokens = self.layer, queries.shape[0]
         q = queries.new_empty(tokens, layer.num_heads, layer.latent_dim + layer.rope_dim)
         index_q = None
         if self.index is not None:
             index_q = queries.new_empty(tokens, self.index.num_heads, self.index.head_dim)
-        ops.rotate_queries(queries, rope, q, nope_dim, index_q, self.shape.index_rotates_pairs)
+        self.expansion.enter(queries, rope, q, index_q, self.shape.index_rotates_pairs)
         if index_q is not None:
             bound.choose(index_q, weights)
-        heads = queries[:, : layer.num_heads * (nope_dim + layer.rope_dim)].unflatten(1, (layer.num_heads, -1))
-        self.expansion.absorb(heads[..., :nope_dim], q[..., : layer.latent_dim])
         return q

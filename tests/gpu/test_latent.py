@@ -42,12 +42,13 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("heads", [32, 16, 40])
 @pytest.mark.parametrize("name", BATCHES)
-def test_attention(device: torch.device, name: str) -> None:
+def test_attention(device: torch.device, name: str, heads: int) -> None:
     contexts, cache = make(device, BATCHES[name], 576)
     tokens = len(contexts.first)
     generator = torch.Generator(device=device).manual_seed(1)
-    q = torch.randn(tokens, 32, 576, device=device, generator=generator).bfloat16()
+    q = torch.randn(tokens, heads, 576, device=device, generator=generator).bfloat16()
     draws = torch.rand(tokens, int(contexts.stop.max()), device=device, generator=generator)
     chosen = torch.full((tokens, TOP_K), NOT_CHOSEN, dtype=torch.int32, device=device)
     for row, stop in enumerate(contexts.stop.tolist()):

@@ -23,21 +23,22 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from outrider.kernels.latent import TokenContexts  # noqa: E402
-from outrider.kernels.triton.hopper import index, latent  # noqa: E402
+from outrider.kernels.triton.hopper import index, latent, latent_decode  # noqa: E402
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
 PAGES = f"tensordesc<bf16[1,64,64],{gl.NVMMASharedLayout(128, 16, rank=3)}>"
 KINDS = {"q": "*bf16", "cache": "*bf16", "out": "*bf16", "keys": PAGES, "weights": "*fp32", "scores": "*fp32",
-         "scale": "fp32"}  # fmt: skip
-NUMBERS = ("max_count", "num_tokens", "top_k")
+         "scale": "fp32", "part_lse": "*fp32"}  # fmt: skip
+NUMBERS = ("max_count", "num_tokens", "top_k", "num_splits", "min_split")
 
 
 def compile_kernel(kernel: Any, **constants: int) -> Any:
+    kinds = KINDS | ({"out": "*fp32"} if constants.get("SPLIT") else {})
     launch = {"num_warps": 4} | ({"maxnreg": index.REGISTERS} if "SCORES" in constants else {})
     function, signature, known = kernel.function, {}, {}
     for place, name in enumerate(function.arg_names):
         is_number = name in NUMBERS or name.endswith("stride")
-        signature[name] = "constexpr" if name in constants else KINDS.get(name, "i32" if is_number else "*i32")
+        signature[name] = "constexpr" if name in constants else kinds.get(name, "i32" if is_number else "*i32")
         if name in ("q", "cache", "out") or (name.endswith("stride") and not name.startswith(("table", "positions"))):
             known[(place,)] = [["tt.divisibility", 16]]
     return triton.compile(GluonASTSource(function, signature, constants, known), target=GPUTarget("cuda", 90, 32),
@@ -50,9 +51,11 @@ def test_compile_for_the_card() -> None:
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    attends, scores = json.loads(done.stdout)
+    attends, scores, *decodes = json.loads(done.stdout)
     assert 2 * (attends["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES, "two programs share a multiprocessor"
     assert attends["copies"] == 9 * 4, "each of them of 16 bytes"
+    for decode in decodes:
+        assert decode["shared"] <= attends["shared"] and decode["copies"] == attends["copies"] and decode["multiplies"]
     assert scores["shared"] <= PROGRAM_BYTES
     assert attends["multiplies"] and scores["multiplies"]
 
@@ -91,6 +94,8 @@ def test_registers_are_shared_out() -> None:
 if __name__ == "__main__":
     made = (compile_kernel(latent._chosen_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64),
             compile_kernel(index._prompt_scores_kernel, HEADS=64, D=128, PAGE=64, FETCHES=index.FETCH_REGISTERS,
-                           SCORES=index.SCORE_REGISTERS))  # fmt: skip
+                           SCORES=index.SCORE_REGISTERS),
+            *(compile_kernel(latent_decode._split_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, SPLIT=split,
+                             PDL=True) for split in (False, True)))  # fmt: skip
     print(json.dumps([{"shared": kernel.metadata.shared, "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
                        "copies": kernel.asm["ptx"].count("cp.async.cg")} for kernel in made]))  # fmt: skip

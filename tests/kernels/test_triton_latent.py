@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import latent, latent_inputs  # noqa: E402
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows  # noqa: E402
+from outrider.kernels.triton import enter_latents, index_choice, latent_attention  # noqa: E402
 from outrider.kernels.triton import head_products as products_kernel  # noqa: E402
-from outrider.kernels.triton import index_choice, latent_attention  # noqa: E402
 from outrider.kernels.triton import latent_inputs as inputs_kernel
 from outrider.kernels.triton.index_scores import ScoreConfig  # noqa: E402
 from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
@@ -79,19 +79,24 @@ def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, la
     torch.testing.assert_close(chosen, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("heads", "q_tile", "splits"), [(3, 1, 1), (16, 1, 3), (5, 4, 2)])
-def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, q_tile: int, splits: int) -> None:
-    """Token rows that choose beside such that attend to everything, in one tile too."""
-    integer = torch.int64 if heads == 16 else torch.int32
-    contexts = make_contexts(device, LENS, columns=8)
-    cache = make_cache(contexts, 16, dtype)
-    q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
-    positions, num_choosing = torch.full((len(q), 20), NOT_CHOSEN, dtype=integer, device=device), 0
+def make_choice(device: torch.device, integer: torch.dtype) -> tuple[TokenContexts, torch.Tensor]:
+    """Contexts, and up to 20 positions of each token row, of which some have to choose."""
+    contexts, num_choosing = make_contexts(device, LENS, columns=8), 0
+    positions = torch.full((len(contexts.first), 20), NOT_CHOSEN, dtype=integer, device=device)
     for row, (begin, end) in enumerate(zip(contexts.first.tolist(), contexts.stop.tolist(), strict=True)):
         taken = sorted(range(begin, end), key=lambda position: position * 7 % 11)[:20]
         positions[row, : len(taken)] = torch.tensor(sorted(taken), dtype=integer)
         num_choosing += end - begin > 20
-    assert 0 < num_choosing < len(q)
+    assert 0 < num_choosing < len(positions)
+    return contexts, positions
+
+
+@pytest.mark.parametrize(("heads", "q_tile", "splits"), [(3, 1, 1), (16, 1, 3), (5, 4, 2)])
+def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, q_tile: int, splits: int) -> None:
+    """Token rows that choose beside such that attend to everything, in one tile too."""
+    contexts, positions = make_choice(device, torch.int64 if heads == 16 else torch.int32)
+    cache = make_cache(contexts, 16, dtype)
+    q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
     wanted = latent.latent_attention(q, cache, contexts, positions.long(), 0.3, 12)
     config = LatentConfig(16, q_tile, 16, 4, 1)
     out = latent_attention.latent_attention(q, cache, contexts, positions, 0.3, 12, config=config, num_splits=splits,
@@ -126,6 +131,9 @@ def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, i
                             num_splits=splits, in_registers=in_registers)
     assert torch.equal(chosen, wanted)
     assert (chosen[:, -1] >= 0).sum() > 15 and (chosen[:, 0] == NOT_CHOSEN).any()
+    counters = torch.zeros(len(q), latent.NUM_COUNTERS, dtype=torch.int32, device=device)
+    again, _ = choose(contexts, q, weights, keys, 7, counters=counters, config=ScoreConfig(rows, 16, 4, 1), segment=16)
+    assert torch.equal(again, wanted) and counters.any()
 
 
 def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
@@ -232,6 +240,26 @@ def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_hea
     for ours, theirs in zip(run(inputs_kernel.rotate_queries, pdl=False), run(latent_inputs.rotate_queries),
                             strict=True):  # fmt: skip
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize(("tokens", "index_heads"), [(1, 3), (5, 17), (16, 0)])
+def test_queries_enter_the_latent_space(device: torch.device, dtype: torch.dtype, tokens: int,
+                                        index_heads: int) -> None:
+    heads, nope, rot, dim, latent_dim = 5, 6, 4, 10, 76
+    queries = spread(tokens, heads * (nope + rot) + index_heads * dim, device=device, dtype=dtype)
+    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32))
+    to_latent = spread(heads, nope + 5, latent_dim, device=device, dtype=dtype, seed=1)[:, :nope].transpose(1, 2)
+
+    def run(enter: Any, **options: Any) -> list[torch.Tensor]:
+        q = torch.full((tokens, heads, latent_dim + rot), torch.nan, device=device, dtype=dtype)
+        index_q = torch.full((tokens, index_heads, dim), torch.nan, device=device, dtype=dtype) if index_heads else None
+        given = (queries, rope, q, to_latent, index_q, True)
+        assert enter_latents.takes_few(*given)
+        enter(*given, **options)
+        return [q] if index_q is None else [q, index_q]
+
+    for ours, theirs in zip(run(enter_latents.enter_latents, pdl=False), run(latent_inputs.enter_latents), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("tokens", [1, 19, 130 if HAS_CARD else 40])

@@ -161,6 +161,12 @@ head_products = Operation(
     triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
     exact=exact.head_products,
 )
+enter_latents = Operation(
+    latent_inputs.enter_latents,
+    triton_kernel("outrider.kernels.triton.enter_latents:enter_latents", SIXTEEN_BITS,
+                  "outrider.kernels.triton.enter_latents:takes_few"),
+    exact=Refused("it serves few token rows, and more of them are rotated and multiplied one after the other"),
+)
 choose_positions = Operation(
     latent.choose_positions,
     triton_kernel("outrider.kernels.triton.index_prefill:choose_positions", SIXTEEN_BITS,

@@ -130,7 +130,7 @@ write_latents = Operation(
 )
 head_products = Operation(
     exact_latent.head_products,
-    triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.triton.head_products:exact_head_products", UP_TO_FLOAT32),
     name="exact_head_products", exact=ROW_BY_ROW,
 )
 choose_positions = Operation(

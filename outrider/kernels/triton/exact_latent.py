@@ -23,7 +23,8 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.index_choice import choose_positions
 from outrider.kernels.triton.index_scores import ScoreConfig
-from outrider.kernels.triton.latent_attention import LatentConfig, check_latents, launch_splits
+from outrider.kernels.triton.latent_attention import LatentConfig, launch_splits
+from outrider.kernels.triton.latent_checks import check_latents
 from outrider.kernels.triton.launch import kernel
 
 SPLIT_POSITIONS = 256
@@ -119,7 +120,8 @@ def _attention(
 
 
 def exact_choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
-                           chosen: torch.Tensor, scales: torch.Tensor | None = None, *,
-                           pdl: bool | None = None) -> None:
+                           chosen: torch.Tensor, scales: torch.Tensor | None = None,
+                           counters: torch.Tensor | None = None, *, pdl: bool | None = None) -> None:
     """See `kernels.latent.choose_positions`. Each score is one chain of additions, and heads are added in one order."""
-    choose_positions(q, weights, keys, contexts, chosen, scales, config=exact_score_config(q.element_size()), pdl=pdl)
+    choose_positions(q, weights, keys, contexts, chosen, scales, counters, config=exact_score_config(q.element_size()),
+                     pdl=pdl)

@@ -12,7 +12,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
+from outrider.kernels.latent import NOT_CHOSEN, NUM_COUNTERS, TokenContexts
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -34,6 +34,7 @@ CANDIDATES = 2048  # that a program keeps in registers
 _GROUPS = tl.constexpr(64)  # of bins
 MAX_POSITIONS = 1 << 22
 _NONE = tl.constexpr(NOT_CHOSEN)
+assert BINS + 1 <= NUM_COUNTERS
 _INTS = ["first", "stop", "chosen"]
 _VARYING = ["num_splits", "top_k", "num_segments"]
 
@@ -198,12 +199,15 @@ def _choice_kernel(
 
 def choose_positions(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
-    scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None, segment: int = SEGMENT,
-    in_registers: int = CANDIDATES, num_splits: int | None = None, pdl: bool | None = None,
+    scales: torch.Tensor | None = None, counters: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
+    segment: int = SEGMENT, in_registers: int = CANDIDATES, num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
     """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
+    if counters is not None:
+        require_tensor("choose_positions", "counters", counters, (num_tokens, NUM_COUNTERS), q.device, (torch.int32,),
+                       inner_contiguous=2)
     if num_tokens == 0:
         return
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
@@ -215,7 +219,9 @@ def choose_positions(
     for begin in range(0, num_tokens, step):
         rows = slice(begin, min(begin + step, num_tokens))
         own, count = contexts.cut(rows), rows.stop - rows.start
-        counted = torch.zeros(count * (BINS + 1), dtype=int32, device=device)
+        if counters is None or step < num_tokens:
+            counters = torch.zeros(count, NUM_COUNTERS, dtype=int32, device=device)
+        counted = counters.view(-1)
         bins, num_candidates = counted[: count * BINS], counted[count * BINS :]
         index_scores(q[rows], weights[rows], keys, own, top_k, scores, bins, scales, config=config,
                      num_splits=num_splits, pdl=pdl)

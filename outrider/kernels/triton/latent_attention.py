@@ -1,7 +1,8 @@
 """Attention over the latent cache in flat token space: whole contexts, or positions that an indexer chose.
 
 All heads of a token row share one entry per position, so the heads are the rows of the products. One program serves
-some heads of a tile of token rows and a split of their positions; a second kernel merges the splits of each head.
+some heads of a tile of token rows and a split of their positions; a second kernel merges the splits of each head. The
+splits of usual shapes are computed by `hopper/latent_decode.py` on Hopper cards.
 Token rows of a tile that belong to different requests are served one request after the other, so tiles need no plan.
 Contexts are read on the device: host bounds only size the grid.
 """
@@ -15,22 +16,24 @@ import torch
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
-    FLOATS,
     LOG2E,
     cdiv,
     next_power_of_two,
     num_sms,
     pdl_options,
     release_dependents,
-    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.hopper.latent import can_attend
+from outrider.kernels.triton.hopper.latent_decode import launch_splits as launch_hopper_splits
+from outrider.kernels.triton.latent_checks import check_latents
 from outrider.kernels.triton.launch import kernel
 
 MAX_ROWS = 32  # rows of a program's products; with 64, some tiles of Triton 3.6 read memory that is not theirs
 MOST_SPLITS = 64  # of one token row
+HOPPER_SPLIT = 64  # least positions of a split there
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 _VARYING = ["num_tokens", "max_count", "num_splits", "min_split"]
@@ -141,30 +144,25 @@ def _latent_attention_kernel(
 @kernel(do_not_specialize=["num_splits"])
 def _merge_kernel(
     part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Merges the splits of one head of one token row, in their order. A split without positions has weight 0."""
+    """Merges some columns of all splits of one head of one token row, with one read of each."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     part = (token * HEADS + head) * num_splits
     split = tl.arange(0, SPLITS)
     lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
     peak = tl.max(lse, axis=0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.sum(tl.exp2(lse - base), axis=0)
-    dim = tl.arange(0, L_PAD)
-    acc = tl.zeros([L_PAD], dtype=tl.float32)
-    for start in range(0, num_splits, GROUP):
-        index = start + tl.arange(0, GROUP)
-        weight = tl.exp2(tl.load(part_lse + part + index, mask=index < num_splits, other=float("-inf")) - base)
-        value = tl.load(part_out + (part + index)[:, None] * L + dim[None, :],
-                        mask=(weight > 0)[:, None] & (dim < L)[None, :], other=0.0)  # fmt: skip
-        acc += tl.sum(weight[:, None] * value, axis=0)
-    result = acc / tl.where(total > 0, total, 1.0)
-    to = out + token * out_token_stride + head * out_head_stride + dim
-    tl.store(to, result.to(out.dtype.element_ty), mask=dim < L)
+    weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
+    # A split without positions has weight 0, and its result may not have been written.
+    value = tl.load(part_out + (part + split)[:, None] * L + column[None, :],
+                    mask=(weight > 0)[:, None] & (column < L)[None, :], other=0.0)  # fmt: skip
+    total = tl.sum(weight, axis=0)
+    result = tl.sum(weight[:, None] * value, axis=0) / tl.where(total > 0, total, 1.0)
+    to = out + token * out_token_stride + head * out_head_stride + column
+    tl.store(to, result.to(out.dtype.element_ty), mask=column < L)
 
 
 def latent_attention(
@@ -195,9 +193,11 @@ def _attention(
 ) -> torch.Tensor:
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+    on_hopper = config is None and q.element_size() == 2 and can_attend(q, cache, latent_dim)
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
-    programs = cdiv(num_heads, _heads_per_program(num_heads)) * cdiv(num_tokens, config.q_tile)
-    splits = num_splits or _num_splits(programs, max_count, config, num_sms(q.device))
+    q_tile, min_split = (1, HOPPER_SPLIT) if on_hopper else (config.q_tile, config.min_split)
+    programs = cdiv(num_heads, _heads_per_program(num_heads)) * cdiv(num_tokens, q_tile)
+    splits = num_splits or _num_splits(programs, max_count, min_split, num_sms(q.device))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
@@ -205,12 +205,15 @@ def _attention(
     if splits > 1:
         made = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q.device)
-    launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl)
+    if on_hopper:
+        launch_hopper_splits(q, cache, contexts, positions, max_count, scale, splits, min_split, made, lse, pdl)
+    else:
+        launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl)
     if splits > 1:
-        _merge_kernel[(num_tokens, num_heads)](
-            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim,
-            L_PAD=max(16, next_power_of_two(latent_dim)), SPLITS=MOST_SPLITS, GROUP=8, PDL=pdl, num_warps=4,
-            **pdl_options(pdl),
+        columns = min(128, next_power_of_two(latent_dim))
+        _merge_kernel[(num_tokens, num_heads, cdiv(latent_dim, columns))](
+            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, COLUMNS=columns,
+            SPLITS=next_power_of_two(splits), PDL=pdl, num_warps=4, **pdl_options(pdl),
         )
     return out
 
@@ -240,23 +243,6 @@ def _heads_per_program(num_heads: int) -> int:
     return min(MAX_ROWS, max(16, next_power_of_two(num_heads)))
 
 
-def _num_splits(programs: int, max_count: int, config: LatentConfig, sms: int) -> int:
+def _num_splits(programs: int, max_count: int, min_split: int, sms: int) -> int:
     """Two programs for each multiprocessor, where there are positions enough."""
-    return max(1, min(cdiv(max_count, config.min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))
-
-
-def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
-                  latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
-    """(token rows, heads, width of an entry)."""
-    device, integers = q.device, (torch.int32, torch.int64)
-    require_tensor(name, "q", q, (None, None, None), device, FLOATS)
-    num_tokens, num_heads, width = q.shape
-    require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype,))
-    require(0 < latent_dim < width, name, "latent_dim", f"is {latent_dim}, expected less than the entry's {width}")
-    page_tokens = cache.shape[1]
-    require(page_tokens & (page_tokens - 1) == 0, name, "cache", f"has {page_tokens} tokens per page, expected a power"
-            " of two")
-    require_tensor(name, "page_table", contexts.page_table, (None, None), device, integers)
-    for argument in ("request_of", "first", "stop"):
-        require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, integers)
-    return num_tokens, num_heads, width
+    return max(1, min(cdiv(max_count, min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))

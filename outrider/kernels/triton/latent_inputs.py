@@ -5,6 +5,8 @@ Knows slots, not requests or pages' owners: a slot of -1 writes nothing. Rounds 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import triton
@@ -220,17 +222,15 @@ def _rotate_heads(
         tl.store(to + ROT + rest, tl.load(at + ROT + rest, mask=mask, other=0.0), mask=mask)
 
 
-@kernel(do_not_specialize_on_alignment=["positions"])
-def _rotate_queries_kernel(
-    queries, positions, table, q, index_q, max_len, in_stride, q_token_stride, q_head_stride,
+@triton.jit
+def rotate_part(
+    queries, positions, table, q, index_q, token, part, max_len, in_stride, q_token_stride, q_head_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, L: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr,
     INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, INDEX_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
+    """Rotates BLOCK_H heads of a token row; parts of the indexer's heads come after those of the others."""
     PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = queries + token * in_stride
     half = tl.arange(0, HALF_PAD)
     in_half = half < ROT // 2
@@ -245,13 +245,37 @@ def _rotate_queries_kernel(
                       sin, half, in_half, D, D, ROT, D - ROT, REST_PAD, INDEX_PAIRS)
 
 
+@kernel(do_not_specialize_on_alignment=["positions"])
+def _rotate_queries_kernel(
+    queries, positions, table, q, index_q, max_len, in_stride, q_token_stride, q_head_stride,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, L: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, INDEX_PAIRS: tl.constexpr,
+    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    rotate_part(queries, positions, table, q, index_q, tl.program_id(0).to(tl.int64), tl.program_id(1), max_len,
+                in_stride, q_token_stride, q_head_stride, HEADS, NOPE, L, ROT, HALF_PAD, INDEX_HEADS, D, REST_PAD,
+                INDEX_PAIRS, BLOCK_H)
+
+
 def rotate_queries(
     queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
     index_in_pairs: bool, *, pdl: bool | None = None,
 ) -> None:
     """See `kernels.latent_inputs.rotate_queries`."""
-    name, device, dtype = "rotate_queries", queries.device, queries.dtype
-    pdl = uses_pdl(device) if pdl is None else pdl
+    pdl = uses_pdl(queries.device) if pdl is None else pdl
+    num_parts, args, options = rotation_launch("rotate_queries", queries, rope, q, nope_dim, index_q, index_in_pairs)
+    if len(queries):
+        _rotate_queries_kernel[(len(queries), num_parts)](*args, **options, PDL=pdl, num_warps=4, **pdl_options(pdl))
+
+
+def rotation_launch(
+    name: str, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
+    index_in_pairs: bool,
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """(parts of a token row, arguments, compile-time arguments) of a launch that calls `rotate_part`."""
+    device, dtype = queries.device, queries.dtype
     require_tensor(name, "queries", queries, (None, None), device, FLOATS)
     num_tokens, num_heads = queries.shape[0], q.shape[1]
     rot, max_len = _check_rope(name, rope, num_tokens, device)
@@ -261,16 +285,14 @@ def rotate_queries(
         require_tensor(name, "index_q", index_q, (num_tokens, None, None), device, (dtype,), inner_contiguous=3)
     width = num_heads * (nope_dim + rot) + index_heads * index_dim
     require(queries.shape[1] == width, name, "queries", f"has {queries.shape[1]} columns, expected {width}")
-    if num_tokens == 0:
-        return
     parts = cdiv(num_heads, _HEADS) + cdiv(index_heads, _HEADS)
-    _rotate_queries_kernel[(num_tokens, parts)](
-        queries, rope.positions, rope.table, q, q if index_q is None else index_q, max_len, queries.stride(0),
-        q.stride(0), q.stride(1), HEADS=num_heads, NOPE=nope_dim, L=q.shape[2] - rot, ROT=rot,
-        HALF_PAD=next_power_of_two(rot // 2), INDEX_HEADS=index_heads, D=index_dim,
-        REST_PAD=next_power_of_two(max(1, index_dim - rot)), INDEX_PAIRS=index_in_pairs, BLOCK_H=_HEADS, PDL=pdl,
-        num_warps=4, **pdl_options(pdl),
-    )
+    args = (queries, rope.positions, rope.table, q, q if index_q is None else index_q, max_len, queries.stride(0),
+            q.stride(0), q.stride(1))
+    options = {"HEADS": num_heads, "NOPE": nope_dim, "L": q.shape[2] - rot, "ROT": rot,
+               "HALF_PAD": next_power_of_two(rot // 2), "INDEX_HEADS": index_heads, "D": index_dim,
+               "REST_PAD": next_power_of_two(max(1, index_dim - rot)), "INDEX_PAIRS": index_in_pairs,
+               "BLOCK_H": _HEADS}  # fmt: skip
+    return parts, args, options
 
 
 @kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INTS)

@@ -6,7 +6,7 @@ requests with any number of token rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,13 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
 from outrider.core import Limits
 from outrider.kernels import ops
-from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent import NUM_COUNTERS, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Operation
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
+
+MAX_COUNTED = 64  # token rows of batches whose indexers' counters are zeroed together
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,14 @@ class VisibleRanges(NamedTuple):
 class ChosenPositions:
     """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
+        """counters: for each indexer of the pass, see `kernels.latent.choose_positions`; or for none of them."""
         self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
         self.kept: VisibleRanges | None = None  # of the earlier drafting pass that chose; indexers then leave it
+        self._counters = iter(counters)
+
+    def take_counters(self) -> torch.Tensor | None:
+        return next(self._counters, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class BoundLatentLayer:
             return
         self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
         self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest,
-                               self.cache.get("index_scale"))
+                               self.cache.get("index_scale"), self.chosen.take_counters())
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
@@ -192,9 +199,18 @@ class LatentMixer:
 
     def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
         plans = {index: plan_group(view, group) for index, group in self._groups.items()}
-        chosen = ChosenPositions()
+        chosen = ChosenPositions(self._make_counters(view))
         return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen, self._operations)
                 for layer, cache, group in self._layers}  # fmt: skip
+
+    def _make_counters(self, view: BatchView) -> tuple[torch.Tensor, ...]:
+        """Zeros for all indexers of a small batch at once: a fill in every layer would take longer than it counts."""
+        num_tokens, device = view.positions.shape[0], view.positions.device
+        num_choices = sum(isinstance(layer.attends_to, IndexedPositions)
+                          and layer.attends_to.top_k < view.max_length.tokens for layer, _, _ in self._layers)
+        if not num_choices or num_tokens > MAX_COUNTED or device.type == "cpu":
+            return ()
+        return torch.zeros(num_choices, num_tokens, NUM_COUNTERS, dtype=torch.int32, device=device).unbind()
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
         """Keep what indexers of an earlier pass chose for `token_rows` in a later pass with one token row for each of

@@ -178,7 +178,8 @@ def _prompt_scores_kernel(
 
 
 def takes_prompts(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
-                  chosen: torch.Tensor, scales: torch.Tensor | None = None) -> bool:  # fmt: skip
+                  chosen: torch.Tensor, scales: torch.Tensor | None = None,
+                  counters: torch.Tensor | None = None) -> bool:  # fmt: skip
     """Whether the kernel takes these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and pays: it does
     where neighbouring token rows are of one request."""
     num_tokens, num_heads, head_dim = q.shape

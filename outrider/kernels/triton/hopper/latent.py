@@ -17,7 +17,7 @@ from outrider.kernels.triton.common import require_tensor
 from outrider.kernels.triton.hopper.attend import LOG2E
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.hopper.prefill import is_hopper
-from outrider.kernels.triton.latent_attention import check_latents
+from outrider.kernels.triton.latent_checks import check_latents
 from outrider.kernels.triton.launch import TritonKernel
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -30,14 +30,14 @@ _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 
 
 @gluon.jit
-def _position(own, index, low, count, is_long):
+def position_at(own, index, low, count, is_long):
     """The positions at these places of a token row's list. Places after its end stand for the first position."""
     listed = gl.load(own + index, mask=(index < count) & is_long, other=0).to(gl.int32)
     return gl.where(index < count, gl.where(is_long, listed, low + index), low)
 
 
 @gluon.jit
-def _add_tile(
+def add_tile(
     acc, peak, total, start, count, factor, tiles, queries,
     HEADS: gl.constexpr, L: gl.constexpr,
 ):
@@ -94,10 +94,10 @@ def _chosen_kernel(
     latent = gl.arange(0, L, layout=gl.SliceLayout(0, copied))[None, :]
     rope = gl.arange(0, R, layout=gl.SliceLayout(0, copied))[None, :]
     # Positions are asked for two tiles ahead, and page numbers one tile ahead.
-    position = _position(own, index, low, count, is_long)
+    position = position_at(own, index, low, count, is_long)
     is_live = (index < TILE) & (count > 0)
     page = gl.load(table + position // PAGE, mask=is_live, other=0)
-    next_position = _position(own, TILE + index, low, count, is_long)
+    next_position = position_at(own, TILE + index, low, count, is_long)
 
     head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, copied))
     is_head = (head < NUM_HEADS)[:, None]
@@ -116,11 +116,11 @@ def _chosen_kernel(
         async_copy.commit_group()
         position = next_position
         page = gl.load(table + position // PAGE, mask=is_live, other=0)
-        next_position = _position(own, start + 2 * TILE + index, low, count, is_long)
+        next_position = position_at(own, start + 2 * TILE + index, low, count, is_long)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        acc, peak, total = _add_tile(acc, peak, total, start, count, scale * LOG2E, (entries, ropes, shares),
+        acc, peak, total = add_tile(acc, peak, total, start, count, scale * LOG2E, (entries, ropes, shares),
                                      (q_latent, q_rope), HEADS, L)
     divisor = gl.sum(total, axis=0)
     result = acc / gl.where(divisor > 0, divisor, 1.0)[None, :]
@@ -134,9 +134,13 @@ def _chosen_kernel(
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
                     latent_dim: int) -> bool:  # fmt: skip
     """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and pays."""
-    num_tokens, _, width = q.shape
+    return q.shape[0] >= MIN_TOKENS and can_attend(q, cache, latent_dim)
+
+
+def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
+    """Whether the kernels of this package serve the card and these shapes."""
     return (
-        num_tokens >= MIN_TOKENS and is_hopper(q.device) and latent_dim in (256, 512) and width - latent_dim == 64
+        is_hopper(q.device) and latent_dim in (256, 512) and q.shape[2] - latent_dim == 64
         and q.stride(2) == cache.stride(2) == 1 and cache.data_ptr() % 16 == q.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in (*q.stride()[:2], *cache.stride()[:2]))
     )  # fmt: skip

@@ -1,0 +1,25 @@
+"""Checks of the arguments that all kernels of attention over the latent cache take."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.common import FLOATS, require, require_tensor
+
+
+def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
+                  latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
+    """(token rows, heads, width of an entry)."""
+    device, integers = q.device, (torch.int32, torch.int64)
+    require_tensor(name, "q", q, (None, None, None), device, FLOATS)
+    num_tokens, num_heads, width = q.shape
+    require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype,))
+    require(0 < latent_dim < width, name, "latent_dim", f"is {latent_dim}, expected less than the entry's {width}")
+    page_tokens = cache.shape[1]
+    require(page_tokens & (page_tokens - 1) == 0, name, "cache", f"has {page_tokens} tokens per page, expected a power"
+            " of two")
+    require_tensor(name, "page_table", contexts.page_table, (None, None), device, integers)
+    for argument in ("request_of", "first", "stop"):
+        require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, integers)
+    return num_tokens, num_heads, width
