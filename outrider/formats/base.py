@@ -61,6 +61,12 @@ class LinearFormat(ABC):
         if exact:
             raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
 
+    @property
+    def plain_weight(self) -> torch.Tensor | None:
+        """The weight, where its products may be computed together with those of other weights: it is in the model's
+        dtype, has no bias, and need not be exact."""
+        return None
+
     def use_int8_activations(self) -> float | None:
         """Round token rows to 8 bits in products of few of them. Returns the largest error of a product with random
         activations, as a share of its largest result; None if the format has no such product."""

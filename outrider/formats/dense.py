@@ -114,6 +114,10 @@ class DenseLinear(LinearFormat):
             self._ops.add(residual, x, self._numbers, self._bias)
 
     @property
+    def plain_weight(self) -> torch.Tensor | None:
+        return None if self._exact or self._bias is not None else self._numbers
+
+    @property
     def adds_single_row(self) -> bool:
         row = self._numbers[:1]  # has the device and dtype of token rows
         return self._ops.add.has_kernel(row, row, self._numbers, self._bias)

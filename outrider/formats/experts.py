@@ -42,6 +42,11 @@ class ExpertsFormat(ABC):
     ) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
+    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, shared_gate_up: torch.Tensor,
+                        shared_down: torch.Tensor) -> torch.Tensor | None:  # fmt: skip
+        """`mix` plus the result of an expert that every token row takes, if a kernel computes both together."""
+        return None
+
 
 class DenseExperts(ExpertsFormat):
     """One tensor in the model's dtype for each projection of all experts."""
@@ -74,3 +79,8 @@ class DenseExperts(ExpertsFormat):
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+
+    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, shared_gate_up: torch.Tensor,
+                        shared_down: torch.Tensor) -> torch.Tensor | None:  # fmt: skip
+        given = (x, routed.ids, routed.weights, self._gate_up, self._down, activation, shared_gate_up, shared_down)
+        return ops.experts_with_shared(*given) if ops.experts_with_shared.has_kernel(*given) else None

@@ -106,6 +106,16 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     return out if added is None else out.add_(added)
 
 
+def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+                        shared_gate_up: Tensor, shared_down: Tensor) -> Tensor:
+    """`experts` plus the result of one expert that every token row takes: shared_gate_up [2 x width, hidden], or
+    [width, hidden] without a gate, and shared_down [hidden, width]; its width may be another one."""
+    wide = _widened(x)
+    hidden = _widened(activate(wide @ _widened(shared_gate_up).t(), activation).to(x.dtype))
+    shared = (hidden @ _widened(shared_down).t()).to(x.dtype)
+    return experts(x, ids, weights, gate_up, down, activation, shared)
+
+
 def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
     if activation not in GATED + PLAIN:
         raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")

@@ -13,6 +13,7 @@ from outrider.formats import DenseExperts, ExpertsFormat, WeightSlot
 from outrider.kernels import moe, ops
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.linear import Linear
+from outrider.layers.mlp import GatedMLP
 from outrider.layers.router import Router
 
 
@@ -100,6 +101,9 @@ class MoE(FeedForward):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]."""
         routed = self.router(x)
+        joint = self._with_shared(x, routed)
+        if joint is not None:
+            return joint
         shared = None if self.shared is None else self.shared(x)
         if shared is not None and self.shared_gate is not None:
             shared = ops.sigmoid_scale(shared, self.shared_gate(x))
@@ -108,3 +112,13 @@ class MoE(FeedForward):
         enter, leave = self.latent
         out = leave(self.experts(enter(x), routed))
         return out if shared is None else out.add_(shared)
+
+    def _with_shared(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor | None:
+        """experts(x) + shared(x), where one kernel computes both."""
+        is_alike = isinstance(self.shared, GatedMLP) and self.shared.activation == self.experts.activation
+        if not is_alike or self.shared_gate is not None or self.latent is not None:
+            return None
+        assert isinstance(self.shared, GatedMLP)
+        weights = self.shared.plain_weights()
+        return None if weights is None else self.experts.format.mix_with_shared(x, routed, self.experts.activation,
+                                                                                *weights)

@@ -62,7 +62,7 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((actual.double() - wanted).norm() / wanted.norm()) < limit
 
 
-@pytest.mark.parametrize("method", ["few", "tiles"])
+@pytest.mark.parametrize("method", ["rows", "few", "tiles"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, activation: str, method: str) -> None:
@@ -70,7 +70,7 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, acti
     assert_close(case.run(method), case.wanted())
 
 
-@pytest.mark.parametrize("method", ["few", "tiles"])
+@pytest.mark.parametrize("method", ["rows", "few", "tiles"])
 def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, method: str) -> None:
     case = Case(device, dtype, 7)
     added = draw(device, dtype, 7, 34, seed=9)
@@ -86,7 +86,7 @@ def test_tile_shapes_do_not_matter(device: torch.device, dtype: torch.dtype, con
         assert_close(case.run(method, config), case.wanted())
 
 
-@pytest.mark.parametrize("method", ["few", "tiles"])
+@pytest.mark.parametrize("method", ["rows", "few", "tiles"])
 def test_an_expert_with_more_pairs_than_a_tile(device: torch.device, dtype: torch.dtype, method: str) -> None:
     case = Case(device, dtype, 19, num_experts=3, hidden=32, width=16)
     case.ids[:, 0], case.ids[:, 1] = 2, 0
@@ -104,7 +104,7 @@ def test_the_grouped_product_of_the_library(device: torch.device, dtype: torch.d
         assert_close(case.run("library"), case.wanted())
 
 
-@pytest.mark.parametrize("method", ["few", "tiles"])
+@pytest.mark.parametrize("method", ["rows", "few", "tiles"])
 def test_a_token_row_does_not_depend_on_the_others(device: torch.device, dtype: torch.dtype, method: str) -> None:
     case = Case(device, dtype, 5)
     whole = case.run(method)
@@ -116,6 +116,25 @@ def test_a_token_row_does_not_depend_on_the_others(device: torch.device, dtype: 
     poisoned.ids[:2] = case.ids[4]  # dead token rows that sit in the same tiles
     result = poisoned.run(method)
     assert torch.equal(result[2:], whole[2:]) and result[:2].isnan().all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_shared_expert_beside_the_chosen_ones(device: torch.device, dtype: torch.dtype, num_tokens: int,
+                                                activation: str) -> None:
+    case = Case(device, dtype, num_tokens, activation=activation)
+    given = (case.x, case.ids, case.weights, case.gate_up, case.down, activation)
+    shared = tuple(torch.empty_strided(own.shape, own.stride(), dtype=dtype, device=device).copy_(own * 0.5)
+                   for own in (case.gate_up[1], case.down[2]))  # fmt: skip
+    assert moe.takes_shared(*given, *shared) and not moe.takes_shared(*given, shared[0][1:], shared[1])
+    found = moe.experts_with_shared(*given, *shared, pdl=False)
+    wide = [t.double() for t in (case.x, case.weights, case.gate_up, case.down, *shared)]
+    wanted = reference.experts_with_shared(wide[0], case.ids, *wide[1:4], activation, *wide[4:])
+    assert_close(found, wanted)
+    if num_tokens > 1:
+        alone = case.cut(slice(1, 2))
+        assert torch.equal(found[1:2], moe.experts_with_shared(alone.x, alone.ids, alone.weights, *given[3:], *shared,
+                                                               pdl=False))
 
 
 def test_both_ways_to_find_pairs_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:

@@ -263,6 +263,12 @@ experts = Operation(
     triton_kernel("outrider.kernels.triton.moe:experts", UP_TO_FLOAT32),
     exact=exact.experts,
 )
+experts_with_shared = Operation(
+    moe.experts_with_shared,
+    triton_kernel("outrider.kernels.triton.moe:experts_with_shared", BFLOAT16,
+                  "outrider.kernels.triton.moe:takes_shared"),
+    exact=Refused("it serves one or two token rows, and more of them are computed one product after the other"),
+)
 
 # Around draft heads
 

@@ -22,15 +22,16 @@ from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
     pdl_options,
-    refuse,
     release_dependents,
+    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows
 from outrider.kernels.triton.launch import kernel
 
-METHODS = ("few", "tiles", "library")
+METHODS = ("rows", "few", "tiles", "library")
 FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
 LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one
 
@@ -287,11 +288,11 @@ def experts(
 ) -> torch.Tensor:
     """See `kernels.moe.experts`.
 
-    method: "few" (each program looks for its pairs), "tiles" (pairs are sorted first), "library" (torch's grouped
-    product on sorted rows), or None for the choice by shapes."""
+    method: "rows" (each pair by itself), "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
+    "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
     if activation not in _ACTIVATIONS:
-        refuse(name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
+        require(False, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
@@ -299,16 +300,42 @@ def experts(
     require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
     require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
     if method is not None and method not in METHODS:
-        refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
+        require(False, name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)
+    if method == "rows":
+        made = expert_rows(x, gate_up, ids, ids.shape[1], width, _ACTIVATIONS[activation], pdl)
+        return combine(expert_rows(made, down, ids, 1, hidden, 0, pdl), weights, added=added)
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
         assert pairs is not None
         return combine(_library(x, pairs, gate_up, down, activation), weights, pairs.place, added)
     made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, up_config, pdl)
     return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, added=added)
+
+
+def experts_with_shared(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor, *, pdl: bool | None = None,
+) -> torch.Tensor:
+    """See `kernels.moe.experts_with_shared`. Takes calls that `takes_shared` accepts."""
+    name, device, pdl = "experts_with_shared", x.device, uses_pdl(x.device) if pdl is None else pdl
+    require(takes_shared(x, ids, weights, gate_up, down, activation, shared_gate_up, shared_down), name,
+            "shared_gate_up", f"has shape {list(shared_gate_up.shape)}, expected that of an expert, and few pairs")
+    require_tensor(name, "x", x, (ids.shape[0], down.shape[1]), device, FLOATS)
+    require_tensor(name, "weights", weights, tuple(ids.shape), device, (torch.float32,), inner_contiguous=2)
+    made = expert_rows(x, gate_up, ids, ids.shape[1], down.shape[2], _ACTIVATIONS[activation], pdl, shared_gate_up)
+    made = expert_rows(made, down, ids, 1, down.shape[1], 0, pdl, shared_down)
+    return combine(made[: ids.numel()], weights, added=made[ids.numel() :], pdl=pdl)
+
+
+def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+                 activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor) -> bool:
+    """Whether token rows are few, and the shared expert's weights are laid out like those of another expert."""
+    return 0 < ids.numel() <= MAX_PAIRS and all(
+        shared.shape == own.shape[1:] and shared.stride() == own.stride()[1:] and own.stride(2) == 1
+        for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))  # fmt: skip
 
 
 def exact_experts(
@@ -322,6 +349,8 @@ def exact_experts(
 
 
 def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:
+    if num_pairs <= MAX_PAIRS:
+        return "rows"
     if num_pairs <= FEW_PAIRS:
         return "few"
     is_large = num_pairs >= LIBRARY_PAIRS_PER_EXPERT * down.shape[0]

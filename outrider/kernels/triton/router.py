@@ -14,8 +14,8 @@ from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
     pdl_options,
-    refuse,
     release_dependents,
+    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
@@ -25,12 +25,20 @@ from outrider.kernels.triton.launch import kernel
 MAX_EXPERTS = 1024
 _TINY = tl.constexpr(1e-20)  # as kernels.moe.TINY
 _LOWEST = tl.constexpr(-1e38)  # the sum of two is still above minus infinity
+_TAKEN = tl.constexpr(-(1 << 31))  # below every value, in their order
 
 
 @triton.jit
-def _best(values, index):
-    """The index of the largest value; of equal values, the lowest index."""
-    return tl.min(tl.where(values == tl.max(values, axis=0), index, 1 << 30), axis=0)
+def _ordered(values):
+    """Integers in the order of the values: one instruction finds the greatest among those of a warp."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are one value
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(order, index):
+    """The index of the greatest; of equals, the lowest index."""
+    return tl.min(tl.where(order == tl.max(order, axis=0), index, 1 << 30), axis=0)
 
 
 @triton.jit
@@ -43,12 +51,12 @@ def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS
         first = tl.min(tl.where(grouped == worth[:, None], member, SIZE), axis=1)
         worth += tl.max(tl.where(member == first[:, None], float("-inf"), grouped), axis=1)
     group = tl.arange(0, GROUPS)
-    left = worth
+    left = _ordered(worth)
     chosen = tl.zeros([GROUPS], dtype=tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         best = _best(left, group)
         chosen = tl.where(group == best, 1, chosen)
-        left = tl.where(group == best, float("-inf"), left)
+        left = tl.where(group == best, _TAKEN, left)
     return tl.reshape(tl.where(chosen[:, None] > 0, grouped, float("-inf")), [GROUPS * SIZE])
 
 
@@ -80,12 +88,13 @@ def _route_kernel(
         ranked = _in_best_groups(ranked, GROUPS, EXPERTS // GROUPS, TOP_GROUPS, TOP2)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], dtype=tl.int32)
-    weight = tl.zeros([SLOTS], dtype=tl.float32)
+    left = _ordered(ranked)
     for k in tl.static_range(K):
-        best = _best(ranked, expert)
+        best = _best(left, expert)
         chosen = tl.where(slot == k, best, chosen)
-        weight = tl.where(slot == k, tl.sum(tl.where(expert == best, score, 0.0), axis=0), weight)
-        ranked = tl.where(expert == best, float("-inf"), ranked)
+        left = tl.where(expert == best, _TAKEN, left)
+    is_own = (slot < K)[:, None] & (expert[None, :] == chosen[:, None])
+    weight = tl.sum(tl.where(is_own, score[None, :], 0.0), axis=1)
     if RENORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + _TINY)
     weight *= scale
@@ -114,7 +123,7 @@ def route(
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
     if not can_route(rule):
-        refuse(name, "rule", f"is not supported: {rule}")
+        require(False, name, "rule", f"is not supported: {rule}")
     require_tensor(name, "logits", logits, (None, experts), device, FLOATS)
     for argument, vector in (("bias", bias), ("expert_scale", expert_scale)):
         if vector is not None:
