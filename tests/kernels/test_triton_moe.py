@@ -12,7 +12,7 @@ from outrider.kernels.moe import RouteRule
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import moe, router  # noqa: E402
+from outrider.kernels.triton import moe, router, shared_expert  # noqa: E402
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2"]
@@ -126,15 +126,16 @@ def test_a_shared_expert_beside_the_chosen_ones(device: torch.device, dtype: tor
     given = (case.x, case.ids, case.weights, case.gate_up, case.down, activation)
     shared = tuple(torch.empty_strided(own.shape, own.stride(), dtype=dtype, device=device).copy_(own * 0.5)
                    for own in (case.gate_up[1], case.down[2]))  # fmt: skip
-    assert moe.takes_shared(*given, *shared) and not moe.takes_shared(*given, shared[0][1:], shared[1])
-    found = moe.experts_with_shared(*given, *shared, pdl=False)
+    assert shared_expert.takes_shared(*given, *shared)
+    assert not shared_expert.takes_shared(*given, shared[0][1:], shared[1])
+    found = shared_expert.experts_with_shared(*given, *shared, pdl=False)
     wide = [t.double() for t in (case.x, case.weights, case.gate_up, case.down, *shared)]
     wanted = reference.experts_with_shared(wide[0], case.ids, *wide[1:4], activation, *wide[4:])
     assert_close(found, wanted)
     if num_tokens > 1:
         alone = case.cut(slice(1, 2))
-        assert torch.equal(found[1:2], moe.experts_with_shared(alone.x, alone.ids, alone.weights, *given[3:], *shared,
-                                                               pdl=False))
+        alike = shared_expert.experts_with_shared(alone.x, alone.ids, alone.weights, *given[3:], *shared, pdl=False)
+        assert torch.equal(found[1:2], alike)
 
 
 def test_both_ways_to_find_pairs_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:

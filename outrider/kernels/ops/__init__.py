@@ -265,8 +265,8 @@ experts = Operation(
 )
 experts_with_shared = Operation(
     moe.experts_with_shared,
-    triton_kernel("outrider.kernels.triton.moe:experts_with_shared", BFLOAT16,
-                  "outrider.kernels.triton.moe:takes_shared"),
+    triton_kernel("outrider.kernels.triton.shared_expert:experts_with_shared", BFLOAT16,
+                  "outrider.kernels.triton.shared_expert:takes_shared"),
     exact=Refused("it serves one or two token rows, and more of them are computed one product after the other"),
 )
 

@@ -26,7 +26,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 FEW_TOKENS = 16  # up to here a program reads its whole weight before it waits for token rows
-MAX_WHOLE, PREFETCHED = 512, 8192  # inputs, and elements of the weight, of such a program
+MAX_WHOLE = 512  # inputs of such a program
 
 
 @triton.jit
@@ -90,8 +90,7 @@ def product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductCon
     if num_tokens > FEW_TOKENS or itemsize > 2:
         return exact_product_config(num_tokens, n, k, itemsize)
     block_k = min(MAX_WHOLE, max(16, next_power_of_two(k)))
-    block_n = min(max(16, PREFETCHED // block_k), max(16, next_power_of_two(n)))
-    return ProductConfig(16, block_n, block_k, 4)
+    return ProductConfig(16, min(64, max(16, next_power_of_two(n))), block_k, 8 if block_k > 256 else 4)
 
 
 def exact_product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductConfig:

@@ -33,7 +33,7 @@ from outrider.kernels.triton.launch import kernel
 
 MAX_ROWS = 32  # rows of a program's products; with 64, some tiles of Triton 3.6 read memory that is not theirs
 MOST_SPLITS = 64  # of one token row
-HOPPER_SPLIT = 64  # least positions of a split there
+HOPPER_SPLIT = 64  # least positions of a split there; of long contexts, splits have at least twice as many
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 _VARYING = ["num_tokens", "max_count", "num_splits", "min_split"]
@@ -197,7 +197,8 @@ def _attention(
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
     q_tile, min_split = (1, HOPPER_SPLIT) if on_hopper else (config.q_tile, config.min_split)
     programs = cdiv(num_heads, _heads_per_program(num_heads)) * cdiv(num_tokens, q_tile)
-    splits = num_splits or _num_splits(programs, max_count, min_split, num_sms(q.device))
+    full_split = 2 * min_split if on_hopper else min_split
+    splits = num_splits or _num_splits(programs, max_count, full_split, num_sms(q.device))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out

@@ -22,8 +22,8 @@ from outrider.kernels.triton.common import (
     next_power_of_two,
     num_sms,
     pdl_options,
+    refuse,
     release_dependents,
-    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
@@ -36,7 +36,7 @@ FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorti
 LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one
 
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
 _CHUNK, _CHUNK_OF_MANY = (2048, 4), (8192, 8)  # ids that a sorting program looks at together, and its warps
 _MANY_PAIRS = 1 << 14
 _COLUMNS = 1024
@@ -291,8 +291,8 @@ def experts(
     method: "rows" (each pair by itself), "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
     "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
-    if activation not in _ACTIVATIONS:
-        require(False, name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)[1:]}")
+    if activation not in ACTIVATIONS:
+        refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
@@ -300,12 +300,12 @@ def experts(
     require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
     require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
     if method is not None and method not in METHODS:
-        require(False, name, "method", f"is {method!r}, known are {list(METHODS)}")
+        refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)
     if method == "rows":
-        made = expert_rows(x, gate_up, ids, ids.shape[1], width, _ACTIVATIONS[activation], pdl)
+        made = expert_rows(x, gate_up, ids, ids.shape[1], width, ACTIVATIONS[activation], pdl)
         return combine(expert_rows(made, down, ids, 1, hidden, 0, pdl), weights, added=added)
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
@@ -313,29 +313,6 @@ def experts(
         return combine(_library(x, pairs, gate_up, down, activation), weights, pairs.place, added)
     made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, up_config, pdl)
     return combine(_product(made, down, ids, pairs, 1, hidden, None, down_config, pdl), weights, added=added)
-
-
-def experts_with_shared(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor, *, pdl: bool | None = None,
-) -> torch.Tensor:
-    """See `kernels.moe.experts_with_shared`. Takes calls that `takes_shared` accepts."""
-    name, device, pdl = "experts_with_shared", x.device, uses_pdl(x.device) if pdl is None else pdl
-    require(takes_shared(x, ids, weights, gate_up, down, activation, shared_gate_up, shared_down), name,
-            "shared_gate_up", f"has shape {list(shared_gate_up.shape)}, expected that of an expert, and few pairs")
-    require_tensor(name, "x", x, (ids.shape[0], down.shape[1]), device, FLOATS)
-    require_tensor(name, "weights", weights, tuple(ids.shape), device, (torch.float32,), inner_contiguous=2)
-    made = expert_rows(x, gate_up, ids, ids.shape[1], down.shape[2], _ACTIVATIONS[activation], pdl, shared_gate_up)
-    made = expert_rows(made, down, ids, 1, down.shape[1], 0, pdl, shared_down)
-    return combine(made[: ids.numel()], weights, added=made[ids.numel() :], pdl=pdl)
-
-
-def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-                 activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor) -> bool:
-    """Whether token rows are few, and the shared expert's weights are laid out like those of another expert."""
-    return 0 < ids.numel() <= MAX_PAIRS and all(
-        shared.shape == own.shape[1:] and shared.stride() == own.stride()[1:] and own.stride(2) == 1
-        for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))  # fmt: skip
 
 
 def exact_experts(
@@ -374,7 +351,7 @@ def _product(
     _expert_kernel[grid](
         x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
         num_pairs, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=_ACTIVATIONS[activation], FEW=pairs is None,
+        ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.num_stages, **pdl_options(pdl),

@@ -14,8 +14,8 @@ from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
     pdl_options,
+    refuse,
     release_dependents,
-    require,
     require_tensor,
     uses_pdl,
     wait_for_inputs,
@@ -123,7 +123,7 @@ def route(
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
     if not can_route(rule):
-        require(False, name, "rule", f"is not supported: {rule}")
+        refuse(name, "rule", f"is not supported: {rule}")
     require_tensor(name, "logits", logits, (None, experts), device, FLOATS)
     for argument, vector in (("bias", bias), ("expert_scale", expert_scale)):
         if vector is not None:
