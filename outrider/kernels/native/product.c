@@ -5,6 +5,7 @@
 #include "native.h"
 #if defined(__aarch64__)
 #include "blocks_neon.h"
+#include "panel_neon.h"
 #include "row_neon.h"
 #endif
 
@@ -264,15 +265,15 @@ INLINE void product_few(const Product *p, int64_t from, int64_t to, const int ro
     }
 }
 
-/* A weight row as floats. */
-INLINE void floats_row(const uint8_t *row, float *out, int64_t inputs, const int kind) {
+/* A weight row as floats; `stride` from one vector to the next. */
+INLINE void floats_row(const uint8_t *row, float *out, int64_t stride, int64_t inputs, const int kind) {
     int64_t i = 0;
     for (; i + UNIT(kind) <= inputs; i += UNIT(kind), row += unit_bytes(kind)) {
         vf w[BLOCK / VL];
         load_unit(row, w, kind);
-        for (int v = 0; v < UNIT(kind) / VL; v++) store(out + i + v * VL, w[v]);
+        for (int v = 0; v < UNIT(kind) / VL; v++, out += stride) store(out, w[v]);
     }
-    if (i < inputs) store(out + i, load_unit_tail(row, (int)(inputs - i), kind));
+    if (i < inputs) store(out, load_unit_tail(row, (int)(inputs - i), kind));
 }
 
 static _Thread_local void *kept_panel, *kept_x;
@@ -282,6 +283,50 @@ static _Thread_local size_t panel_size, x_size;
 #define PANEL (28 << 10) /* bytes of weights in floats that they pass by: about half of a nearest cache */
 #define SLICE 128        /* token rows packed at once */
 
+#if defined(__aarch64__)
+/* Four token rows with four weight rows of a panel, of which `count` are there, from o on. */
+INLINE void product_four(const Product *p, int64_t t, int64_t o, int64_t count, const float *w) {
+    const Matrix *m = &p->w;
+    const float *x = p->x + t * padded(m->inputs);
+    int64_t live = p->tokens - t < GROUP ? p->tokens - t : GROUP;
+    float totals[GROUP * PANEL_ROWS], *y = p->y + t * m->outputs + o;
+    if (live == GROUP && count == PANEL_ROWS && !m->bias) {
+        multiply_panel(x, w, padded(m->inputs) / VL, y, m->outputs);
+        return;
+    }
+    multiply_panel(x, w, padded(m->inputs) / VL, totals, PANEL_ROWS);
+    for (int64_t r = 0; r < live; r++, y += m->outputs)
+        for (int64_t c = 0; c < count; c++) y[c] = totals[r * PANEL_ROWS + c] + (m->bias ? m->bias[o + c] : 0.0f);
+}
+
+/* Four weight rows side by side, as floats. The last of `count` stands in for missing ones. */
+INLINE void fill_panel(const Product *p, int64_t o, int64_t count, float *panel, const int kind) {
+    const int64_t inputs = p->w.inputs;
+    int64_t i = 0;
+    const uint8_t *rows[PANEL_ROWS];
+    for (int c = 0; c < PANEL_ROWS; c++) rows[c] = weight_row(p, c < count ? o + c : o + count - 1);
+    for (; kind == FLOATS && i + VL <= inputs; i += VL, panel += PANEL_ROWS * VL)
+        UNROLL for (int c = 0; c < PANEL_ROWS; c++) store(panel + c * VL, load((const float *)rows[c] + i));
+    for (int c = 0; i < inputs && c < PANEL_ROWS; c++)
+        floats_row(rows[c] + i * 4, panel + c * VL, PANEL_ROWS * VL, inputs - i, kind);
+}
+
+/* More than eight token rows: all of them pass by a panel of weight rows in the nearest cache, as floats. */
+INLINE void product_many(const Product *p, int64_t from, int64_t to, const int kind) {
+    const Matrix *m = &p->w;
+    const int64_t four = PANEL_ROWS * padded(m->inputs), fours = PANEL / (four * 4) < 1 ? 1 : PANEL / (four * 4);
+    float *panel = kept(&kept_panel, &panel_size, fours * four * sizeof(float) + 64);
+    if (!panel) abort(); /* tens of kilobytes: nothing would run on without them */
+    for (int64_t o = from; o < to; o += fours * PANEL_ROWS) {
+        int64_t end = to - o < fours * PANEL_ROWS ? to : o + fours * PANEL_ROWS, used = (end - o + 3) / PANEL_ROWS;
+        for (int64_t f = 0, c = o; f < used; f++, c += PANEL_ROWS)
+            fill_panel(p, c, end - c < PANEL_ROWS ? end - c : PANEL_ROWS, panel + f * four, kind);
+        for (int64_t t = 0; t < p->tokens; t += GROUP)
+            for (int64_t f = 0, c = o; f < used; f++, c += PANEL_ROWS)
+                product_four(p, t, c, end - c < PANEL_ROWS ? end - c : PANEL_ROWS, panel + f * four);
+    }
+}
+#else
 /* Four token rows with the weight rows of a panel. */
 INLINE void product_panel(const Product *p, int64_t t, int64_t o, int64_t count, Weights at, const int fetched) {
     const float *x = p->x + t * padded(p->w.inputs);
@@ -307,11 +352,12 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int k
         int64_t count = to - o < size ? to - o : size;
         Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
         for (int64_t c = 0; kind != FLOATS && c < count; c++)
-            floats_row(weight_row(p, o + c), (float *)(panel + c * row_bytes), m->inputs, kind);
+            floats_row(weight_row(p, o + c), (float *)(panel + c * row_bytes), VL, m->inputs, kind);
         for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / COLS(GROUP) * row_bytes)
             product_panel(p, t, o, count, at, kind == FLOATS);
     }
 }
+#endif
 
 INLINE void product_piece(const Product *p, int64_t from, int64_t to, const int kind) {
     switch (p->tokens) {
@@ -352,7 +398,7 @@ static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs,
  * its own packed token rows, so that none waits for them. */
 static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
     int64_t group = tokens <= 8 ? tokens : GROUP;
-    float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float));
+    float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float) + 64);
     if (!packed) abort(); /* likewise */
     pack(x, x_stride, tokens, w->inputs, group, packed);
     Product p = {*w, packed, y, tokens};
@@ -397,9 +443,9 @@ void dequantize(const Matrix *w, int64_t first, int64_t count, float *out, int t
             const uint8_t *row = (const uint8_t *)w->data + (first + o) * w->row_bytes;
             float *to = out + o * w->inputs;
             switch (w->kind) {
-            case Q8_0: floats_row(row, to, w->inputs, Q8_0); break;
-            case Q4_0: floats_row(row, to, w->inputs, Q4_0); break;
-            case Q4_1: floats_row(row, to, w->inputs, Q4_1); break;
+            case Q8_0: floats_row(row, to, VL, w->inputs, Q8_0); break;
+            case Q4_0: floats_row(row, to, VL, w->inputs, Q4_0); break;
+            case Q4_1: floats_row(row, to, VL, w->inputs, Q4_1); break;
             }
         }
     }
