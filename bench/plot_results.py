@@ -20,6 +20,7 @@ from typing import Any
 from outrider.commands.plot import plot_spec
 
 ROOT = Path(__file__).parent.parent
+COLUMNS = 5  # of plots
 
 
 def short(speed: float) -> str:
@@ -34,12 +35,12 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
     top = max(2.0, *ratios) + 0.15 if has_peer else 1.15
     axis.bar([str(row["batch"]) for row in rows], ratios, color="#3b6fb6" if has_peer else "#6b8f3b", width=0.62)
     for i, (row, base) in enumerate(zip(rows, bases, strict=True)):
-        axis.text(i, ratios[i] + 0.02, short(row["tok_s"]), ha="center", fontsize=7.5)
+        axis.text(i, ratios[i] + 0.02, short(row["tok_s"]), ha="center", fontsize=7)
         if has_peer and row.get("floor", math.inf) / base < top:
             axis.plot([i - 0.31, i + 0.31], [row["floor"] / base] * 2, color="#b6523b", linewidth=1.2)
     axis.axhline(1, color="#444", linewidth=0.9, linestyle="--")
     title = entry["name"].replace(", ", "\n").replace(" + ", "\n+ ")
-    axis.set_title(title + ("" if has_peer else ", of its floor"), fontsize=9.5)
+    axis.set_title(title if has_peer else f"{title},\nof its floor", fontsize=9)
     axis.set_xlabel("batch", fontsize=8.5)
     axis.set_ylim(0, top)
     axis.tick_params(labelsize=8)
@@ -65,7 +66,8 @@ def main() -> None:
 
     report = json.loads((ROOT / "bench/results/h200.json").read_text())
     series = report["series"]
-    figure, grid = plt.subplots(2, -(-len(series) // 2), figsize=(9.6, 6.0))
+    series.sort(key=lambda entry: not all("peer" in row for row in entry["rows"]))  # those without a peer last
+    figure, grid = plt.subplots(-(-len(series) // COLUMNS), COLUMNS, figsize=(10.4, 8.4))
     axes = grid.flatten()
     for axis, entry in zip(axes, series, strict=False):
         draw(axis, entry)
