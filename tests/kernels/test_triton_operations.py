@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import native, ops, reference  # noqa: E402
+from outrider.kernels.native.products import NATIVE_MAX_ROWS  # noqa: E402
 from outrider.kernels.ops import Kernel, conditions  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
 from outrider.sample import sampler  # noqa: E402
@@ -158,7 +159,7 @@ def test_wide_products_by_native_code(num_rows: int) -> None:
     if not native.available():
         pytest.skip(native.reason())
     x, weight = rows_of(num_rows, 40), rows_of(9, 40)
-    assert ops.linear_wide.has_kernel(x, weight) == (num_rows <= 64), "then the library's product is faster"
+    assert ops.linear_wide.has_kernel(x, weight) == (num_rows <= NATIVE_MAX_ROWS), "then the library is faster"
     torch.testing.assert_close(ops.linear_wide(x, weight), reference.linear_wide(x, weight))
     half = weight.bfloat16()
     torch.testing.assert_close(ops.linear_wide(x, half), reference.linear_wide(x, half.float()))

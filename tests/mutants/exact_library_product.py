@@ -14,6 +14,8 @@ def apply() -> None:
     make_product = dense.make_product
 
     def inexact(*args: Any, exact: bool = False, **options: Any) -> Any:
-        return make_product(*args, **options)
+        made = make_product(*args, **options)
+        made.few_rows = range(1, 65)  # where native products end on a machine that has a faster library
+        return made
 
     dense.make_product = inexact

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from outrider.kernels import native
 
-# Where the table's columns cross. Library products take over when arithmetic, not reading, is the cost.
-NATIVE_MAX_ROWS = 64
+# Where the table's columns cross. Library products take over when arithmetic, not reading, is the cost. On ARM they
+# never do: native ones are written out there (`panel_neon.h`) and are faster for any number of token rows.
+NATIVE_MAX_ROWS = 64 if platform.machine() in ("x86_64", "AMD64") else sys.maxsize - 1
 PACKED_MIN_ROWS = 4 if platform.machine() in ("x86_64", "AMD64") else 2  # ARM's library is slow from 2 rows on
 PACKED_MAX_ROWS = 64
 PACKED_FOR_ROWS = 8  # the number of rows oneDNN is told when it lays out a packed copy
