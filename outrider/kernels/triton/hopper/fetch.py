@@ -16,7 +16,7 @@ STRIP = gl.constexpr(16)  # rows of values that are zeroed at a time
 
 
 @gluon.jit
-def _copy_tile(
+def copy_tile(
     pages, table, ring, turn, start, column, cached_begin, cached_end, arrival,
     D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -61,8 +61,8 @@ def fetch_keys(
         begin, num_key_tiles = keys[0], keys[1]
         table = page_table + request.to(gl.int64) * table_stride
         for i in range(num_key_tiles):
-            _copy_tile(pages, table, ring, turn + i, begin + i * BLOCK_N, kv_head * D, cached[0], cached[1],
-                       (turn + i) % STAGES, D, PAGE, BLOCK_N, STAGES)
+            copy_tile(pages, table, ring, turn + i, begin + i * BLOCK_N, kv_head * D, cached[0], cached[1],
+                      (turn + i) % STAGES, D, PAGE, BLOCK_N, STAGES)
         turn += num_key_tiles
         number += 1
         item = take(counter, count * KV_HEADS)
@@ -112,8 +112,8 @@ def fetch_values(
             start = begin + i * BLOCK_N
             slot = (turn + i) % STAGES
             needs_zeros = (start < cached[0]) | (start + BLOCK_N > cached[1])
-            _copy_tile(pages, table, ring, turn + i, start, kv_head * D, cached[0], cached[1],
-                       gl.where(needs_zeros, STAGES, slot), D, PAGE, BLOCK_N, STAGES)
+            copy_tile(pages, table, ring, turn + i, start, kv_head * D, cached[0], cached[1],
+                      gl.where(needs_zeros, STAGES, slot), D, PAGE, BLOCK_N, STAGES)
             if needs_zeros:
                 mbarrier.wait(ready.index(STAGES), num_zeroed & 1)
                 _zero_strips(value_tiles, slot, start, cached[0], cached[1], D, BLOCK_N, STAGES)

@@ -15,7 +15,7 @@ import triton
 import triton.experimental.gluon.language as gl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import num_sms
-from outrider.kernels.triton.hopper.fetch import COLUMNS
+from outrider.kernels.triton.hopper.fetch import COLUMNS, copy_tile
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.hopper.prefill import is_hopper, make_barriers
 from outrider.kernels.triton.launch import TritonKernel
@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -68,31 +67,13 @@ def _next_request(request, low, high, waits):
 
 @gluon.jit
 def _fetch(keys, page_table, contexts, ring, num_tokens, top_k, table_stride, D: gl.constexpr, PAGE: gl.constexpr):
-    COPY: gl.constexpr = min(PAGE, KEYS)
-    COPIES: gl.constexpr = KEYS // COPY
-    PARTS: gl.constexpr = D // COLUMNS
-    tiles, ready, free = ring
-    pieces = tiles._reinterpret(tiles.dtype, [STAGES * PARTS * COPIES, 1, COPY, COLUMNS],
-                                gl.NVMMASharedLayout(128, 16, rank=3))
     request, low, high, waits = _load_rows(contexts, num_tokens, top_k)
     turn = 0
     for _ in range(ROWS):
         owner, lowest, highest, begin, waits = _next_request(request, low, high, waits)
         table = page_table + gl.maximum(owner, 0).to(gl.int64) * table_stride
         for start in range(begin, highest, gl.num_programs(1) * KEYS):
-            slot = turn % STAGES
-            numbers = ()
-            for j in gl.static_range(COPIES):
-                position = start + j * COPY
-                is_seen = (position < highest) & (position + COPY > lowest)
-                numbers = numbers + (gl.load(table + position // PAGE, mask=is_seen, other=-1),)  # type: ignore[assignment]
-            mbarrier.wait(free.index(slot), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(slot), KEYS * D * 2)
-            for j in gl.static_range(COPIES):
-                for c in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
-                        keys, [numbers[j], (start + j * COPY) % PAGE, c * COLUMNS], ready.index(slot),
-                        pieces.index((slot * PARTS + c) * COPIES + j))
+            copy_tile(keys, table, ring, turn, start, 0, lowest, highest, turn % STAGES, D, PAGE, KEYS, STAGES)
             turn += 1
 
 

@@ -37,7 +37,7 @@ def position_at(own, index, low, count, is_long):
 
 
 @gluon.jit
-def add_tile(
+def _add_tile(
     acc, peak, total, start, count, factor, tiles, queries,
     HEADS: gl.constexpr, L: gl.constexpr,
 ):
@@ -64,14 +64,14 @@ def add_tile(
     return acc, new_peak, total
 
 
-@TritonKernel
-@gluon.jit(do_not_specialize=["max_count"], do_not_specialize_on_alignment=_INTS)
-def _chosen_kernel(
-    q, cache, page_table, request_of, first, stop, positions, out, scale, max_count,
-    q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride, out_token_stride,
-    out_head_stride,
+@gluon.jit
+def attend_entries(
+    q, cache, table, own, token, low, begin, end, is_long, scale, strides,
     NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
 ):
+    """(weighted values [L, HEADS], their divisors, peaks) over the places [begin, end) of a token row's list; and, to
+    write whole rows, the shared memory of the queries' latent parts, with heads and columns in its order."""
+    q_token_stride, q_head_stride, page_stride, entry_stride = strides
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
@@ -82,53 +82,67 @@ def _chosen_kernel(
     shares = gl.allocate_shared_memory(dtype, [TILE, HEADS], narrow)
     q_latent = gl.allocate_shared_memory(dtype, [HEADS, L], wide)
     q_rope = gl.allocate_shared_memory(dtype, [HEADS, R], wide)
-
-    token = gl.program_id(1).to(gl.int64)
-    low = gl.load(first + token).to(gl.int32)
-    count = gl.maximum(gl.load(stop + token).to(gl.int32) - low, 0)
-    is_long = count > max_count
-    count = gl.minimum(count, max_count)
-    table = page_table + gl.load(request_of + token).to(gl.int64) * table_stride
-    own = positions + token * positions_stride
-    index = gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
+    index = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
     latent = gl.arange(0, L, layout=gl.SliceLayout(0, copied))[None, :]
     rope = gl.arange(0, R, layout=gl.SliceLayout(0, copied))[None, :]
     # Positions are asked for two tiles ahead, and page numbers one tile ahead.
-    position = position_at(own, index, low, count, is_long)
-    is_live = (index < TILE) & (count > 0)
+    position = position_at(own, index, low, end, is_long)
+    is_live = (index >= 0) & (begin < end)
     page = gl.load(table + position // PAGE, mask=is_live, other=0)
-    next_position = position_at(own, TILE + index, low, count, is_long)
-
+    next_position = position_at(own, TILE + index, low, end, is_long)
     head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, copied))
     is_head = (head < NUM_HEADS)[:, None]
     asked = q + token * q_token_stride + (head * q_head_stride)[:, None]
     q_latent.store(gl.load(asked + latent, mask=is_head, other=0.0))
     q_rope.store(gl.load(asked + L + rope, mask=is_head, other=0.0))
-
-    column: gl.constexpr = gl.SliceLayout(0, multiplied)
     acc = gl.zeros([L, HEADS], gl.float32, layout=multiplied)
     total = gl.zeros([TILE, HEADS], gl.float32, layout=multiplied)
-    peak = gl.full([HEADS], float("-inf"), gl.float32, layout=column)
-    for start in range(0, count, TILE):
+    peak = gl.full([HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, multiplied))
+    for start in range(begin, end, TILE):
         cell = cache + (page.to(gl.int64) * page_stride + (position % PAGE) * entry_stride)[:, None]
         async_copy.async_copy_global_to_shared(entries, cell + latent)
         async_copy.async_copy_global_to_shared(ropes, cell + (L + rope))
         async_copy.commit_group()
         position = next_position
         page = gl.load(table + position // PAGE, mask=is_live, other=0)
-        next_position = position_at(own, start + 2 * TILE + index, low, count, is_long)
+        next_position = position_at(own, start - begin + 2 * TILE + index, low, end, is_long)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        acc, peak, total = add_tile(acc, peak, total, start, count, scale * LOG2E, (entries, ropes, shares),
+        acc, peak, total = _add_tile(acc, peak, total, start, end, scale * LOG2E, (entries, ropes, shares),
                                      (q_latent, q_rope), HEADS, L)
     divisor = gl.sum(total, axis=0)
-    result = acc / gl.where(divisor > 0, divisor, 1.0)[None, :]
+    return acc, gl.where(divisor > 0, divisor, 1.0), peak, (q_latent, head, latent)
+
+
+@gluon.jit
+def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
+    """result [L, HEADS] to out, by whole rows. `rows` comes from `attend_entries`."""
+    q_latent, head, latent = rows
     barrier()
-    q_latent.permute((1, 0)).store(result.to(dtype))  # to write whole rows
+    q_latent.permute((1, 0)).store(result.to(q_latent.dtype))
     barrier()
-    to = out + token * out_token_stride + (head * out_head_stride)[:, None] + latent
-    gl.store(to, q_latent.load(copied), mask=is_head)
+    to = out + (head * head_stride)[:, None] + latent
+    gl.store(to, q_latent.load(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])), mask=(head < NUM_HEADS)[:, None])
+
+
+@TritonKernel
+@gluon.jit(do_not_specialize=["max_count"], do_not_specialize_on_alignment=_INTS)
+def _chosen_kernel(
+    q, cache, page_table, request_of, first, stop, positions, out, scale, max_count,
+    q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride, out_token_stride,
+    out_head_stride,
+    NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+):
+    token = gl.program_id(1).to(gl.int64)
+    low = gl.load(first + token).to(gl.int32)
+    count = gl.maximum(gl.load(stop + token).to(gl.int32) - low, 0)
+    is_long = count > max_count
+    table = page_table + gl.load(request_of + token).to(gl.int64) * table_stride
+    acc, divisor, peak, rows = attend_entries(
+        q, cache, table, positions + token * positions_stride, token, low, 0, gl.minimum(count, max_count), is_long,
+        scale, (q_token_stride, q_head_stride, page_stride, entry_stride), NUM_HEADS, HEADS, L, R, PAGE)
+    store_rows(out + token * out_token_stride, acc / divisor[None, :], rows, out_head_stride, NUM_HEADS)
 
 
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,

@@ -11,13 +11,9 @@ import torch
 import triton.experimental.gluon.language as gl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import cdiv, pdl_options
-from outrider.kernels.triton.hopper.attend import LOG2E
-from outrider.kernels.triton.hopper.items import barrier
-from outrider.kernels.triton.hopper.latent import HEADS_AT_ONCE, TILE, add_tile, position_at
+from outrider.kernels.triton.hopper.latent import HEADS_AT_ONCE, TILE, attend_entries, store_rows
 from outrider.kernels.triton.launch import TritonKernel
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 _VARYING = ["max_count", "num_splits", "min_split"]
@@ -42,10 +38,6 @@ def _split_kernel(
     NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):
-    dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(2 * HEADS, 16, rank=2)
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     column: gl.constexpr = gl.SliceLayout(0, multiplied)
     _wait_for_inputs(PDL)
@@ -65,43 +57,9 @@ def _split_kernel(
         # The result of a split without positions is not read.
         gl.store(lse_at, gl.full([HEADS], float("-inf"), gl.float32, layout=column), mask=head < NUM_HEADS)
     else:
-        entries = gl.allocate_shared_memory(dtype, [TILE, L], wide)
-        ropes = gl.allocate_shared_memory(dtype, [TILE, R], wide)
-        shares = gl.allocate_shared_memory(dtype, [TILE, HEADS], narrow)
-        q_latent = gl.allocate_shared_memory(dtype, [HEADS, L], wide)
-        q_rope = gl.allocate_shared_memory(dtype, [HEADS, R], wide)
-        own = positions + token * positions_stride
-        index = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
-        latent = gl.arange(0, L, layout=gl.SliceLayout(0, copied))[None, :]
-        rope = gl.arange(0, R, layout=gl.SliceLayout(0, copied))[None, :]
-        # Positions are asked for two tiles ahead, and page numbers one tile ahead.
-        position = position_at(own, index, low, end, is_long)
-        is_live = (index >= 0) & (count > 0)
-        page = gl.load(table + position // PAGE, mask=is_live, other=0)
-        next_position = position_at(own, TILE + index, low, end, is_long)
-        asking = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, copied))
-        is_head = (asking < NUM_HEADS)[:, None]
-        asked = q + token * q_token_stride + (asking * q_head_stride)[:, None]
-        q_latent.store(gl.load(asked + latent, mask=is_head, other=0.0))
-        q_rope.store(gl.load(asked + L + rope, mask=is_head, other=0.0))
-        acc = gl.zeros([L, HEADS], gl.float32, layout=multiplied)
-        total = gl.zeros([TILE, HEADS], gl.float32, layout=multiplied)
-        peak = gl.full([HEADS], float("-inf"), gl.float32, layout=column)
-        for start in range(begin, end, TILE):
-            cell = cache + (page.to(gl.int64) * page_stride + (position % PAGE) * entry_stride)[:, None]
-            async_copy.async_copy_global_to_shared(entries, cell + latent)
-            async_copy.async_copy_global_to_shared(ropes, cell + (L + rope))
-            async_copy.commit_group()
-            position = next_position
-            page = gl.load(table + position // PAGE, mask=is_live, other=0)
-            next_position = position_at(own, start - begin + 2 * TILE + index, low, end, is_long)
-            async_copy.wait_group(0)
-            fence_async_shared()
-            barrier()
-            acc, peak, total = add_tile(acc, peak, total, start, end, scale * LOG2E, (entries, ropes, shares),
-                                        (q_latent, q_rope), HEADS, L)
-        divisor = gl.sum(total, axis=0)
-        divisor = gl.where(divisor > 0, divisor, 1.0)
+        acc, divisor, peak, rows = attend_entries(
+            q, cache, table, positions + token * positions_stride, token, low, begin, end, is_long, scale,
+            (q_token_stride, q_head_stride, page_stride, entry_stride), NUM_HEADS, HEADS, L, R, PAGE)
         result = acc / divisor[None, :]
         if SPLIT:
             gl.store(lse_at, peak + gl.log2(divisor), mask=head < NUM_HEADS)
@@ -109,11 +67,7 @@ def _split_kernel(
             to = out + token * out_token_stride + split * out_split_stride + (head * out_head_stride)[None, :] + row
             gl.store(to, result, mask=(head < NUM_HEADS)[None, :])
         else:
-            barrier()
-            q_latent.permute((1, 0)).store(result.to(dtype))  # to write whole rows
-            barrier()
-            to = out + token * out_token_stride + (asking * out_head_stride)[:, None] + latent
-            gl.store(to, q_latent.load(copied), mask=is_head)
+            store_rows(out + token * out_token_stride, result, rows, out_head_stride, NUM_HEADS)
 
 
 def launch_splits(
