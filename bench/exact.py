@@ -6,7 +6,7 @@
 The same requests, half of them greedy and half seeded with top_p, run all at once as the reference, then in cells:
 other batch sizes, other chunks of prompts, preempted, with prefix hits, with scripted drafts, n-gram drafts and drafts
 of the model that --speculative-config names. Each cell is compared with the reference of its mode, token by token, and
-by the bits of the log-probabilities of the chosen and the 20 likeliest tokens, into which all logits enter.
+by a hash of the bits of all logits that each token was drawn from, which the device makes.
 
 With --load-format dummy weights are drawn from N(0, 0.02) and norms are one, so that texts and logits vary. A drafter's
 own weights are as small as everywhere: its drafts are seldom right, and those of the script mostly are.
@@ -18,17 +18,17 @@ cell that would not end within --seconds. Last line: JSON with the sums.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import random
 import re
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,61 +38,77 @@ from outrider.commands.loading import Loaded, load  # noqa: E402
 from outrider.commands.parser import Parser, add_engine_flags, add_model, engine_config  # noqa: E402
 from outrider.commands.prompt_sets import read_sets  # noqa: E402
 from outrider.commands.run_prompts import Ask, run_prompts  # noqa: E402
-from outrider.commands.verify_bits import asking_for_bits, bits_of  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.core import RequestOutput, SamplingParams  # noqa: E402
+from outrider.core.outputs import Logprob  # noqa: E402
 from outrider.engine.load import find_model, load_tokenizer  # noqa: E402
+from outrider.llm import LLM  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
 from outrider.models.loader import load_weights  # noqa: E402
 from outrider.models.registry import build_model  # noqa: E402
+from outrider.runner import step  # noqa: E402
 from outrider.runner.device import pick_device, pick_dtype  # noqa: E402
 from outrider.runner.worker import Worker  # noqa: E402
+from outrider.sample.sampler import Sampled  # noqa: E402
 from outrider.spec.scripted import ScriptedDrafter  # noqa: E402
 
 NUM_DRAFTS, WRONG_EVERY = 3, 5  # of scripted drafts
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "auto": False}
 SHARED = 64  # tokens with which every fourth prompt begins
-Answer = tuple[list[int], list[str]]  # tokens of a request, and a digest of the log-probabilities at each
+ALL = 1_000_000  # requests
+Answer = tuple[list[int], list[str]]  # tokens of a request, and for each the hash of the logits that it was drawn from
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is set up. Zero: prompts in chunks of the engine's own size."""
+
+    drafts: str = ""  # scripted, ngram or head
+    chunk: int = 0
+    is_preempted: bool = False
+    has_hits: bool = False  # the requests run twice
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.drafts} drafts" if self.drafts else "", "prefix hits" if self.has_hits else "",
+                 "preempted" if self.is_preempted else "", f"chunks of {self.chunk}" if self.chunk else ""]  # fmt: skip
+        return ", ".join(filter(None, parts)) or "plain"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to run the requests. Zero: all of them, at once, prompts in chunks of the engine's own size."""
+    """A way to run the requests: the first so many of them, in groups."""
 
-    name: str
-    drafts: str = ""  # scripted, ngram or head
-    at_once: int = 0
-    chunk: int = 0
-    is_preempted: bool = False
-    has_hits: bool = False
-    requests: int = 0  # the first so many, where few at once would take too long
+    setup: Setup
+    at_once: int = ALL
+    requests: int = ALL  # few at once take long, so those are fewer
+
+    @property
+    def name(self) -> str:
+        return self.setup.name + (f", {self.at_once} at once" if self.at_once < ALL else "")
 
     def is_met(self, happened: dict[str, int]) -> bool:
         """Whether what the cell is about has happened."""
-        wanted = {"drafts": bool(self.drafts), "hits": self.has_hits, "preemptions": self.is_preempted}
+        setup = self.setup
+        wanted = {"drafts": bool(setup.drafts), "hits": setup.has_hits, "preemptions": setup.is_preempted}
         return all(happened[name] > 0 for name, is_wanted in wanted.items() if is_wanted)
 
 
-REFERENCE = Cell("reference")
-PLAIN = [Cell("24 at once", at_once=24), Cell("chunks of 96", chunk=96), Cell("prefix hits", has_hits=True),
-         Cell("preempted", is_preempted=True), Cell("7 at once", at_once=7, requests=28),
-         Cell("alone", at_once=1, requests=4), Cell("2 at once", at_once=2, requests=8),
-         Cell("prefix hits, preempted, chunks of 96", chunk=96, is_preempted=True, has_hits=True),
-         Cell("7 at once, chunks of 33", at_once=7, chunk=33, requests=28)]  # fmt: skip
-
-
-def with_drafts(kind: str) -> list[Cell]:
-    """The first cell says how many pages the cell with preemptions may have."""
-    return [Cell(f"{kind} drafts", kind),
-            Cell(f"{kind} drafts, prefix hits, preempted", kind, is_preempted=True, has_hits=True),
-            Cell(f"{kind} drafts, 7 at once, chunks of 96", kind, 7, 96, requests=28),
-            Cell(f"{kind} drafts, 2 at once", kind, 2, requests=8)]  # fmt: skip
+REFERENCE = Cell(Setup())
+FEW = [(33, ALL), (8, 16), (2, 4), (1, 2)]  # at once, of so many requests
 
 
 def cells(has_head: bool) -> list[Cell]:
-    kinds = ["scripted", "ngram", *(["head"] if has_head else [])]
-    rows = list(zip(*map(with_drafts, kinds), strict=True))
-    return [*rows[0], *rows[1], *PLAIN, *rows[2], *rows[3]]
+    """In the order in which they run. Cells of one setup share an engine; the cell of a drafter with room for all says
+    how many pages those with preemptions may have."""
+    plain, scripted, *others = ([Cell(Setup(kind), *few) for few in [(ALL, ALL), *FEW]]
+                                for kind in ("", "scripted", *(["head"] if has_head else []), "ngram"))
+    kinds = [each[0].setup.drafts for each in (scripted, *others)]
+    preempted = [Cell(Setup(kind, 320, is_preempted=True, has_hits=True)) for kind in kinds]
+    hits = [Cell(Setup(kind, 320, has_hits=True)) for kind in kinds]
+    return [*plain[1:], *scripted, preempted[0], Cell(Setup(chunk=96, has_hits=True)),
+            *(cell for each in others for cell in each), *preempted[1:], Cell(Setup(chunk=160, is_preempted=True)),
+            *hits]  # fmt: skip
 
 
 @dataclass
@@ -118,7 +134,8 @@ class Bench:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, asks: list[Ask], out: Path) -> None:
         self._loaded, self._config, self._out = loaded, config, out
-        self._asks = asking_for_bits(asks, loaded.model.vocab_size)
+        self._asks = [replace(ask, params=replace(ask.params, logprobs=0)) for ask in asks]
+        self._engine: tuple[Setup, bool, LLM] | None = None
         self._file = out / f"{loaded.name}.jsonl"
         lines = self._file.read_text().splitlines() if self._file.is_file() else []
         self.results = [Result(**json.loads(line)) for line in lines]
@@ -150,42 +167,52 @@ class Bench:
             file.write_text(json.dumps(made))
         return [(tokens, digests) for tokens, digests in json.loads(file.read_text())]
 
-    def _settings(self, cell: Cell, exact: bool) -> dict[str, Any]:
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine[2].close()
+        self._engine = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _settings(self, setup: Setup, exact: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "exact": exact, "enable_prefix_caching": cell.has_hits, "overlap": not cell.has_hits,
-            "max_num_seqs": cell.at_once or len(self._asks), "speculative_config": None,
+            "exact": exact, "enable_prefix_caching": setup.has_hits, "overlap": not setup.has_hits,
+            "max_num_seqs": len(self._asks), "speculative_config": None,
         }  # fmt: skip
-        if cell.chunk:
-            settings["max_num_batched_tokens"] = cell.chunk
-        if cell.drafts == "ngram":
+        if setup.chunk:
+            settings["max_num_batched_tokens"] = setup.chunk
+        if setup.drafts == "ngram":
             settings["speculative_config"] = NGRAM
-        elif cell.drafts == "head":
+        elif setup.drafts == "head":
             settings["speculative_config"] = {"auto": False} | (self._config.speculative_config or {})
-        if cell.is_preempted:
-            unhindered = self._find(f"{cell.drafts} drafts" if cell.drafts else REFERENCE.name, exact)
+        if setup.is_preempted:
+            unhindered = self._find(Setup(setup.drafts).name, exact)
             assert unhindered is not None, "the same drafts with room for all come first"
             settings["num_pages"] = 1 + max(unhindered.longest_pages + 1, unhindered.pages // 3)
             settings["kv_cache_memory_bytes"] = None
         return settings
 
+    def _llm(self, setup: Setup, exact: bool) -> LLM:
+        """An engine of this setup: the last cell's, if it has the same."""
+        if self._engine is None or self._engine[:2] != (setup, exact):
+            self.close()
+            config = replace(self._config, **self._settings(setup, exact))
+            drafter = self._scripted(exact) if setup.drafts == "scripted" else None
+            worker = Worker(config, self._loaded.model, eos_ids=(), drafter=drafter)
+            self._engine = setup, exact, self._loaded.llm(config, worker)
+        return self._engine[2]
+
     def _answers(self, cell: Cell, exact: bool) -> tuple[list[list[Answer]], dict[str, int], tuple[int, int]]:
         """(the answers of every round, what happened, pages of all requests and of the longest)"""
-        config = replace(self._config, **self._settings(cell, exact))
-        drafter = self._scripted(exact) if cell.drafts == "scripted" else None
-        worker = Worker(config, self._loaded.model, eos_ids=(), drafter=drafter)
-        asks = self._asks[: cell.requests or None]
-        with self._loaded.llm(config, worker) as llm:
-            rounds = [answers_of(run_prompts(llm, asks).outputs) for _ in range(1 + cell.has_hits)]
-            stats, scheduler = llm.engine.stats, llm.engine.scheduler
-            ends = [scheduler.cache.pages_to_start(len(ask.token_ids) + (ask.params.max_tokens or 0))
-                    for ask in asks]  # fmt: skip
-        happened = {"drafts": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens,
-                    "hits": stats.num_hit_tokens, "preemptions": scheduler.stats.num_preemptions}
-        del llm, worker
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return rounds, happened, (sum(ends), max(ends))
+        llm, asks = self._llm(cell.setup, exact), self._asks[: cell.requests]
+        before = happened_in(llm)
+        groups = [asks[start : start + cell.at_once] for start in range(0, len(asks), cell.at_once)]
+        rounds = [[answer for group in groups for answer in answers_of(run_prompts(llm, group).outputs)]
+                  for _ in range(1 + cell.setup.has_hits)]  # fmt: skip
+        cache = llm.engine.scheduler.cache
+        ends = [cache.pages_to_start(len(ask.token_ids) + (ask.params.max_tokens or 0)) for ask in asks]
+        return rounds, {name: count - before[name] for name, count in happened_in(llm).items()}, (sum(ends), max(ends))
 
     def _scripted(self, exact: bool) -> ScriptedDrafter:
         """Drafts the reference's tokens, some of them wrong."""
@@ -200,14 +227,44 @@ class Bench:
         return ScriptedDrafter(NUM_DRAFTS, script)
 
 
+def happened_in(llm: LLM) -> dict[str, int]:
+    stats = llm.engine.stats
+    return {"drafts": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens, "hits": stats.num_hit_tokens,
+            "preemptions": llm.engine.scheduler.stats.num_preemptions}
+
+
 def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
-    return [(list(output.outputs[0].token_ids), [digest(place) for place in places])
-            for output, places in zip(outputs, bits_of(outputs), strict=True)]  # fmt: skip
+    samples = [output.outputs[0] for output in outputs]
+    return [(list(sample.token_ids), [digest(place[token]) for token, place in
+                                      zip(sample.token_ids, sample.logprobs or [], strict=True)])
+            for sample in samples]  # fmt: skip
 
 
-def digest(place: dict[int, float]) -> str:
-    packed = b"".join(struct.pack("<qd", token, place[token]) for token in sorted(place))
-    return hashlib.blake2b(packed, digest_size=8).hexdigest()
+def digest(chosen: Logprob) -> str:
+    """The bits of the chosen token's log-probability, and the hash that `hashing` has put in place of its rank."""
+    return struct.pack(">dq", chosen.logprob, chosen.rank).hex()
+
+
+def hashing(sample: Callable[..., Sampled]) -> Callable[..., Sampled]:
+    """The sampler, with a hash of each logit row's bits in place of the chosen token's rank."""
+
+    def with_hashes(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Sampled:
+        sampled = sample(logits, *args, **kwargs)
+        if sampled.logprobs is None:
+            return sampled
+        return sampled._replace(logprobs=replace(sampled.logprobs, rank=hash_rows(logits)))
+
+    return with_hashes
+
+
+def hash_rows(logits: torch.Tensor) -> torch.Tensor:
+    """[L] int64: a sum of integers, whose order does not matter, over the mixed bits of each logit and its place."""
+    bits = logits.view(torch.int32).view(len(logits), -1)
+    mixed = bits * (torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device) * 0x1E3779B1 | 1)
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= 0x2C1B3C6D
+    mixed ^= (mixed >> 13) & 0x7FFFF
+    return mixed.sum(dim=1, dtype=torch.int64)
 
 
 def compare(one: Answer, other: Answer) -> tuple[int, int]:
@@ -297,10 +354,12 @@ def main(argv: Sequence[str]) -> int:
     wanted = [(cell, exact) for exact in modes for cell in [REFERENCE, *chosen]]
     left = [(cell, exact) for cell, exact in wanted if not bench.has(cell, exact)]
     longest = 0.0
-    while left and time.monotonic() - begin + longest < args.seconds:
-        result = bench.run(*left.pop(0))
-        longest = max(longest, result.seconds)
-        print(describe(result), flush=True)
+    with patch.object(step, "sample", hashing(step.sample)):
+        while left and time.monotonic() - begin + longest < args.seconds:
+            result = bench.run(*left.pop(0))
+            longest = max(longest, result.seconds)
+            print(describe(result), flush=True)
+        bench.close()
     print(json.dumps(summarise(loaded.name, bench.results, len(left))))
     return int(any(one.exact and one.differing_bits + one.differing_tokens for one in bench.results))
 

@@ -15,8 +15,8 @@ from tests.engine.harness import save_folder
 from tests.engine.test_exact_mode import FAMILIES
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")
-FEW = [bench.Cell("scripted drafts", "scripted"),
-       bench.Cell("prefix hits, preempted", chunk=40, is_preempted=True, has_hits=True)]
+FEW = [bench.Cell(bench.Setup("scripted")),
+       bench.Cell(bench.Setup(chunk=40, is_preempted=True, has_hits=True))]
 
 
 def test_it_resumes_and_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path,
@@ -47,9 +47,21 @@ def test_random_weights_make_varied_texts(capsys: pytest.CaptureFixture[str], tm
     folder = save_folder(tmp_path / "model", FAMILIES["llama"])
     asked = [str(folder), "--device", "cpu", "--requests", "3", "--max-tokens", "6", "--prompt-len", "20",
              "--num-pages", "40", "--load-format", "dummy", "--dtype", "float32", "--modes", "exact",
-             "--cells", "^alone$", "--out", str(tmp_path / "out")]  # fmt: skip
+             "--cells", "^plain, 1 at once$", "--out", str(tmp_path / "out")]  # fmt: skip
     assert bench.main(asked) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["cells_left"] == 0 and (found["exact"]["cells"], found["exact"]["tokens"]) == (1, 18)
+    assert found["cells_left"] == 0 and (found["exact"]["cells"], found["exact"]["tokens"]) == (1, 12)
     answers = json.loads((tmp_path / "out" / "model-exact.json").read_text())
     assert len({tuple(tokens) for tokens, _ in answers}) == 3
+
+
+def test_a_hash_is_one_of_all_bits_of_its_row_alone() -> None:
+    logits = torch.randn(5, 4001, generator=torch.Generator().manual_seed(0))
+    hashes = bench.hash_rows(logits)
+    assert torch.equal(torch.cat([bench.hash_rows(row[None]) for row in logits]), hashes)
+    changed = logits.clone()
+    changed.view(torch.int32)[0, 1234] ^= 1
+    changed.view(torch.int32)[1, [7, 8]] ^= torch.iinfo(torch.int32).min  # two signs
+    changed[2, [3, 4]] = changed[2, [4, 3]]
+    changed[3, 0] = logits[3, 0].double().nextafter(torch.tensor(9.0, dtype=torch.float64)).float()  # the same
+    assert (bench.hash_rows(changed) != hashes).tolist() == [True, True, True, False, False]
