@@ -21,7 +21,11 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 REFUSED_FIELDS = {"structural_tag": "write the tags into a grammar"}
 
 
-class FormFailure(str):
+class OwnFailure(str):
+    """Error message of a request that failed by its own parameters."""
+
+
+class FormFailure(OwnFailure):
     """Error message of a request whose grammar allows no further token. The request's own form is the cause: it went
     beyond the grammar library's limits on the way, or a token did not follow it."""
 

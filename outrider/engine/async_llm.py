@@ -21,10 +21,10 @@ from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
-from outrider.engine.streams import FormError, GrowingOutput, Increments, RequestError, Stream
+from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.engine.text import Tokenizer
 
-__all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "FormError", "RequestError"]
+__all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
 
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 

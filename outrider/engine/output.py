@@ -8,8 +8,12 @@ from __future__ import annotations
 from outrider.core import Finish, RequestResult, TokenLogprobs
 from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import SamplingParams
+from outrider.core.structured import OwnFailure
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
+
+# Parameters that forbid tokens. The last two leave others by themselves; a bias is bounded, so it forbids none.
+FORBIDDING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 
 
 class SampleOutput:
@@ -50,8 +54,17 @@ class SampleOutput:
         if stop is not None:
             return OutputIncrement(self._key, run, text, logprobs, SampleEnd("stop", stop))
         by_id = result.finish is Finish.STOP and bool(run) and run[-1] in (self._params.stop_token_ids or ())
-        end = SampleEnd(result.finish.reason, run[-1] if by_id else None, result.error)
+        end = SampleEnd(result.finish.reason, run[-1] if by_id else None, self._explained(result.error))
         return OutputIncrement(self._key, run, text, logprobs, end)
+
+    def _explained(self, error: str | None) -> str | None:
+        """The device does not say why there was nothing to choose. Where parameters forbid tokens, they are the likely
+        cause: logits that are not finite fail other requests too."""
+        forbid = [name for name in FORBIDDING if getattr(self._params, name)]
+        if error is None or isinstance(error, OwnFailure) or not set(forbid) & set(FORBIDDING[:2]):
+            return error
+        return OwnFailure(f"no token is allowed: {', '.join(forbid)} of this request leave none to choose (or the "
+                          "model's logits are not finite)")
 
     def replay(self, token_ids: list[int]) -> str:
         """Takes tokens again that have gone out before. Returns their text, as far as it has gone out too."""

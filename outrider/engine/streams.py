@@ -11,17 +11,17 @@ from abc import ABC, abstractmethod
 
 from outrider.core.outputs import OutputIncrement
 from outrider.core.pooling import Output
-from outrider.core.structured import FormFailure
+from outrider.core.structured import OwnFailure
 
 
 class RequestError(RuntimeError):
     """One request failed while it ran, as its output's `error` says."""
 
 
-class FormError(RequestError):
-    """One request failed because of its own structured output."""
+class ParamsError(RequestError):
+    """One request failed because of its own parameters."""
 
-    def __init__(self, request_id: str, failure: FormFailure) -> None:
+    def __init__(self, request_id: str, failure: OwnFailure) -> None:
         super().__init__(f"request {request_id}: {failure}")
         self.failure = failure
 
@@ -61,8 +61,8 @@ class Stream(ABC):
 
     def _raise_if(self, failed: str | None) -> None:
         if failed is not None:  # whatever else the request has running is aborted when its reader leaves
-            if isinstance(failed, FormFailure):
-                raise FormError(self.request_id, failed)
+            if isinstance(failed, OwnFailure):
+                raise ParamsError(self.request_id, failed)
             raise RequestError(f"request {self.request_id}: {failed}")
 
 

@@ -2,25 +2,58 @@
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
 connections. Bodies have their bounds in guard.py.
+
+Requests that offer to go on in another protocol are answered in this one. Java's client offers HTTP/2 with every first
+request (`Upgrade: h2c`), and the parser takes whatever follows such a head for the other protocol: bodies were lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 1 << 16
+UPGRADING = (b"upgrade", b"http2-settings")  # headers of an offer, and what Connection says of them
 HEAD_SECONDS = 60.0  # for a client to send a head, from its connection or from the head's first bytes
+
+
+class StayingParser(httptools.HttpRequestParser):
+    """Gives a request that offers another protocol back to the connection, without the offer."""
+
+    def __init__(self, connection: BoundedHttp) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does, for requests in a row
+        self._connection = connection
+
+    @property
+    def makes_offer(self) -> bool:
+        """Whether the head that was read last makes one. CONNECT demands another protocol, which is no offer."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self.makes_offer:
+                raise
+            self._connection.read_without_offer(data[upgrade.args[0] :])
 
 
 class BoundedHttp(HttpToolsProtocol):
     """Between requests uvicorn's own timeout for idle connections applies."""
 
+    parser: StayingParser
     _num_head_bytes = 0
     _is_in_head = True
     _num_requests = 0  # whose bodies have come whole
     _timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = StayingParser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,12 +74,28 @@ class BoundedHttp(HttpToolsProtocol):
         elif self._timer is None:
             self._start_timer()
 
+    def read_without_offer(self, rest: bytes) -> None:
+        """rest: what has come behind the head that was read last, which made an offer."""
+        parser = self.parser
+        lines = [b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(word for word in value.split(b",") if word.strip().lower() not in UPGRADING)
+            if name not in UPGRADING:
+                lines.append(name + b": " + value)
+        self.parser = StayingParser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
     def on_headers_complete(self) -> None:
+        if self.parser.makes_offer:
+            return
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.makes_offer:
+            return
         self._is_in_head, self._num_head_bytes = True, 0
         self._num_requests += 1
         super().on_message_complete()

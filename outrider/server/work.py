@@ -17,7 +17,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.engine.async_llm import EngineError, FormError, RequestError
+from outrider.engine.async_llm import EngineError, ParamsError, RequestError
 from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")
@@ -122,7 +122,7 @@ def api_error(error: Exception) -> ApiError:
         case EngineError():
             log.error("a request failed with the engine: %s", error)
             return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
-        case FormError():
+        case ParamsError():
             return ApiError(400, error.failure)
         case RequestError():
             log.error("%s", error)

@@ -96,6 +96,22 @@ def test_requests_one_after_the_other(served: Served, monkeypatch: pytest.Monkey
     assert talk(served, *[one % len(body) + body] * 3, last).count(b"200 OK") == 4
 
 
+OFFER = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+         b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n")
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_offer_of_another_protocol(served: Served, is_cut: bool) -> None:
+    """As Java's client makes it, with a body behind it: the answer comes in this protocol, and so may more requests."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    sent = OFFER + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    sent += OFFER + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    sent += b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    parts = [sent[i : i + 1] for i in range(len(sent))] if is_cut else [sent]
+    assert talk(served, *parts).count(b"200 OK") == 3
+    assert b"400" in talk(served, b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n")
+
+
 def test_methods(served: Served) -> None:
     assert served.http.get("/v1/completions").headers["allow"] == "POST"
     for path in ("/health", "/ping", "/ready"):
@@ -202,3 +218,17 @@ def test_a_stream_that_the_server_cuts_off_says_so() -> None:
 
     asyncio.run(run())
     assert b"the server is stopping" in sent[-1] and sent[-1].endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"structured_outputs": {"choice": ["yes"]}, "bad_words": ["e"]}, "bad_words, structured_outputs"),
+    ({"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [97]}, "allowed_token_ids, structured_outputs"),
+    ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids, bad_words"),
+    ({"allowed_token_ids": [2], "min_tokens": 3}, "allowed_token_ids, min_tokens"),
+])  # fmt: skip
+def test_parameters_that_contradict_each_other(served: Served, fields: dict[str, Any], words: str) -> None:
+    """It shows only when there is nothing left to choose; the fault is the client's all the same."""
+    assert words in served.error("/v1/completions", prompt="a", max_tokens=9, **fields)["message"]
+    streamed = served.post("/v1/completions", prompt="a", max_tokens=9, stream=True, **fields).text
+    assert '"code":400' in streamed and words in streamed
+    served.assert_idle()
