@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from outrider.spec.ngram import NgramDrafter
 from outrider.spec.scripted import ScriptedDrafter
 from tests.covering import grid, num_examples
 from tests.engine.harness import Ask, Rig, prompt_of, tiny_model, tokens_of
+from tests.spec.checkpoints import make_drafter
 
 FAMILIES = ("llama", "gemma3")
 DRAFTERS = ("ngram", "suffix", "draft_model", "ngram+draft_model")
+HEADS = ("eagle", "eagle3", "mtp")  # from checkpoints with random weights
 K = 3
 # A period in the prompt gives lookups something to find; lengths lie around page boundaries.
 PROMPTS = [prompt_of(1, 7) * 3, prompt_of(2, 15), prompt_of(3, 16) * 2, prompt_of(4, 5) * 8]
@@ -119,9 +122,11 @@ def expected_alone() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("preempts", [False, True])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_every_parameter_with_every_drafter(name: str, preempts: bool) -> None:
+@pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
+def test_every_parameter_with_every_drafter(name: str, preempts: bool, tmp_path: Path) -> None:
     config = {"method": "suffix" if name == "suffix" else "ngram", "num_speculative_tokens": K, "auto": False}
+    if name in HEADS:
+        config = make_drafter(name, "llama", tmp_path).speculative(K)
     with Rig(tiny_model("llama"), drafter=drafter_of(name, "llama"), speculative_config=config, num_pages=160) as rig:
         outputs = rig.run(asks_alone(), after_step=rig.preempt if preempts else None)
         assert tokens_of(outputs) == expected_alone()

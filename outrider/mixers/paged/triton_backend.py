@@ -14,6 +14,7 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.core import Limits
+from outrider.kernels.buffers import to_device
 from outrider.kernels.triton import (
     PrefillChoice,
     QueryTiles,
@@ -128,8 +129,7 @@ class TritonBackend(Backend):
                 if max(lens, default=0) > self._max_query:
                     prefill = HostPrefill([n if n > self._max_query else 0 for n in lens], self._max_query)
                     if max_query:
-                        is_short = torch.tensor([n <= self._max_query for n in lens], dtype=torch.int32)
-                        live = live * is_short.pin_memory().to(live.device, non_blocking=True)
+                        live = live * to_device([n <= self._max_query for n in lens], torch.int32, live.device)
             case DecodeQueries(most) if most <= self._max_query:
                 max_query = most
             case DecodeQueries(most):
