@@ -1,10 +1,12 @@
-"""Outrider beside transformers on the CPU: SmolLM2-135M in float32, the same weights, interleaved runs, medians.
+"""Outrider beside transformers and llama.cpp on the CPU: SmolLM2-135M, the same weights, interleaved runs, medians.
 
-    python bench/cpu_speed.py [--threads 2] [--repeats 5]
+    python bench/cpu_speed.py [--threads 2] [--repeats 5] [--llama FOLDER] [--model FILE] [--without SIDE ...]
 
-Prints single-stream decoding, a batch of 8, prompt processing, and what an Outrider step costs by its token rows: with
-the weights in the file's own bits (the default) and dequantised to float32, which give the same tokens.
-The last line is JSON. Needs the test extra (transformers).
+Prints single-stream decoding, a batch of 8 and prompt processing, and what an Outrider step costs by its token rows.
+The sides: Outrider with the weights in the file's own bits (the default) and dequantised to float32, which give the
+same tokens; with token rows rounded to 8 bits (`activation_bits=8`), as llama.cpp does; transformers in float32 (needs
+`pip install transformers`); and llama.cpp, if a folder with its library is named (see llama_library.py). The last line
+is JSON. Threads of llama.cpp wait for each other by turning in a loop: measure it on a machine without other work.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +27,21 @@ from outrider.models.sources import resolve
 from outrider.runner.graphs.costs import measure_costs
 
 NEW_TOKENS = 64
-DENSE = "float32 weights"
+OURS = {"outrider": {}, "8-bit rows": {"activation_bits": 8}, "float32 weights": {"keep_quantized": False}}
+TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
 PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were rafts, and then"
+Run = Callable[[list[list[int]], int], float]  # seconds for prompts and a number of new tokens
 
 
-def our_llm(keep_quantized: bool) -> LLM:
-    return LLM("smollm2", max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=512,
-               keep_quantized=keep_quantized)
+def our_llm(model: str, settings: dict[str, Any]) -> LLM:
+    return LLM(model, max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=512,
+               kv_cache_memory_bytes=1 << 29, **settings)
 
 
-def hf_model() -> Any:
+def hf_model(name: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    source = resolve("smollm2")
+    source = resolve(name)
     model = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
     missing, extra = model.load_state_dict(dict(source.tensors()), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
@@ -51,6 +58,15 @@ def hf_generate(model: Any, ids: list[list[int]], new: int) -> float:
     return time.perf_counter() - start
 
 
+def llama_generate(folder: str, model: str, threads: int) -> Run:
+    from llama_library import LlamaLibrary
+
+    path = str(resolve(model).path)
+    one, eight = (LlamaLibrary(folder, path, threads=threads, sequences=n, length=1024) for n in (1, 8))
+    print(f"{LLAMA}: {one.system}")
+    return lambda ids, new: (one if len(ids) == 1 else eight).seconds(ids, new)
+
+
 def our_generate(llm: LLM, ids: list[list[int]], new: int) -> float:
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
@@ -58,7 +74,7 @@ def our_generate(llm: LLM, ids: list[list[int]], new: int) -> float:
     return time.perf_counter() - start
 
 
-def decode_rate(run: Any, ids: list[list[int]]) -> float:
+def decode_rate(run: Run, ids: list[list[int]]) -> float:
     """Tokens per second after the first: the time of a whole run less that of a one-token run."""
     first = run(ids, 1)
     return len(ids) * (NEW_TOKENS - 1) / (run(ids, NEW_TOKENS) - first)
@@ -68,15 +84,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", default="smollm2", help="a GGUF file of a Llama model (default: smollm2)")
+    parser.add_argument("--llama", metavar="FOLDER", help="the folder of llama.cpp's library")
+    parser.add_argument("--without", nargs="*", default=[], choices=[*OURS, TRANSFORMERS], help="sides to leave out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    llm, dense = (our_llm(keep_quantized) for keep_quantized in (True, False))
-    model = hf_model()
-    ids = llm.get_tokenizer().encode(PROMPT)[:32]
-    long = (ids * 16)[:512]
-    sides = {"outrider": lambda i, n: our_generate(llm, i, n), "transformers": lambda i, n: hf_generate(model, i, n),
-             DENSE: lambda i, n: our_generate(dense, i, n)}
-    cases = {
+    engines = {side: our_llm(args.model, settings) for side, settings in OURS.items() if side not in args.without}
+    sides: dict[str, Run] = {side: partial(our_generate, llm) for side, llm in engines.items()}
+    if TRANSFORMERS not in args.without:
+        sides[TRANSFORMERS] = partial(hf_generate, hf_model(args.model))
+    if args.llama:
+        sides[LLAMA] = llama_generate(args.llama, args.model, args.threads)
+    ids = next(iter(engines.values())).get_tokenizer().encode(PROMPT)[:32]
+    long = (ids * 32)[:512]
+    cases: dict[str, Callable[[Run], float]] = {
         "single stream, tok/s": lambda run: decode_rate(run, [ids]),
         "batch 8, tok/s": lambda run: decode_rate(run, [ids] * 8),
         "prompt of 512, tok/s": lambda run: 512 / run([long], 1),
@@ -89,17 +110,18 @@ def main() -> None:
         for _ in range(args.repeats):
             for side, run in sides.items():
                 rates[side].append(case(run))
-        ours, theirs, ours_dense = (statistics.median(rates[side]) for side in sides)
-        report[name] = {"outrider": ours, "transformers": theirs, "ratio": ours / theirs,
-                        DENSE: ours_dense, f"{DENSE} ratio": ours_dense / theirs}
-        print(f"{name:24s} outrider {ours:7.1f}   transformers {theirs:7.1f}   ratio {ours / theirs:.2f}   "
-              f"{DENSE} {ours_dense:7.1f}   ratio {ours_dense / theirs:.2f}")
-    for key, engine in (("step_ms", llm.engine), (f"step_ms, {DENSE}", dense.engine)):
-        costs = measure_costs(engine.runner.device_step, engine.limits, sizes=(1, 2, 4, 5, 8, 16))
-        report[key] = {n: s * 1e3 for n, s in zip(costs.tokens, costs.seconds, strict=True)}
-        print(f"a step of n token rows ({key}):", ", ".join(f"{n}: {s:.1f}" for n, s in report[key].items()))
-    llm.close()
-    dense.close()
+                print(f"{name:22}   {side} {rates[side][-1]:.1f}", file=sys.stderr, flush=True)
+        report[name] = {side: statistics.median(found) for side, found in rates.items()}
+        print(f"{name:22}", *(f"{side} {rate:.1f}" for side, rate in report[name].items()), sep="   ", flush=True)
+        for peer in sides.keys() - OURS.keys():
+            ratios = (f"{side} {report[name][side] / report[name][peer]:.2f}" for side in engines)
+            print(f"{'':22}", f"against {peer}:", *ratios, sep="   ", flush=True)
+    for side, llm in engines.items():
+        costs = measure_costs(llm.engine.runner.device_step, llm.engine.limits, sizes=(1, 2, 4, 5, 8, 16))
+        report[f"step_ms, {side}"] = {n: s * 1e3 for n, s in zip(costs.tokens, costs.seconds, strict=True)}
+        print(f"a step of n token rows, ms ({side}):", *(f"{n}: {s * 1e3:.1f}" for n, s in
+                                                          zip(costs.tokens, costs.seconds, strict=True)))
+        llm.close()
     print(json.dumps(report))
 
 

@@ -18,6 +18,7 @@ from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
+from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Loaded:
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
+    load_torch_libraries_ahead()
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
     if needs_text and tokenizer is None:

@@ -114,7 +114,7 @@ class QuantizedProduct:
     ) -> None:
         self.rows, self.bias, self.weight = rows, bias, weight
         self.matrix = rows.matrix(bias, activation_bits)
-        self._exact = rows.matrix(bias)
+        self._exact = self.matrix if activation_bits == 32 else rows.matrix(bias)
         self._always_native = activation_bits == 8
         self.use_native_for_all(False)
         self.extra_bytes = rows.data.nbytes
