@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from outrider.kernels.latent import TokenContexts  # noqa: E402
 from outrider.kernels.triton.hopper import index, latent, latent_decode  # noqa: E402
+from tests.kernels.barriers import overwritten_barriers  # noqa: E402
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
 PAGES = f"tensordesc<bf16[1,64,64],{gl.NVMMASharedLayout(128, 16, rank=3)}>"
@@ -56,7 +57,7 @@ def test_compile_for_the_card() -> None:
     assert attends["copies"] == 9 * 4, "each of them of 16 bytes"
     for decode in decodes:
         assert decode["shared"] <= attends["shared"] and decode["copies"] == attends["copies"] and decode["multiplies"]
-    assert scores["shared"] <= PROGRAM_BYTES
+    assert scores["shared"] <= PROGRAM_BYTES and scores["overwritten"] == []
     assert attends["multiplies"] and scores["multiplies"]
 
 
@@ -97,5 +98,7 @@ if __name__ == "__main__":
                            SCORES=index.SCORE_REGISTERS),
             *(compile_kernel(latent_decode._split_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, SPLIT=split,
                              PDL=True) for split in (False, True)))  # fmt: skip
-    print(json.dumps([{"shared": kernel.metadata.shared, "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
-                       "copies": kernel.asm["ptx"].count("cp.async.cg")} for kernel in made]))  # fmt: skip
+    codes = [(kernel.metadata.shared, kernel.asm["ptx"]) for kernel in made]
+    print(json.dumps([{"shared": shared, "multiplies": "wgmma.mma_async" in ptx, "copies": ptx.count("cp.async.cg"),
+                       "overwritten": overwritten_barriers(ptx) if "mbarrier" in ptx else []}
+                      for shared, ptx in codes]))  # fmt: skip

@@ -28,6 +28,7 @@ from outrider.kernels.triton import attention, precompile  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, fits_hopper  # noqa: E402
 from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
+from tests.kernels.barriers import overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
 PAGES = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -54,7 +55,7 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
-COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": True, "HAS_STARTS": True})]
+COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": True, "HAS_STARTS": True}), (256, {})]
 
 
 def test_compiles_for_the_card() -> None:
@@ -68,6 +69,7 @@ def test_compiles_for_the_card() -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_BYTES
         assert kernel["multiplies"] and kernel["copies"]
+        assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
         assert kernel["size"] > kernel["decode_size"], "it takes longest to compile, and so it is the first"
 
 
@@ -120,5 +122,6 @@ if __name__ == "__main__":
     sizes = [precompile._source_size(own.function) for own in (hopper._prefill_kernel, attention._decode_kernel)]
     found = [{"size": sizes[0], "decode_size": sizes[1], "shared": kernel.metadata.shared,
               "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
-              "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"]} for kernel in made]
+              "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+              "overwritten": overwritten_barriers(kernel.asm["ptx"])} for kernel in made]
     print(json.dumps(found))

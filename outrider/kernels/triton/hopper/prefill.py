@@ -35,6 +35,9 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """All of them must be used by some kind of warps: Triton gives memory of which nobody makes use any more to others,
+    and when the card goes on with a program that it had stopped, for another process say, it writes the barriers that
+    were in the program's memory there again, over whatever was stored in their place."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -79,12 +82,11 @@ def _prefill_kernel(
     keys = (k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     values = (v_tiles, make_barriers(STAGES + 1, 1), make_barriers(STAGES, 2))
     queue = (items, make_barriers(2, 1), make_barriers(2, 3))
-    exchanged = make_barriers(2, 2)
     if SPLIT > 1:
         layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        exchange = (gl.allocate_shared_memory(gl.float32, [4, ROWS, BLOCK_N], layout), exchanged)
+        exchange = (gl.allocate_shared_memory(gl.float32, [4, ROWS, BLOCK_N], layout), make_barriers(2, 2))
     else:
-        exchange = (exchanged, exchanged)
+        exchange = ()  # type: ignore[assignment]
     fence_async_shared()
     barrier()
     if fill_to > 0:  # no variant of its own: this kernel takes seconds to compile
