@@ -21,7 +21,7 @@ from outrider.core import (
     ScheduledBatch,
 )
 from outrider.core.params import SamplingParams
-from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.buffers import buffer, send, to_device
 from outrider.sample.rows import SamplingRows
 
 
@@ -121,13 +121,14 @@ class RowState:
         not reach the pages of its last owner."""
         if not admissions:
             return
-        cells: list[int] = []  # of `tokens`
+        cells: list[torch.Tensor] = []  # of `tokens`
         tokens: list[int] = []
         for admission in admissions:
             start = admission.row * self.tokens.shape[1]
-            cells += range(start, start + len(admission.token_ids))
+            cells.append(torch.arange(start, start + len(admission.token_ids)))
             tokens += admission.token_ids
-        self.tokens.view(-1).index_copy_(0, *(to_device(ints, torch.int64, self.device) for ints in (cells, tokens)))
+        self.tokens.view(-1).index_copy_(0, send(torch.cat(cells), self.device),
+                                         to_device(tokens, torch.int64, self.device))
         fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
         for table in self.page_tables:
@@ -148,8 +149,8 @@ class RowState:
                 group[(write.row, write.start + i)] = page
         for table, group in zip(self.page_tables, cells, strict=True):
             if group:
-                flat = [(row, column, page) for (row, column), page in group.items()]
-                row, column, page = to_device(flat, torch.int64, self.device).unbind(1)
+                flat = [n for (row, column), page in group.items() for n in (row, column, page)]
+                row, column, page = to_device(flat, torch.int64, self.device).view(-1, 3).unbind(1)
                 table.index_put_((row, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
