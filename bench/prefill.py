@@ -27,6 +27,7 @@ from kernel_harness import graph_us  # noqa: E402
 
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig  # noqa: E402
+from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import (  # noqa: E402
     device_query_tiles,
     prefill_attention,
@@ -36,6 +37,7 @@ from outrider.kernels.triton.prefill import (  # noqa: E402
 
 NAN = float("nan")
 DIMS = (128, 512, 256, 64)
+hopper.MAX_BYTES_OF_OTHERS = sys.maxsize  # the others are these checks, in processes of their own
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Shape:
     softcap: float | None = None
     starts: bool = False
     dtype: str = "bfloat16"
+    in_order: bool = False  # the pages of a request follow each other
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,10 @@ def make_batch(shape: Shape, requests: list[tuple[int, int, int]], poisons: bool
     num_pages = 1 + columns * len(requests)
     size = (num_pages, 3, shape.page, shape.kv_heads, shape.dim)
     pool = torch.randn(size, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
-    order = (torch.randperm(num_pages - 1, device="cuda", generator=generator) + 1).view(len(requests), columns)
+    order = torch.arange(num_pages - 1, device="cuda")
+    if not shape.in_order:
+        order = torch.randperm(num_pages - 1, device="cuda", generator=generator)
+    order = (order + 1).view(len(requests), columns)
     table = order.to(torch.int32)
     key_starts = torch.tensor([min(n // 3, max(0, n - live)) for n, _, live in requests], dtype=torch.int32)
     if poisons:
@@ -161,6 +167,7 @@ class Case:
 
 LLAMA, LLAMA64, GEMMA_LOCAL, GEMMA_GLOBAL = (
     Shape(32, 8, 128), Shape(32, 8, 128, page=64), Shape(16, 4, 256, window=512), Shape(16, 2, 512))
+IN_ORDER = replace(LLAMA, in_order=True)
 CASES = [
     Case("d128 1x128", LLAMA, ((128, 128, 128),)),
     Case("d128 1x512", LLAMA, ((512, 512, 512),)),
@@ -172,10 +179,14 @@ CASES = [
     Case("d128 4x2048 behind 2000", LLAMA, ((4048, 2048, 2048),) * 4),
     Case("d128 1x8192 page 64", LLAMA64, ((8192, 8192, 8192),)),
     Case("d128 1x8192 behind 22000, 64", LLAMA64, ((30192, 8192, 8192),)),
+    Case("d128 1x8192 in order", IN_ORDER, ((8192, 8192, 8192),)),
+    Case("d128 1x8192 behind 22000, in order", IN_ORDER, ((30192, 8192, 8192),)),
     Case("d128/g16 1x8192", Shape(32, 2, 128), ((8192, 8192, 8192),)),
     Case("d64 1x8192", Shape(32, 8, 64), ((8192, 8192, 8192),)),
     Case("d256 1x8192", Shape(16, 4, 256), ((8192, 8192, 8192),)),
     Case("d256 1x8192 window 512", GEMMA_LOCAL, ((8192, 8192, 8192),)),
+    Case("d256 1x8192 window 512, in order", replace(GEMMA_LOCAL, in_order=True), ((8192, 8192, 8192),)),
+    Case("d512 1x8192 in order", replace(GEMMA_GLOBAL, in_order=True), ((8192, 8192, 8192),)),
     Case("d512 1x8192", GEMMA_GLOBAL, ((8192, 8192, 8192),)),
     Case("d512 1x4096 behind 4096", GEMMA_GLOBAL, ((8192, 4096, 4096),)),
 ]
@@ -226,6 +237,9 @@ CHECKS: list[tuple[Shape, HopperConfig]] = [
     *((Shape(8, 2, dim, softcap=20.0, starts=True, dtype="float16"), CONFIGS[dim]) for dim in (64, 512)),
     *((Shape(6, 2, dim, window=90, starts=True), CONFIGS[dim]) for dim in (128, 256)),
     (Shape(16, 2, 512, page=64), CONFIGS[512]),
+    *((Shape(8, 2, dim, in_order=True), config) for dim, config in CONFIGS.items()),
+    (Shape(8, 2, 256, window=130, starts=True, in_order=True), CONFIGS[256]),
+    (Shape(8, 2, 128, page=32, in_order=True), CONFIGS[128]),
 ]
 
 
