@@ -1,8 +1,10 @@
-"""CPU time of the HTTP front per streamed event, with an engine that costs next to nothing.
+"""What HTTP costs: events of a server whose engine costs next to nothing, and a model's streams beside offline ones.
 
-    python bench/server_front.py [--streams 32] [--tokens 200]
+    python bench/server_front.py [--streams 32] [--tokens 200] [--model smollm2]
 
-The server runs in this process and readers in another one; an event is one token of one stream. The last line is JSON.
+First the server runs in this process and readers in another one; an event is one token of one stream. With a model,
+`outrider serve` then runs in a process of its own, and rounds of `--batch` streams take turns with the same requests to
+an `LLM` in this process, by the clock on the wall. Each part prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +13,15 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import random
 import socket
+import statistics
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +58,9 @@ class FakeEngine:
 
     def check_running(self) -> None: ...
 
+    def idle(self, quiet_seconds: float) -> float | None:
+        return None
+
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> None:
         self._live[request_id] = [SampleKey(request_id, 0, 0, RequestMetrics()), params.max_tokens]
 
@@ -74,11 +85,12 @@ class FakeEngine:
     def close(self) -> None: ...
 
 
-def read_streams(port: int, num_streams: int, num_tokens: int, done: Any) -> None:
+def read_streams(port: int, prompts: list[list[int]], num_tokens: int, done: Any) -> None:
     """Reads everything and counts events; raw sockets, so that the reader costs little."""
-    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": num_tokens, "stream": True}).encode()
 
-    async def one() -> int:
+    async def one(prompt: list[int]) -> int:
+        body = json.dumps({"prompt": prompt, "max_tokens": num_tokens, "stream": True, "temperature": 0,
+                           "ignore_eos": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
                      + str(len(body)).encode() + b"\r\n\r\n" + body)
@@ -88,20 +100,28 @@ def read_streams(port: int, num_streams: int, num_tokens: int, done: Any) -> Non
             if b"[DONE]" in data:
                 break
         writer.close()
+        assert count, "no event came"
         return count
 
     async def everyone() -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
+        return sum(await asyncio.gather(*map(one, prompts)))
 
     began = time.perf_counter()
     done.put((asyncio.run(everyone()), time.perf_counter() - began))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=200)
-    args = parser.parse_args()
+def timed_streams(port: int, prompts: list[list[int]], num_tokens: int) -> tuple[int, float]:
+    """Events and seconds of streams whose readers are in a process of their own."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Queue()
+    reader = context.Process(target=read_streams, args=(port, prompts, num_tokens, done))
+    reader.start()
+    events, seconds = done.get()
+    reader.join()
+    return events, seconds
+
+
+def measure_front(num_streams: int, num_tokens: int) -> dict[str, Any]:
     host = EngineHost(lambda: AsyncLLM.around(FakeEngine()))  # type: ignore[arg-type]
     server = uvicorn.Server(uvicorn.Config(build_app(Service(host, ServerConfig(), ("fake",))), log_level="warning"))
     own = socket.create_server(("127.0.0.1", 0))
@@ -109,21 +129,69 @@ def main() -> None:
     thread.start()
     while not isinstance(host.state, Serving):
         time.sleep(0.01)
-    context = multiprocessing.get_context("spawn")
-    done = context.Queue()
     for _ in range(2):  # the first round warms up
-        reader = context.Process(target=read_streams, args=(own.getsockname()[1], args.streams, args.tokens, done))
-        reader.start()
         before = time.process_time()
-        events, seconds = done.get()
+        events, seconds = timed_streams(own.getsockname()[1], [[1, 2, 3]] * num_streams, num_tokens)
         cpu = time.process_time() - before
-        reader.join()
-    print(json.dumps({"streams": args.streams, "events": events, "events_per_second": round(events / seconds),
-                      "cpu_microseconds_per_event": round(cpu / events * 1e6, 1),
-                      "events_per_cpu_second": round(events / cpu)}))
     server.should_exit = True
     thread.join()
     host.close()
+    return {"streams": num_streams, "events": events, "events_per_second": round(events / seconds),
+            "cpu_microseconds_per_event": round(cpu / events * 1e6, 1), "events_per_cpu_second": round(events / cpu)}
+
+
+def measure_beside_offline(model: str, batch: int, prompt_len: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    from outrider.llm import LLM
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = ["--max-num-seqs", str(batch), "--no-enable-prefix-caching", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", "outrider.cli", "serve", model, *settings],
+                              stderr=subprocess.DEVNULL)
+    offline, served = [], []
+    source = random.Random(0)
+    try:
+        with LLM(model, max_num_seqs=batch, enable_prefix_caching=False) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            while not is_ready(port):
+                assert server.poll() is None, "the server has ended"
+                time.sleep(0.1)
+            for _ in range(1 + rounds):
+                prompts = [[source.randrange(100, 1000) for _ in range(prompt_len)] for _ in range(batch)]
+                served.append(timed_streams(port, prompts, num_tokens)[1])
+                began = time.perf_counter()
+                llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+                offline.append(time.perf_counter() - began)
+    finally:
+        server.terminate()
+        server.wait()
+    total = batch * num_tokens
+    ratios = [own / other for own, other in zip(offline[1:], served[1:], strict=True)]  # the first round warms up
+    return {"model": model, "batch": batch, "in": prompt_len, "out": num_tokens,
+            "offline_tok_s": round(total / statistics.median(offline[1:]), 1),
+            "served_tok_s": round(total / statistics.median(served[1:]), 1),
+            "of_offline": round(statistics.median(ratios), 3), "of_offline_each_round": [round(r, 3) for r in ratios]}
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--model", help="also measured, over HTTP and offline")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--model-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    print(json.dumps(measure_front(args.streams, args.tokens)), flush=True)
+    if args.model is not None:
+        print(json.dumps(measure_beside_offline(args.model, args.batch, 16, args.model_tokens, args.rounds)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench import server_front
 from outrider.cli import main
 from outrider.commands.bench_serve import Measured, percentile, summary
 from outrider.commands.http_stream import Address
@@ -57,3 +58,8 @@ def test_addresses() -> None:
     assert Address.parse("https://h/api/v1/") == Address("h", 443, True, "/api")
     with pytest.raises(ValueError, match="no address"):
         Address.parse("ftp://h")
+
+
+def test_the_front_is_measured_with_an_engine_that_costs_nothing() -> None:
+    events = server_front.measure_front(num_streams=2, num_tokens=5)["events"]
+    assert 2 <= events <= 10  # tokens that wait for their reader go out in one event
