@@ -350,7 +350,7 @@ class CacheManager:
         needed = min(group.kind.first_needed(settled), len(columns))
         if needed <= first:
             return
-        for column in range(first, needed):
+        for column in reversed(range(first, needed)):  # the pool gives them out again in their order
             self.pool.free(columns[column])
             columns[column] = NULL_PAGE
         self._granted.page_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from outrider.core import NULL_PAGE
 
-UNCLEAN = -2  # instead of the last group: the bytes of several
+NO_GROUP = -1  # instead of the last group: nobody has had the page yet
+UNCLEAN = -2  # the same: the bytes of several
 PageKey = tuple[int, bytes]  # group, chained hash of the tokens up to the page's end
 
 
@@ -20,17 +21,19 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"the pool needs at least 2 pages (one is the null page), got {num_pages}")
         self.num_pages = num_pages
-        self._blank = list(range(num_pages - 1, NULL_PAGE, -1))
+        # By the group that had them last, which gets them back without their being cleared; the last freed comes first.
+        self._blank: dict[int, list[int]] = {NO_GROUP: list(range(num_pages - 1, NULL_PAGE, -1))}
+        self._num_blank = num_pages - 1
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
         self._holders = [0] * num_pages
         self._key: list[PageKey | None] = [None] * num_pages
         self._page_of: dict[PageKey, int] = {}
-        self._last_group = [-1] * num_pages
+        self._last_group = [NO_GROUP] * num_pages
         self.num_evicted = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached)
+        return self._num_blank + len(self._cached)
 
     @property
     def num_usable(self) -> int:
@@ -51,15 +54,15 @@ class PagePool:
     def allocate(self, group: int) -> tuple[int, bool]:
         """Returns a page for one holder, and whether the page last belonged to another group, so that its bytes must
         be cleared."""
-        if self._blank:
-            page = self._blank.pop()
+        if self._num_blank:
+            page = self._take_blank(group)
         else:
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
             self.num_evicted += 1
         assert self._holders[page] == 0, f"page {page} handed out twice"
         self._holders[page] = 1
-        changed = self._last_group[page] not in (-1, group)
+        changed = self._last_group[page] not in (NO_GROUP, group)
         self._last_group[page] = group
         return page, changed
 
@@ -68,7 +71,7 @@ class PagePool:
         assert self._holders[page] >= 0, f"page {page} freed twice"
         if self._holders[page] == 0:
             if self._key[page] is None:
-                self._blank.append(page)
+                self._add_blank(page)
             else:
                 self._cached[page] = None
 
@@ -85,22 +88,27 @@ class PagePool:
                 return
             del self._cached[known]
             self._forget(known)
-            self._blank.append(known)
+            self._add_blank(known)
         self._page_of[key] = page
         self._key[page] = key
 
     def mark_unclean(self, pages: Sequence[int]) -> None:
         """Pages that may still hold the bytes of another group: the next group to get one must clear it."""
+        blank = set(self.blank_pages()).intersection(pages)
+        for group, own in self._blank.items():
+            self._blank[group] = [page for page in own if page not in blank]
         for page in pages:
             self._last_group[page] = UNCLEAN
+        self._blank.setdefault(UNCLEAN, []).extend(sorted(blank, reverse=True))
 
     def blank_pages(self) -> list[int]:
-        return list(self._blank)
+        return [page for own in self._blank.values() for page in own]
 
     def check(self, held: dict[int, int]) -> None:
         """Assert that every page is in exactly one state. `held`: number of holders by page, as the owners count."""
-        blank, cached = set(self._blank), set(self._cached)
-        assert len(blank) == len(self._blank), "a page is blank twice"
+        blank, cached = set(self.blank_pages()), set(self._cached)
+        assert len(blank) == len(self.blank_pages()) == self._num_blank, "a page is blank twice"
+        assert all(self._last_group[page] == group for group, own in self._blank.items() for page in own)
         for page in range(1, self.num_pages):
             owners = held.get(page, 0)
             assert self._holders[page] == owners, f"page {page}: {self._holders[page]} holders counted, {owners} found"
@@ -111,6 +119,16 @@ class PagePool:
         assert NULL_PAGE not in held and self._holders[NULL_PAGE] == 0, "the null page has an owner"
         for key, page in self._page_of.items():
             assert self._key[page] == key, f"page {page} is known by two contents"
+
+    def _take_blank(self, group: int) -> int:
+        """One that the group had last, else one that nobody has had, else any."""
+        own = self._blank.get(group) or self._blank.get(NO_GROUP) or next(filter(None, self._blank.values()))
+        self._num_blank -= 1
+        return own.pop()
+
+    def _add_blank(self, page: int) -> None:
+        self._blank.setdefault(self._last_group[page], []).append(page)
+        self._num_blank += 1
 
     def _forget(self, page: int) -> None:
         key = self._key[page]

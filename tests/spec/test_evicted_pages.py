@@ -52,7 +52,7 @@ def evict(rig: DraftRig, group: Group, column: int) -> None:
     assert page is not None and not cache.pool.is_held(page)
     del cache.pool._cached[page]
     cache.pool._forget(page)
-    cache.pool._blank.append(page)
+    cache.pool._add_blank(page)
 
 
 @pytest.mark.parametrize(("columns", "valid_from"), [((), 0), ((0,), 16), ((0, 2), 48), ((3,), HIT + 1)])

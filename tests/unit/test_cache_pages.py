@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.pages import PageKey, PagePool
+from outrider.cache.pages import NO_GROUP, PageKey, PagePool
 
 
 def key(content: int, group: int = 0) -> PageKey:
@@ -64,6 +64,24 @@ def test_a_page_that_changes_group_is_said_to() -> None:
     assert pool.allocate(1) == (page, True)
 
 
+def test_a_group_gets_its_own_pages_back_in_their_order() -> None:
+    pool = PagePool(9)
+    pages = [[pool.allocate(group)[0] for _ in range(3)] for group in (0, 1)]
+    for own in pages:
+        for page in reversed(own):
+            pool.free(page)
+    again = [[pool.allocate(group) for _ in range(3)] for group in (0, 1)]
+    assert again == [[(page, False) for page in own] for own in pages]
+    for _ in range(pool.num_free):
+        assert not pool.allocate(2)[1]
+    pool.free(pages[1][0])
+    assert pool.allocate(2) == (pages[1][0], True), "no other is left"
+    pool.free(pages[0][1])
+    pool.mark_unclean([pages[0][1], pages[0][2]])
+    assert pool.allocate(0) == (pages[0][1], True)
+    pool.check(dict.fromkeys(range(1, 9), 1))
+
+
 def test_the_first_page_of_a_content_stays_the_one_found() -> None:
     pool = PagePool(3)
     first, second = pool.allocate(0)[0], pool.allocate(0)[0]
@@ -106,17 +124,18 @@ def test_check_sees_every_broken_state(broken: str) -> None:
     cached(pool, 1)
     held = {pool.allocate(0)[0]: 1}
     pool.check(held)
+    blank = pool._blank[NO_GROUP]
     match broken:
         case "lost":
-            pool._blank.pop()
+            blank.pop()
         case "blank twice":
-            pool._blank.append(pool._blank[0])
+            blank.append(blank[0])
         case "cached without content":
-            pool._cached[pool._blank.pop()] = None
+            pool._cached[blank.pop()] = None
         case "wrong count":
-            held[pool._blank[0]] = 1
+            held[blank[0]] = 1
         case "stale key":
-            pool._page_of[key(9)] = pool._blank[0]
+            pool._page_of[key(9)] = blank[0]
     with pytest.raises(AssertionError):
         pool.check(held)
 
