@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Literal
 
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
 from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
@@ -60,6 +63,23 @@ class MessageTool(Body):
     cache_control: Json | None = None
 
 
+class MessageToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def check_name(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("name", "name goes with the type tool", {})
+        return self
+
+    def to_chat(self) -> str | Json:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
 class MessagesPrompt(Body):
     """The part of a request that becomes the prompt."""
 
@@ -67,7 +87,7 @@ class MessagesPrompt(Body):
     messages: list[Message]
     system: str | list[TextBlock] | None = None
     tools: list[MessageTool] | None = None
-    tool_choice: Json | None = None
+    tool_choice: MessageToolChoice | None = None
 
 
 class MessagesRequest(MessagesPrompt):
@@ -83,7 +103,7 @@ class MessagesRequest(MessagesPrompt):
 async def count_tokens(service: Service, body: MessagesPrompt) -> int:
     """Tokens of the prompt that the messages become."""
     service.check_model(body.model)
-    tools = None if _tool_choice(body) == "none" else _tools(body)
+    tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     return len(await service.encode_chat(chat_messages(body), tools, None, None))
 
 
@@ -93,10 +113,11 @@ def _tools(body: MessagesPrompt) -> list[Tool]:
 
 
 async def create_message(service: Service, body: MessagesRequest, tenant: str | None) -> Work:
+    choice = body.tool_choice
     chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=_tools(body) or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
-                       stop=body.stop_sequences or None, tool_choice=_tool_choice(body),
-                       parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use", False))
+                       stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
+                       parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
     conversation = Conversation(service, chat, {"stop": "stop_sequences"})
     await conversation.prepare(tenant)
     run = _Message(conversation, body)
@@ -104,14 +125,6 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
     if not body.stream:
         return JsonWork(run.answer(), timeout)
     return EventStream(run.frames(), timeout, end=b"", error_event=error_event)
-
-
-def _tool_choice(body: MessagesPrompt) -> str | Json | None:
-    choice = body.tool_choice or {}
-    if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    kind = choice.get("type")
-    return {None: None, "auto": "auto", "none": "none", "any": "required"}.get(kind, str(kind))
 
 
 def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:

@@ -232,3 +232,14 @@ def test_parameters_that_contradict_each_other(served: Served, fields: dict[str,
     streamed = served.post("/v1/completions", prompt="a", max_tokens=9, stream=True, **fields).text
     assert '"code":400' in streamed and words in streamed
     served.assert_idle()
+
+
+@pytest.mark.parametrize(("choice", "words"), [
+    ({"type": {}}, "tool_choice.type"), ({"type": "tool"}, "name goes with the type tool"), ({}, "tool_choice.type"),
+    ({"type": "auto", "name": "f"}, "name goes"), ({"type": "any", "parallel": 1}, "no field 'tool_choice.parallel'"),
+    ({"type": "any", "disable_parallel_tool_use": "no"}, "disable_parallel_tool_use"),
+])  # fmt: skip
+def test_a_choice_of_tools_in_messages_that_is_none(served: Served, choice: Any, words: str) -> None:
+    for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
+        error = served.error(path, messages=CHAT, tools=[{"name": "f", "input_schema": {}}], tool_choice=choice, **more)
+        assert error["param"] == "tool_choice" and words in error["message"]
