@@ -21,7 +21,10 @@ from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c", "step.c"))
-HEADERS = tuple(HERE / name for name in ("native.h", "blocks_neon.h", "panel_neon.h", "row_neon.h"))
+HEADERS = tuple(
+    HERE / name
+    for name in ("native.h", "blocks_neon.h", "int8_neon.h", "int8_x86.h", "panel_neon.h", "row_neon.h")
+)
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
