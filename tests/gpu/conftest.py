@@ -50,9 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "together(name): runs in one process with the others of that name")
     if HAS_CARD:
         torch.set_float32_matmul_precision("highest")  # float32 is compared to 1e-5
-        from outrider.kernels.triton.hopper import prefill
-
-        prefill.MAX_BYTES_OF_OTHERS = sys.maxsize  # the others are these tests, in processes of their own
 
 
 # Which tests run, and where

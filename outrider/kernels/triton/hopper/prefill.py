@@ -6,7 +6,6 @@ masked in the scores. Values beyond a request's own keys are zeroed before they 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,10 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-log = logging.getLogger("outrider")
-# Beside other processes, which the card runs in turns with this one, prompts of mixed lengths ended in illegal accesses
-# (docs/log.md, "An illegal access beside other processes"): they get kernels that any card runs.
-MAX_BYTES_OF_OTHERS = 2 << 30
 REGISTERS = 168  # of each of the 384 threads, before the kinds of warps share them out
 _VARYING = ["fill_to", "num_requests", "num_tiles", "window", "table_stride"]
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "counter"]
@@ -138,20 +133,7 @@ CONFIGS = {
 
 @lru_cache(maxsize=16)
 def is_hopper(device: torch.device) -> bool:
-    """Whether Hopper's own kernels run: on such a card, which no other process computes on."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or knobs.runtime.interpret:
-        return False
-    others = bytes_of_others(device)
-    if others > MAX_BYTES_OF_OTHERS:
-        log.warning("other processes hold %.1f GiB of this card: Hopper's own kernels stay off, prompts take longer",
-                    others / 2**30)
-    return others <= MAX_BYTES_OF_OTHERS
-
-
-def bytes_of_others(device: torch.device) -> int:
-    """Device memory that this process has not allocated; its own context and code, a GiB at most, are among it."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and not knobs.runtime.interpret
 
 
 def fits_hopper(num_heads: int, k_cache: torch.Tensor) -> bool:
