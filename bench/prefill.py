@@ -27,7 +27,6 @@ from kernel_harness import graph_us  # noqa: E402
 
 from outrider.kernels import reference  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig  # noqa: E402
-from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import (  # noqa: E402
     device_query_tiles,
     prefill_attention,
@@ -37,7 +36,6 @@ from outrider.kernels.triton.prefill import (  # noqa: E402
 
 NAN = float("nan")
 DIMS = (128, 512, 256, 64)
-hopper.MAX_BYTES_OF_OTHERS = sys.maxsize  # the others are these checks, in processes of their own
 
 
 @dataclass(frozen=True)
