@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from outrider.core.params import SamplingParams
 
+MEASURED_BOUNDS = 2  # steps with prompts are measured up to so many times their bound, which some may exceed
+
 
 class DraftCost(NamedTuple):
     """Seconds that a drafter needs to propose drafts for `requests` requests."""

@@ -123,7 +123,7 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills, budget, short = self._schedule_decoding(batch, plan)
-        step = self._begin_prompts(batch, budget, has_prompts=bool(prefills) or self._waiting.has_next)
+        step = self._begin_prompts(batch, budget, prefills)
         for request in prefills:
             if request.state is State.RUNNING and step.most_tokens(request.bound.at_most) > 0:
                 short |= self._schedule_known(request, step, batch) == 0
@@ -228,11 +228,12 @@ class Scheduler:
             batch.add(request, 1, num_drafts, True, bound)
         return prefills, budget, is_short
 
-    def _begin_prompts(self, batch: BatchBuilder, budget: int, has_prompts: bool) -> FullStep | TimedStep:
+    def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep | TimedStep:
         """The room that the requests which decode leave for prompts."""
-        if self._prompt_time is None or batch.is_empty or not has_prompts:
+        if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget)
-        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget)
+        num_waiting = sum(own.admitted_len - own.bound.at_most for own in prefills) + self._waiting.num_tokens()
+        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget, num_waiting)
 
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most

@@ -17,6 +17,7 @@ from outrider.mixers.batch import DecodeQueries, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
+from outrider.runner.graphs.mixed_costs import useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.results import read_result
@@ -245,3 +246,9 @@ def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:
             key = GraphKey(requests, tokens, 0, False, saves, has_prompts=True)
             wide = GraphKeys.wider(key, at_start)
             assert wide is not None and wide.tokens == serving
+
+
+def test_sizes_that_take_longer_than_larger_ones_are_left_out() -> None:
+    """Whoever asks for as many tokens as fit into a time gets the larger size."""
+    assert useful_sizes({64: 5.0, 128: 6.0, 192: 9.0, 256: 9.5, 320: 8.0}) == {64: 5.0, 128: 6.0, 320: 8.0}
+    assert list(useful_sizes({64: 1.0, 128: 1.0})) == [64, 128]

@@ -102,3 +102,12 @@ def test_prompts_share_the_time_of_one_step() -> None:
     assert run_step(sched) == {0: 1, 5: 40, 6: 87}
     assert sched.num_waiting == 1
     assert run_step(sched) == {0: 1, 5: 1, 6: 126}
+
+
+@pytest.mark.parametrize(("num_waiting", "tokens"), [(4, 32), (9, 32), (10, 64), (30, 64)])
+def test_steps_may_be_longer_while_many_prompts_wait(num_waiting: int, tokens: int) -> None:
+    """A fortieth of the time that they take (3.2 ms each), where the bound is less, and at most twice the bound."""
+    sched = scheduler(max_ms=0.6)
+    decoding(sched, 1)
+    sched.add(*(request(9 + index, 300) for index in range(num_waiting)))
+    assert run_step(sched) == {0: 1, 9: tokens - 1}

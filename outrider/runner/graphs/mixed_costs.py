@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from outrider.core import Limits
-from outrider.core.costs import MixedStepCosts, ReadCost
+from outrider.core.costs import MEASURED_BOUNDS, MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
 from outrider.runner.graphs.costs import best_seconds, read_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -22,24 +22,31 @@ from outrider.runner.graphs.warm_up import run_dead
 from outrider.runner.step import DeviceStep
 
 CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
-LEAST_TOKENS = 256  # of the smallest step that is measured
+LEAST_TOKENS = 64  # of the smallest step that is measured
 CALLS = 4  # of a kernel between two looks at the clock
 
 
 @torch.inference_mode()
 def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
                          takes_checkpoints: bool) -> MixedStepCosts:
-    """Costs of steps with prompts, up to the first size that takes more than `max_seconds`."""
-    sizes: list[int] = []
-    seconds: list[float] = []
+    """Costs of steps with prompts, up to the first size that takes far more than `max_seconds`."""
+    found: dict[int, float] = {}
     for size in mixed_sizes(GraphSizes.from_limits(limits)):
-        found = best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
-        sizes.append(size)
-        seconds.append(max([found, *seconds[-1:]]))  # more tokens never cost less; a dip is noise
-        if found > max_seconds:
+        found[size] = best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
+        if found[size] > MEASURED_BOUNDS * max_seconds:
             break
+    useful = useful_sizes(found)
     reading, row_seconds = read_costs(step)
-    return MixedStepCosts(tuple(sizes), tuple(seconds), reading, row_seconds, attend_costs(step))
+    return MixedStepCosts(tuple(useful), tuple(useful.values()), reading, row_seconds, attend_costs(step))
+
+
+def useful_sizes(found: dict[int, float]) -> dict[int, float]:
+    """Sizes and seconds in ascending order, without the sizes that take longer than a larger one."""
+    useful: dict[int, float] = {}
+    for size in sorted(found, reverse=True):
+        if found[size] <= min(useful.values(), default=found[size]):
+            useful[size] = found[size]
+    return dict(reversed(useful.items()))
 
 
 def mixed_sizes(sizes: GraphSizes) -> list[int]:
