@@ -27,7 +27,7 @@ def has_candidates(flag, top_k, num_groups):
 
 
 @triton.jit
-def _bound(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr):
+def bound_of(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr):
     """A distance that at least k groups have a token within, and not many more: where nearly all groups have one, most
     have several, so that fewer are enough to be too many."""
     group = tl.arange(0, GROUPS)
@@ -47,11 +47,10 @@ def _bound(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr)
 
 @triton.jit
 def list_candidates(
-    own, first, last, vocab, num_groups, top_k, shift, heat, floor, group_greatest, count, values, ids,
-    ROOM: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    own, first, last, vocab, bound, shift, heat, floor, group_greatest, count, values, ids,
+    ROOM: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):
     """Adds the candidates of tiles [first, last) to the row's, as long as there is room, and counts all of them."""
-    bound = _bound(group_greatest, num_groups, top_k.to(tl.int32), shift, heat, GROUPS)
     for tile in range(first, last):
         greatest = tl.load(group_greatest + tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP))
         if tl.min(distance_of(tl.div_rn(greatest - shift, heat)), axis=0) < bound:

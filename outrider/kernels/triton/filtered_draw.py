@@ -5,13 +5,13 @@ A token is drawn by the greatest score, a scaled logit with its noise:
     1. score     every span's best token; candidates in rows with a top-k (`candidates.py`)
     2. pick      the best of all spans, or the token of a row with candidates; rows that ask for top-p get pivots: the
                  distances of the best, of the best of those nearer than it, and so on
-    3. weigh     the weights within the pivots, which say whether the pivots are kept
+    3. weigh     the weights within the pivots, which say whether the pivots are kept; nearly, if there are many rows
     4. settle    where the best is not kept, spans are scored again without the tokens that are as far as it, until one
                  is found that is kept (`rejection.py`)
 
-A top-p of 0.9 rejects one token in ten, whatever the shape of the row. Rows that need a pivot which was not weighed go
-through 3 and 4 again. What is left then is read again by one program for each row, and so are rows with more candidates
-than there is room for (many equal logits).
+A top-p of 0.9 rejects one token in ten, whatever the shape of the row. Rows that need a pivot which was not weighed, or
+one whose weight lies too near the limit, go through 3 and 4 again, exactly. What is left then is read again by one
+program for each row, and so are rows with more candidates than there is room for (many equal logits).
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
-from outrider.kernels.triton.candidates import draw_candidate, furthest_candidate, has_candidates, list_candidates
+from outrider.kernels.triton.candidates import (
+    bound_of,
+    draw_candidate,
+    furthest_candidate,
+    has_candidates,
+    list_candidates,
+)
 from outrider.kernels.triton.common import (
     next_power_of_two,
     pdl_options,
@@ -33,7 +39,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_within
+from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_about, weights_within
 from outrider.kernels.triton.rejection import best_nearer, draw_by_rejection, is_weighed, token_distances
 from outrider.kernels.triton.sampling import GROUP, QUADS, SLICES, TILE, Spans, greatest_of_spans, own_logits, shift_of
 from outrider.kernels.triton.scans import NO_ID, best_of, scan, scan_greedy
@@ -44,7 +50,7 @@ _SEARCHED, _FILTERED = tl.constexpr(flags.SEARCHED), tl.constexpr(flags.FILTERED
 _ROOM = 8192  # candidates of one logit row
 _SEARCH_TILE = 1024
 _MANY_ROWS = 16
-_WEIGH_WARPS = 4
+_WEIGH_WARPS, _REGISTERS = 4, 64  # more programs at a time: they wait for memory
 _SUMS = 1 + PIVOTS
 
 
@@ -79,13 +85,32 @@ class _Scratch(NamedTuple):
     num_candidates: torch.Tensor  # [logit rows] int32
     candidates: torch.Tensor  # [logit rows, room] float32: their scaled logits
     candidate_ids: torch.Tensor  # [logit rows, room] int32
+    bounds: torch.Tensor  # [logit rows] int32: what candidates lie within, if a kernel of its own looks for it
+
+
+@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=SLICES)
+def _bound_kernel(
+    row, rows, span_greatest, group_greatest, scratch, num_groups, num_spans, SPANS: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The bound of a logit row's candidates, for all programs that list them."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    of = tl.load(row + at)
+    top_k = tl.load(rows.top_k + of)
+    if has_candidates(tl.load(rows.flags + of), top_k, num_groups):
+        shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
+        bound = bound_of(group_greatest + at * num_groups, num_groups, top_k.to(tl.int32), shift,
+                         tl.load(rows.temperature + of), GROUPS)  # fmt: skip
+        tl.store(scratch.bounds + at, bound)
 
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_filtered_kernel(
     logits, edited, row, rows, position, span_greatest, group_greatest, scratch, logit_stride, edited_stride, vocab,
-    num_tiles, num_groups, span, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    num_tiles, num_groups, span, BOUNDED: tl.constexpr, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     """One span's best token, or its candidates."""
     release_dependents(PDL)
@@ -101,10 +126,14 @@ def _score_filtered_kernel(
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         floor, top_k = tl.load(rows.min_p_floor + of), tl.load(rows.top_k + of)
         if has_candidates(flag, top_k, num_groups):
+            groups = group_greatest + at * num_groups
+            if BOUNDED:
+                bound = tl.load(scratch.bounds + at)
+            else:
+                bound = bound_of(groups, num_groups, top_k.to(tl.int32), shift, heat, GROUPS)
             list_candidates(
-                own, first, last, vocab, num_groups, top_k, shift, heat, floor, group_greatest + at * num_groups,
-                scratch.num_candidates + at, scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM, ROOM,
-                GROUPS, GROUP, 4 * QUADS,
+                own, first, last, vocab, bound, shift, heat, floor, groups, scratch.num_candidates + at,
+                scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM, ROOM, GROUP, 4 * QUADS,
             )  # fmt: skip
         else:
             top, chosen = scan(
@@ -178,9 +207,10 @@ def _pick_filtered_kernel(
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _weigh_kernel(
     logits, edited, row, rows, span_greatest, scratch, logit_stride, edited_stride, vocab, num_tiles, num_groups, span,
-    FIRST: tl.constexpr, PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, ABOUT: tl.constexpr, PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One span's weight, and its weights within the pivots."""
+    """One span's weight, and its weights within the pivots; ABOUT: nearly, which another round may do better."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at, num_spans = tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -193,7 +223,8 @@ def _weigh_kernel(
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         first, pivots = tl.program_id(0) * span, scratch.pivots + at * PIVOTS
-        total, sum0, sum1, sum2, sum3 = weights_within(
+        weigh: tl.constexpr = weights_about if ABOUT else weights_within
+        total, sum0, sum1, sum2, sum3 = weigh(
             own, first, tl.minimum(first + span, num_tiles), vocab, shift, tl.load(rows.temperature + of),
             tl.load(rows.min_p_floor + of), (flag & _TOP_P) != 0, tl.load(pivots), tl.load(pivots + 1),
             tl.load(pivots + 2), tl.load(pivots + 3), SIZE,
@@ -272,15 +303,19 @@ def draw_filtered(
         empty(num, num_spans, dtype=floats), empty(num, num_spans, dtype=ints), empty(height, PIVOTS, dtype=ints),
         empty(height, 2, dtype=ints), empty(height, dtype=ints),
         empty(height, num_spans, _SUMS, dtype=torch.int64), spans.num_candidates, empty(height, _ROOM, dtype=floats),
-        empty(height, _ROOM, dtype=ints),
+        empty(height, _ROOM, dtype=ints), empty(height, dtype=ints),
     )  # fmt: skip
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"SPANS": spans.most, "PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
     common, num_groups = (logits, edited, row, rows), spans.group_greatest.shape[1]
     sizes = (logits.stride(0), edited.stride(0), vocab, spans.num_tiles, num_groups)
+    groups, is_bounded = next_power_of_two(num_groups), any_searched and num >= _MANY_ROWS
+    if is_bounded:  # a row's programs would each look for it; of few rows that takes less than one more launch
+        _bound_kernel[(num,)](row, rows, spans.greatest, spans.group_greatest, scratch, num_groups, num_spans,
+                              GROUPS=groups, num_warps=4, **options)  # fmt: skip
     _score_filtered_kernel[spans.grid](
-        *common, position, spans.greatest, spans.group_greatest, scratch, *sizes, spans.length, ROOM=_ROOM, QUADS=QUADS,
-        GROUPS=next_power_of_two(num_groups), GROUP=GROUP, num_warps=4, **options,
+        *common, position, spans.greatest, spans.group_greatest, scratch, *sizes, spans.length, BOUNDED=is_bounded,
+        ROOM=_ROOM, QUADS=QUADS, GROUPS=groups, GROUP=GROUP, num_warps=4, **options,
     )
     _pick_filtered_kernel[(num,)](
         *common, position, spans.greatest, scratch, *drawn, *sizes, num_spans, ROOM=_ROOM, LISTED=_SEARCH_TILE,
@@ -288,8 +323,8 @@ def draw_filtered(
     )
     for is_first, is_last in _rounds(num, thresholds) if any_searched else ():
         _weigh_kernel[spans.grid](
-            *common, spans.greatest, scratch, *sizes, spans.length, FIRST=is_first, PIVOTS=PIVOTS, SIZE=TILE,
-            num_warps=_WEIGH_WARPS, **options,
+            *common, spans.greatest, scratch, *sizes, spans.length, FIRST=is_first, ABOUT=is_first and not is_last,
+            PIVOTS=PIVOTS, SIZE=TILE, num_warps=_WEIGH_WARPS, maxnreg=_REGISTERS, **options,
         )
         _settle_kernel[(num,)](
             *common, position, spans.greatest, scratch, *drawn, *sizes, num_spans, spans.length, FIRST=is_first,

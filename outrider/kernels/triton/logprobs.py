@@ -83,29 +83,30 @@ def _shaped(own, token, valid, shift, heat, threshold, PROCESSED: tl.constexpr):
     return logit
 
 
-@kernel(do_not_specialize=["num_spans"])
+@kernel(do_not_specialize=["num_spans", "span"])
 def _tiles_kernel(
-    inputs, scratch, logit_stride, edited_stride, num_spans, vocab, SIZE: tl.constexpr, GROUP: tl.constexpr,
-    PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    inputs, scratch, logit_stride, edited_stride, num_spans, vocab, num_tiles, span, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    at, tile, num_tiles = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    at, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * span
     of = tl.load(inputs.row + at)
     if tl.load(inputs.num_logprobs + of) >= 0:
         own, shift, heat, threshold = _shape_of(
             inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED, SPANS
         )
-        token = tile * SIZE + tl.arange(0, SIZE)
-        logit = _shaped(own, token, token < vocab, shift, heat, threshold, PROCESSED)
-        groups = tl.max(tl.reshape(logit, [SIZE // GROUP, GROUP]), axis=1)
-        greatest = tl.max(groups, axis=0)
-        shifted = tl.where(greatest > float("-inf"), logit - greatest, float("-inf"))
-        tl.store(scratch.tile_greatest + at * num_tiles + tile, greatest)
-        tl.store(scratch.tile_sums + at * num_tiles + tile, tl.sum(tl.exp(shifted), axis=0))
-        group = tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP)
-        tl.store(scratch.group_greatest + at * num_tiles * (SIZE // GROUP) + group, groups)
-        if tile == 0:
+        for tile in range(first, tl.minimum(first + span, num_tiles)):
+            token = tile * SIZE + tl.arange(0, SIZE)
+            logit = _shaped(own, token, token < vocab, shift, heat, threshold, PROCESSED)
+            groups = tl.max(tl.reshape(logit, [SIZE // GROUP, GROUP]), axis=1)
+            greatest = tl.max(groups, axis=0)
+            shifted = tl.where(greatest > float("-inf"), logit - greatest, float("-inf"))
+            tl.store(scratch.tile_greatest + at * num_tiles + tile, greatest)
+            tl.store(scratch.tile_sums + at * num_tiles + tile, tl.sum(tl.exp(shifted), axis=0))
+            group = tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP)
+            tl.store(scratch.group_greatest + at * num_tiles * (SIZE // GROUP) + group, groups)
+        if first == 0:
             tl.store(scratch.num_candidates + at, 0)
 
 
@@ -262,7 +263,10 @@ def token_logprobs(
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"PROCESSED": processed, "SPANS": spans.most, "PDL": pdl, **pdl_options(pdl)}
     strides = (inputs.logits.stride(0), inputs.edited.stride(0), spans.grid[0])
-    _tiles_kernel[(num_tiles, num)](inputs, scratch, *strides, vocab, SIZE=size, GROUP=group, num_warps=4, **options)
+    span = spans.length  # as where they are scored: programs that have nothing to do take time as well
+    _tiles_kernel[(cdiv(num_tiles, span), num)](
+        inputs, scratch, *strides, vocab, num_tiles, span, SIZE=size, GROUP=group, num_warps=4, **options,
+    )
     _count_kernel[(num_counts, num)](
         inputs, tokens, scratch, *strides, num_groups, vocab, SIZE=size, TILES=_TILES_PER_COUNT, ROOM=_ROOM,
         GROUPS=_GROUPS, num_warps=4, **options,

@@ -13,6 +13,7 @@ import triton.language as tl
 INFINITE = tl.constexpr(0x7F800000)  # the distance of a scaled logit of -inf
 UNKNOWN = tl.constexpr(0x7FFFFFFF)  # further than any scaled logit
 PIVOTS = 4  # distances that one pass over a logit row weighs
+SLACK = tl.constexpr(1e-4)  # of all masses: what `weights_about` decides lies further from the limit
 
 
 @triton.jit
@@ -73,12 +74,45 @@ def weights_within(
 
 
 @triton.jit
-def narrowed(inside, outside, pivot, weight, limit):
+def weights_about(
+    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr
+):
+    """As `weights_within`, in half of the time: sums in float32 of exponentials that are not written out. A mass is off
+    by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses; numbers of tokens are exact."""
+    total = tl.zeros([SIZE], dtype=tl.float32)
+    sum0, sum1, sum2, sum3 = total, total, total, total
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
+        distance = distance_of(scaled)
+        weight = tl.where(is_mass, tl.exp2(scaled * 1.4426950408889634), 1.0)
+        total += weight
+        sum0 += tl.where(distance < pivot0, weight, 0.0)
+        sum1 += tl.where(distance < pivot1, weight, 0.0)
+        sum2 += tl.where(distance < pivot2, weight, 0.0)
+        sum3 += tl.where(distance < pivot3, weight, 0.0)
+    return (_as_bits(tl.sum(total, axis=0)), _as_bits(tl.sum(sum0, axis=0)), _as_bits(tl.sum(sum1, axis=0)),
+            _as_bits(tl.sum(sum2, axis=0)), _as_bits(tl.sum(sum3, axis=0)))  # fmt: skip
+
+
+@triton.jit
+def _as_bits(weight):
+    """As it is kept beside integers; `weight_of_bits` takes it back."""
+    return weight.to(tl.float64).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def weight_of_bits(bits):
+    return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def narrowed(inside, outside, pivot, weight, limit, slack):
     """(greatest distance known to be kept, least known not to be), after one more pivot has been weighed: a token is
-    kept if the tokens nearer than it weigh less than the limit."""
-    is_kept = weight.to(tl.float64) < limit
-    return (tl.where(is_kept, tl.maximum(inside, pivot), inside),
-            tl.where(is_kept, outside, tl.minimum(outside, pivot)))  # fmt: skip
+    kept if the tokens nearer than it weigh less than the limit. Within the slack of it nothing is known."""
+    weight = weight.to(tl.float64)
+    return (tl.where(weight < limit - slack, tl.maximum(inside, pivot), inside),
+            tl.where(weight >= limit + slack, tl.minimum(outside, pivot), outside))  # fmt: skip
 
 
 @triton.jit
@@ -91,8 +125,8 @@ def furthest_kept(own, num_tiles, vocab, shift, heat, floor, is_mass, limit, ins
         _, sum0, sum1, sum2, sum3 = weights_within(
             own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
         )
-        inside, outside = narrowed(inside, outside, pivot0, sum0, limit)
-        inside, outside = narrowed(inside, outside, pivot1, sum1, limit)
-        inside, outside = narrowed(inside, outside, pivot2, sum2, limit)
-        inside, outside = narrowed(inside, outside, pivot3, sum3, limit)
+        inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
+        inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)
+        inside, outside = narrowed(inside, outside, pivot2, sum2, limit, 0.0)
+        inside, outside = narrowed(inside, outside, pivot3, sum3, limit, 0.0)
     return inside

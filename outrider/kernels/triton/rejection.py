@@ -15,11 +15,13 @@ from outrider.kernels import sampling_flags as flags
 from outrider.kernels.triton.candidates import has_candidates
 from outrider.kernels.triton.masses import (
     INFINITE,
+    SLACK,
     UNKNOWN,
     distance_of,
     furthest_kept,
     narrowed,
     scaled_at,
+    weight_of_bits,
     weights_within,
 )
 from outrider.kernels.triton.scans import NO_ID, SHIFT, scan_all
@@ -57,22 +59,37 @@ def _limit_of(flag, top_k, top_p, total):
 
 
 @triton.jit
+def _sum_of(weights, valid, ABOUT: tl.constexpr):
+    """The sum of spans' weights, integers or about (`weights_about`)."""
+    weight = tl.load(weights, mask=valid, other=0)
+    if ABOUT:
+        return tl.sum(weight_of_bits(weight), axis=0)
+    else:
+        return tl.sum(weight, axis=0)
+
+
+@triton.jit
 def _weighed_pivots(
-    scratch, at, flag, top_k, top_p, num_spans, FIRST: tl.constexpr, PIVOTS: tl.constexpr, SPANS: tl.constexpr
+    scratch, at, flag, top_k, top_p, num_spans, FIRST: tl.constexpr, ABOUT: tl.constexpr, PIVOTS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """(limit, greatest distance known to be kept, least known not to be) after the pivots were weighed."""
+    """(limit, greatest distance known to be kept, least known not to be) after the pivots were weighed. ABOUT: nearly,
+    so that nothing is known where a weight is close to the limit."""
     span = tl.arange(0, SPANS)
     sums = scratch.sums + (at * num_spans + span) * (PIVOTS + 1)
-    limit = _limit_of(flag, top_k, top_p, tl.sum(tl.load(sums, mask=span < num_spans, other=0), axis=0))
+    total = _sum_of(sums, span < num_spans, ABOUT)
+    limit, slack = _limit_of(flag, top_k, top_p, total), 0.0
+    if ABOUT:
+        slack = tl.where((flag & _TOP_P) != 0, total * SLACK, 0.0)
     if FIRST:
         inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE, dtype=tl.int32)
     else:
         inside, outside = tl.load(scratch.brackets + 2 * at), tl.load(scratch.brackets + 2 * at + 1)
     for index in tl.static_range(PIVOTS):
         pivot = tl.load(scratch.pivots + at * PIVOTS + index)
-        weight = tl.sum(tl.load(sums + 1 + index, mask=span < num_spans, other=0), axis=0)
+        weight = _sum_of(sums + 1 + index, span < num_spans, ABOUT)
         if pivot > 0:  # the greatest logit is always kept
-            inside, outside = narrowed(inside, outside, pivot, weight, limit)
+            inside, outside = narrowed(inside, outside, pivot, weight, limit, slack)
     return limit, inside, outside
 
 
@@ -109,7 +126,9 @@ def draw_by_rejection(
         score = tl.load(scratch.scores + at * num_spans + index, mask=is_span, other=float("-inf"))
         token = tl.load(scratch.tokens + at * num_spans + index, mask=is_span, other=NO_ID)
     distance = token_distances(own, token, shift, heat, vocab)
-    limit, inside, outside = _weighed_pivots(scratch, at, flag, top_k, top_p, num_spans, FIRST, PIVOTS, SPANS)
+    limit, inside, outside = _weighed_pivots(
+        scratch, at, flag, top_k, top_p, num_spans, FIRST, FIRST and not LAST, PIVOTS, SPANS
+    )
     if LAST:
         if not is_weighed(flag, top_k, num_groups):
             inside = tl.full([], 0, dtype=tl.int32)
@@ -142,13 +161,13 @@ def draw_by_rejection(
                     _, sum0, sum1, sum2, sum3 = weights_within(
                         own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
                     )
-                    inside, outside = narrowed(inside, outside, pivot0, sum0, limit)
+                    inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
                     if pivot1 > 0:
-                        inside, outside = narrowed(inside, outside, pivot1, sum1, limit)
+                        inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)
                     if pivot2 > 0:
-                        inside, outside = narrowed(inside, outside, pivot2, sum2, limit)
+                        inside, outside = narrowed(inside, outside, pivot2, sum2, limit, 0.0)
                     if pivot3 > 0:
-                        inside, outside = narrowed(inside, outside, pivot3, sum3, limit)
+                        inside, outside = narrowed(inside, outside, pivot3, sum3, limit, 0.0)
                 else:
                     pivots = scratch.pivots + at * PIVOTS
                     tl.store(pivots, pivot0)
