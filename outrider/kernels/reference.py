@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels.sampling_keys import CountTable
+
 # Most gathered key elements at a time; bounds the memory of attention over long page tables.
 MAX_GATHERED = 1 << 24
 MAX_WIDENED = 8192  # weight rows widened at a time
@@ -275,9 +277,11 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: in
 # Sampling
 
 
-def count_runs(counts: Tensor, row: Tensor, run: Tensor, run_len: Tensor) -> None:
-    """Adds 1 to counts[row[i], run[i, j]] for every j < run_len[i], in place. counts [rows, vocabulary] is int32, the
-    others int64; run is [requests, most]."""
+def count_runs(row: Tensor, run: Tensor, run_len: Tensor, counts: CountTable) -> None:
+    """Adds 1 to the count of run[i, j] in row[i] for every j < run_len[i], or nothing where there are no counts. The
+    tensors are int64, and run is [requests, most]."""
+    if counts.packed is None:
+        return
     is_in = torch.arange(run.shape[1], device=run.device) < run_len[:, None]
-    cells = (row[:, None] * counts.shape[1] + run).flatten()
-    counts.view(-1).index_add_(0, cells, is_in.flatten().to(counts.dtype))
+    cells = (row[:, None] * counts.width + run).flatten()
+    counts.packed.view(-1).index_add_(0, cells, is_in.flatten().to(torch.int32))

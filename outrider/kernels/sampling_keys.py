@@ -1,4 +1,4 @@
-"""SamplingKeys: the values that decide a draw beside the logits. The sampler passes them to its kernels."""
+"""What the sampler passes to its kernels beside logits: the values that decide a draw, and where token counts are."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ class SamplingKeys(NamedTuple):
     temperature: torch.Tensor  # float32; 0: greedy
     seed: torch.Tensor  # int64
     sample_index: torch.Tensor  # int64 or int32
+
+
+class CountTable(NamedTuple):
+    """Token counts of all rows. Kernels find them by an address that they read when they run, because a captured step
+    may be older than the counts, whose memory is taken when a request first asks for penalties."""
+
+    packed: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
+    address: torch.Tensor  # [1] int64: of `packed`; 0 while there is none
+    width: int  # of the vocabulary

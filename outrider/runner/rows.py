@@ -32,7 +32,6 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
-        self._penalised: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # of rows that report any
         self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # of rows that report hidden states, and their lengths
@@ -43,7 +42,6 @@ class RowParams:
             self._by_row[row] = params
             is_plain = params.is_plain and admission.hidden is HiddenReport.NONE
             (self._not_plain.discard if is_plain else self._not_plain.add)(row)
-            (self._penalised.add if params.has_penalties else self._penalised.discard)(row)
             self._num_logprobs.pop(row, None)
             if params.logprobs is not None:
                 self._num_logprobs[row] = params.logprobs
@@ -67,9 +65,6 @@ class RowParams:
     def are_plain(self, rows: list[int]) -> bool:
         """Whether all rows generate tokens, and none asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
-
-    def have_penalties(self, rows: list[int]) -> bool:
-        return not self._penalised.isdisjoint(rows)
 
     def logprobs_of(self, rows: list[int]) -> list[int]:
         """How many log-probabilities the rows ask for, of those that do."""

@@ -14,6 +14,7 @@ from outrider.core import Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, send
 from outrider.kernels.sampling_flags import IN_PROMPT
+from outrider.kernels.sampling_keys import CountTable
 
 log = logging.getLogger("outrider")
 
@@ -22,6 +23,11 @@ class TokenCounts:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits, self._device = limits, device
         self.packed: torch.Tensor | None = None  # [rows, vocabulary] int32: IN_PROMPT | outputs; None: nobody asked yet
+        self._address = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def table(self) -> CountTable:
+        return CountTable(self.packed, self._address, self._limits.extent(Axis.VOCAB))
 
     @property
     def num_bytes(self) -> int:
@@ -36,6 +42,7 @@ class TokenCounts:
             log.info("penalties: token counts of all rows take %.0f MiB", self.num_bytes / 2**20)
             with torch.inference_mode(False):  # like all row state, which is made before any step
                 self.packed = buffer(self._limits, Axis.ROWS, Axis.VOCAB, dtype=torch.int32, device=self._device)
+            self._address.fill_(self.packed.data_ptr())
         prompts, outputs = [], []
         for a in asking:
             cells = torch.tensor(a.token_ids) + a.row * self._limits.vocab_size
@@ -51,5 +58,4 @@ class TokenCounts:
     def add_runs(self, row: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
         """Adds run[i, :run_len[i]] to row[i]. Rows without penalties count as well, once the memory is there: their
         counts are not read, and are built anew when a request takes the row."""
-        if self.packed is not None:
-            ops.count_runs(self.packed, row, run, run_len)
+        ops.count_runs(row, run, run_len, self.table)

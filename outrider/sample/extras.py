@@ -58,11 +58,11 @@ class StepNeeds:
         )
 
     @classmethod
-    def everything(cls, max_logprobs: int | None, *, has_counts: bool) -> StepNeeds:
-        """Needs of a captured step that serves any batch: rows say what is done for them. Penalties need the counts,
-        which are there once a request has asked for one. For kernels alone: the torch code goes by exact needs."""
-        return cls(True, True, True, True, True, any_repetition=has_counts, any_output_counts=has_counts,
-                   any_grammar=True, any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
+    def everything(cls, max_logprobs: int | None) -> StepNeeds:
+        """Needs of a captured step that serves any batch: rows say what is done for them. For kernels alone: the torch
+        code goes by exact needs."""
+        return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_grammar=True,
+                   any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
     @property
     def any_penalties(self) -> bool:

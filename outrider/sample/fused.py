@@ -21,7 +21,8 @@ def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
     at, rows, needs, history = asked.logit_rows, asked.rows, asked.needs, asked.history
     spans = plan_spans(logits)
     edited = edit_logits(logits, at.row, at.draft_index, at.position, _edit_rows(rows),
-                         Text(history.tokens, history.known, history.drafts), spans, any_edits=needs.any_edits)
+                         Text(history.tokens, history.known, history.drafts), spans, any_edits=needs.any_edits,
+                         num_counts=rows.counts.table.width)
     is_processed = needs.max_logprobs is not None and asked.logprobs == "processed"
     filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
                              rows.sample_index, rows.num_logprobs)  # fmt: skip
@@ -39,5 +40,5 @@ def _edit_rows(rows: SamplingRows) -> EditRows:
     return EditRows(
         rows.flags, rows.temperature, rows.presence, rows.frequency, rows.repetition, rows.min_tokens, rows.prompt_len,
         rows.num_stop_ids, rows.stop_ids, rows.bias_start, rows.bias_len, rows.words_start, rows.num_words,
-        rows.lists.ints, rows.lists.allowed, rows.counts.packed, rows.masks.words,
+        rows.lists.ints, rows.lists.allowed, rows.counts.table.address, rows.masks.words,
     )  # fmt: skip

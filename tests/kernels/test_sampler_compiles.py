@@ -18,8 +18,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-KERNELS = {"_edit_kernel", "_score_filtered_kernel", "_pick_filtered_kernel", "_weigh_kernel", "_settle_kernel",
-           "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
+KERNELS = {"_edit_kernel", "_bound_kernel", "_score_filtered_kernel", "_pick_filtered_kernel", "_weigh_kernel",
+           "_settle_kernel", "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
@@ -72,7 +72,7 @@ def compile_sampler() -> dict[str, int]:
     limits = Limits(max_requests=2, max_batched_tokens=8, max_len=8, max_drafts=2, vocab_size=4096)
     logits = torch.zeros(2, limits.vocab_size).numpy()
     batch = make_batch([Case(SamplingParams(presence_penalty=1.0), (1, 2), 1, (3,), logits, max_len=8)], limits=limits)
-    needs, modes = StepNeeds.everything(5, has_counts=True), ("raw", "processed")
+    needs, modes = StepNeeds.everything(5), ("raw", "processed")
     with launch.collecting(compile_one), ops.using("triton", sampler.sample_chunk):
         for mode, many_rows in zip(modes, (1, 16), strict=True):  # both kinds of rounds
             filtered_draw._MANY_ROWS = many_rows

@@ -21,6 +21,7 @@ from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.core.structured import StructuredOutputsParams  # noqa: E402
 from outrider.kernels import ops, reference  # noqa: E402
+from outrider.kernels.sampling_keys import CountTable  # noqa: E402
 from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, sampling, token_counts  # noqa: E402
 from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler  # noqa: E402
 from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
@@ -127,7 +128,7 @@ def test_grammars_beside_every_other_edit(device: torch.device, heat: float) -> 
     assert_equal(made, wanted, asked_of(drawn))
     masks = [row for case in drawn[:4] if case.allowed is not None for row in case.allowed]
     assert all(mask[token] for mask, token in zip(masks, wanted.tokens.tolist(), strict=False))
-    needs = StepNeeds.everything(8, has_counts=True)
+    needs = StepNeeds.everything(8)
     assert_equal(sampled_by("triton", replace(batch, needs=needs, extras=StepExtras())), wanted, asked_of(drawn))
 
 
@@ -164,9 +165,14 @@ def test_filters_keep_what_a_sort_keeps(
     assert_sorted_alike(FILTERS, shape, device, monkeypatch)
 
 
-@pytest.mark.parametrize(("shape", "room"), [("flat", 8192), ("ties", 8192), ("very narrow", 8192), ("flat", 16)])
-def test_candidates_of_many_tiles(device: torch.device, shape: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles and groups: a k that is at most the number of groups bounds the candidates."""
+@pytest.mark.parametrize(("shape", "room", "many_rows"), [
+    ("flat", 8192, 16), ("ties", 8192, 1), ("very narrow", 8192, 1), ("flat", 16, 16),
+])  # fmt: skip
+def test_candidates_of_many_tiles(device: torch.device, shape: str, room: int, many_rows: int,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and groups: a k that is at most the number of groups bounds the candidates. Among many rows a kernel
+    of its own looks for the bounds."""
+    monkeypatch.setattr(filtered_draw, "_MANY_ROWS", many_rows)
     for module in (sampling, edits, filtered_draw):
         for name, value in (("QUADS", 16), ("TILE", 64), ("GROUP", 16)):
             monkeypatch.setattr(module, name, value, raising=False)
@@ -206,6 +212,24 @@ def test_rows_settle_in_two_rounds(device: torch.device, monkeypatch: pytest.Mon
     drawn = some_cases([{"top_p": 0.3}, {"top_p": 0.1}, {"top_k": 900}, {"top_k": 1200, "top_p": 0.5}], spread=0.5)
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     wanted = sampled_by("reference", batch)
+    assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
+    monkeypatch.setattr(filtered_draw, "_rounds", lambda num, thresholds: [(True, False)])
+    assert sampled_by("triton", batch).tokens.tolist() != wanted.tokens.tolist(), "some rows need the second round"
+
+
+def test_rows_at_the_limit_are_weighed_exactly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likelier half of the tokens weighs what top-p asks for, but for the last bits. Sums that are nearly right
+    leave such rows to the second round."""
+    monkeypatch.setattr(filtered_draw, "_MANY_ROWS", 1)
+    logits = np.where(np.arange(VOCAB) % 2 == 0, 0.0, -0.5).astype(np.float32)[None]
+    mass = probability_mass(torch.from_numpy(logits))[0]
+    limit = float(mass[::2].sum() / mass.sum())
+    drawn = [Case(SamplingParams(top_p=limit + sign * 1.5e-7), (1,), 1, (), logits, seed=i)
+             for i in range(4) for sign in (-1, 1)]  # fmt: skip
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    wanted = sampled_by("reference", batch)
+    assert {int(token) % 2 for token in wanted.tokens[::2]} == {0}, "the less likely half is left out by one of two"
+    assert {int(token) % 2 for token in wanted.tokens[1::2]} == {0, 1}
     assert_equal(sampled_by("triton", batch), wanted, asked_of(drawn))
     monkeypatch.setattr(filtered_draw, "_rounds", lambda num, thresholds: [(True, False)])
     assert sampled_by("triton", batch).tokens.tolist() != wanted.tokens.tolist(), "some rows need the second round"
@@ -265,7 +289,7 @@ def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
 
 
 def test_a_step_that_serves_any_batch_gives_what_exact_needs_give(device: torch.device) -> None:
-    """A captured step launches everything, and without penalties in use there are no counts."""
+    """A captured step launches everything. Without penalties in use there are no counts, and none are read."""
     drawn = some_cases([{}, {"temperature": 0.0}, ALONE[4], ALONE[10], {"logprobs": 3, "temperature": 0.6}])
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     assert batch.rows.counts.packed is None
@@ -274,7 +298,7 @@ def test_a_step_that_serves_any_batch_gives_what_exact_needs_give(device: torch.
             batch = make_batch([*drawn, *some_cases([ALONE[9]])], device=str(device), limits=LIMITS)
             drawn = [*drawn, *some_cases([ALONE[9]])]
         wanted = sampled_by("triton", batch)
-        needs = StepNeeds.everything(8, has_counts=has_counts)
+        needs = StepNeeds.everything(8)
         assert_equal(sampled_by("triton", replace(batch, needs=needs, extras=StepExtras())), wanted, asked_of(drawn))
 
 
@@ -322,16 +346,23 @@ def test_without_a_place_for_lists_the_torch_code_samples(device: torch.device) 
 # Counts
 
 
+def table_of(counts: torch.Tensor) -> CountTable:
+    return CountTable(counts, torch.tensor([counts.data_ptr()], device=counts.device), counts.shape[1])
+
+
 def test_runs_are_counted(device: torch.device) -> None:
     counts = torch.randint(0, 9, (5, 40), dtype=torch.int32).to(device)
     row = torch.tensor([3, 1, 0, 4], device=device)
     run = torch.tensor([[7, 7, 39], [5, 6, 7], [1, 1, 1], [0, 2, 4]], device=device)
     run_len = torch.tensor([3, 1, 0, 2], device=device)
     wanted, made = counts.clone(), counts.clone()
-    reference.count_runs(wanted, row, run, run_len)
-    token_counts.count_runs(made, row, run, run_len)
+    reference.count_runs(row, run, run_len, table_of(wanted))
+    token_counts.count_runs(row, run, run_len, table_of(made))
     assert torch.equal(made, wanted) and made[3, 7] == counts[3, 7] + 2
     assert not torch.equal(made, counts)
+    nothing = CountTable(None, torch.zeros(1, dtype=torch.int64, device=device), 40)
+    for kind in (reference, token_counts):
+        kind.count_runs(row, run, run_len, nothing)  # type: ignore[attr-defined]
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
@@ -348,7 +379,7 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     with pytest.raises(ValueError, match="draw_filtered: position "):
         filtered_draw.draw_filtered(batch.logits, batch.logits, row, position[:0], good, spans)
     with pytest.raises(ValueError, match="count_runs: run "):
-        token_counts.count_runs(torch.zeros(2, 3, dtype=torch.int32, device=device), row, row[:, None].int(), row)
+        token_counts.count_runs(row, row[:, None].int(), row, rows.counts.table)
     inputs = logprobs.LogprobLogits(batch.logits, batch.logits, row, rows.num_logprobs, rows.flags, rows.temperature,
                                     batch.logits[:, 0].contiguous(), spans.greatest)  # fmt: skip
     with pytest.raises(ValueError, match="token_logprobs: most is 200"):

@@ -19,7 +19,7 @@ from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
 from outrider.runner.graphs.mixed_costs import useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
-from outrider.runner.graphs.sizes import GraphSizes
+from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
@@ -101,7 +101,7 @@ def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, re
 
 @pytest.mark.parametrize(("params", "form"), [
     ({"logprobs": 20}, SamplerForm.FULL), ({"min_tokens": 2}, SamplerForm.FULL), ({"top_p": 0.5}, SamplerForm.DRAW),
-    ({"logit_bias": {3: 1.0}}, SamplerForm.FULL), ({"presence_penalty": 1.0}, SamplerForm.PENALISED),
+    ({"logit_bias": {3: 1.0}}, SamplerForm.FULL), ({"presence_penalty": 1.0}, SamplerForm.FULL),
     ({"prompt_logprobs": 1, "prompt_len": 47}, SamplerForm.FULL),
 ])  # fmt: skip
 def test_parameters_choose_the_sampler(params: dict[str, Any], form: SamplerForm) -> None:
@@ -110,7 +110,7 @@ def test_parameters_choose_the_sampler(params: dict[str, Any], form: SamplerForm
         plain, key = served(graphs(), batch), served(graphs(), batch, rows_of(**params))
         assert key == replace(plain, sampler=form)
         needs = graphs().plan(key).needs
-        assert needs.is_draw == (form is SamplerForm.DRAW) and needs.any_penalties == (form is SamplerForm.PENALISED)
+        assert needs.is_draw == (form is SamplerForm.DRAW) and needs.any_penalties == (form is SamplerForm.FULL)
     without = graphs(takes_parameters=False).key_for(batch, rows_of(**params))
     assert without == plain if form is SamplerForm.DRAW else without is Uncaptured.SAMPLING_PARAMETERS
 
@@ -121,13 +121,12 @@ def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_cos
                                                                           takes_checkpoints: bool) -> None:
     made = graphs(is_costly=is_costly)
     at_start = set(made.at_start(takes_checkpoints=takes_checkpoints))
-    assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 8
+    assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 9 + len(PROMPTS_AT_START)
     asked = rows_of(logprobs=1)
     for requests, drafts, propose in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
         key = served(made, replace(batch_of([drafts] * requests), propose=propose), asked)
         wide = made.wider(key, at_start)
         assert wide is not None and wide.covers(key) and wide.sampler is SamplerForm.FULL
-        assert made.wider(replace(key, sampler=SamplerForm.PENALISED), at_start) is None
         assert made.wider(replace(key, form=StepForm.SPLIT), at_start) is None
 
 

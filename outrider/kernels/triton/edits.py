@@ -25,12 +25,14 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import GROUP, SLICES, TILE, Spans
 from outrider.kernels.triton.scans import load_logits
+from outrider.kernels.triton.token_counts import find_counts
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
 _TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)
 _MIN_TOKENS, _PENALTIES = tl.constexpr(flags.MIN_TOKENS), tl.constexpr(flags.PENALTIES)
 _LISTED, _EDITED, _OUTPUTS = tl.constexpr(flags.LISTED), tl.constexpr(flags.EDITED), tl.constexpr(flags.OUTPUTS)
 _LIST = 128  # entries of a list that are read at a time
+_REGISTERS = 64  # of a thread, so that twice as many programs are there to wait for memory
 
 
 class EditRows(NamedTuple):
@@ -51,7 +53,7 @@ class EditRows(NamedTuple):
     num_words: torch.Tensor
     arena: torch.Tensor  # [ints] int32; the layouts are those of sample/lists.py
     allowed: torch.Tensor  # [rows, vocabulary / 32] int32: bit t % 32 of word t // 32
-    counts: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
+    counts: torch.Tensor  # [1]: the address of [rows, vocabulary] int32, 0 while no row has penalties
     masks: torch.Tensor | None  # [rows, drafts + 1, vocabulary / 32] int32: what grammars allow after each draft
 
 
@@ -81,9 +83,9 @@ def _is_in(mask, token, valid):
 
 
 @triton.jit
-def _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride):
+def _penalise(logit, token, valid, of, num_before, rows, text, counts, draft_stride, count_stride):
     """Counts are those of the row, and of the drafts before this logit row."""
-    packed = tl.load(rows.counts + of * count_stride + token, mask=valid, other=0)
+    packed = tl.load(counts + of * count_stride + token, mask=valid, other=0)
     outputs = packed & _OUTPUTS
     for index in range(0, num_before):
         draft = tl.load(text.drafts + of * draft_stride + index)
@@ -96,12 +98,12 @@ def _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, cou
 
 @triton.jit
 def _edit(
-    logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride
+    logit, token, valid, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride, count_stride
 ):
     if (flag & _ALLOWED) != 0:
         logit = tl.where(_is_in(rows.allowed + of * mask_words, token, valid), logit, float("-inf"))
     if (flag & _PENALTIES) != 0:
-        logit = _penalise(logit, token, valid, of, num_before, rows, text, draft_stride, count_stride)
+        logit = _penalise(logit, token, valid, of, num_before, rows, text, counts, draft_stride, count_stride)
     if (flag & _GRAMMAR) != 0:
         mask = rows.masks + (of * (num_columns + 1) + num_before) * mask_words
         logit = tl.where(_is_in(mask, token, valid), logit, float("-inf"))
@@ -110,8 +112,8 @@ def _edit(
 
 @triton.jit
 def _add_bias(
-    own, edited, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride, count_stride,
-    LIST: tl.constexpr,
+    own, edited, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
+    count_stride,    LIST: tl.constexpr,
 ):
     """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
     ids, size = rows.arena + tl.load(rows.bias_start + of), tl.load(rows.bias_len + of).to(tl.int32)
@@ -121,8 +123,8 @@ def _add_bias(
         inside = (token >= lowest) & (token < end)
         bias = tl.load(ids + size + entry, mask=inside, other=0).to(tl.float32, bitcast=True)
         logit = tl.load(own + token, mask=inside, other=0.0) + bias
-        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
-                      count_stride)
+        logit = _edit(logit, token, inside, flag, of, num_before, rows, text, counts, mask_words, num_columns,
+                      draft_stride, count_stride)
         tl.store(edited + token, logit, mask=inside)
 
 
@@ -196,7 +198,7 @@ def _edit_kernel(
         tl.store(num_candidates + at, 0)
     greatest_at = span_greatest + at * tl.num_programs(0) + tl.program_id(0)
     if (flag & _EDITED) != 0:
-        new = edited + at * edited_stride
+        new, counts = edited + at * edited_stride, find_counts(rows.counts)
         num_before = tl.minimum(tl.load(draft_index + at), num_columns).to(tl.int32)
         greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
         raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
@@ -205,8 +207,8 @@ def _edit_kernel(
             valid = token < vocab
             logit = tl.load(own + token, mask=valid, other=float("-inf"))
             raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
-            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, mask_words, num_columns, draft_stride,
-                          count_stride)
+            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, counts, mask_words, num_columns,
+                          draft_stride, count_stride)
             tl.store(new + token, logit, mask=valid)
             logit = tl.where(logit == logit, logit, float("inf"))
             greatest = tl.maximum(greatest, logit)
@@ -218,7 +220,7 @@ def _edit_kernel(
             place = tl.load(position + at)
             tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
             if (flag & _BIAS) != 0:
-                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, mask_words, num_columns,
+                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns,
                           draft_stride, count_stride, LIST)
                 tl.debug_barrier()
             if (flag & _BAD_WORDS) != 0:
@@ -237,13 +239,14 @@ def _edit_kernel(
 
 def edit_logits(
     logits: torch.Tensor, row: torch.Tensor, draft_index: torch.Tensor, position: torch.Tensor, rows: EditRows,
-    text: Text, spans: Spans, *, any_edits: bool = True, pdl: bool | None = None,
+    text: Text, spans: Spans, *, any_edits: bool = True, num_counts: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; every other one is
     to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
     logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
 
-    Without `any_edits` nobody asks, and what is returned is `logits` itself.
+    Without `any_edits` nobody asks, and what is returned is `logits` itself. `num_counts`: counts of a row, if not one
+    for each column.
     """
     name, device, vocab = "edit_logits", logits.device, logits.shape[1]
     require_tensor(name, "logits", logits, (None, None), device, (torch.float32,))
@@ -254,16 +257,17 @@ def edit_logits(
     if logits.shape[0] == 0:
         return edited
     pdl = uses_pdl(device) if pdl is None else pdl
-    # Without counts no row has penalties, and without masks none has a grammar; the kernel is the same.
-    counts, count_stride = (rows.arena, vocab) if rows.counts is None else (rows.counts, rows.counts.stride(0))
-    rows = rows._replace(counts=counts, masks=rows.arena if rows.masks is None else rows.masks)
+    count_stride = vocab if num_counts is None else num_counts
+    require(count_stride >= vocab, name, "num_counts", f"is {count_stride} for {vocab} tokens")
+    # Without masks no row has a grammar; the kernel is the same.
+    rows = rows._replace(masks=rows.arena if rows.masks is None else rows.masks)
     stop_stride, (token_stride, draft_stride) = rows.stop_ids.stride(0), (text.tokens.stride(0), text.drafts.stride(0))
     _edit_kernel[spans.grid](
         logits, edited, row, draft_index, position, rows, text,
         *spans[3:], logits.stride(0), edited.stride(0), rows.allowed.shape[1], stop_stride, token_stride,
         draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
-        SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, enable_fp_fusion=False,
-        **pdl_options(pdl),
+        SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, maxnreg=_REGISTERS,
+        enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
     return edited
 
@@ -271,16 +275,14 @@ def edit_logits(
 def _check_rows(name: str, rows: EditRows, text: Text, vocab: int, device: torch.device) -> None:
     num_rows = rows.flags.shape[0]
     floats = ("temperature", "presence", "frequency", "repetition")
-    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (num_rows, None),
+    wide = {"stop_ids": (num_rows, None), "arena": (None,), "allowed": (num_rows, None), "counts": (1,),
             "masks": (num_rows, text.drafts.shape[1] + 1, rows.allowed.shape[1])}
     for field, tensor in zip(rows._fields, rows, strict=True):
         if tensor is not None:
             dtype = torch.float32 if field in floats else torch.int64
-            dtype = torch.int32 if field in ("arena", "allowed", "counts", "masks") else dtype
+            dtype = torch.int32 if field in ("arena", "allowed", "masks") else dtype
             require_tensor(name, f"rows.{field}", tensor, wide.get(field, (num_rows,)), device, (dtype,))
     for field, tensor in zip(text._fields, text, strict=True):
         require_tensor(name, f"text.{field}", tensor, (num_rows,) if field == "known" else (num_rows, None), device,
                        (torch.int64,))
     require(32 * rows.allowed.shape[1] >= vocab, name, "rows.allowed", f"has fewer bits than {vocab} tokens")
-    num_counts = vocab if rows.counts is None else rows.counts.shape[1]
-    require(num_counts >= vocab, name, "rows.counts", f"has {num_counts} columns for {vocab} tokens")

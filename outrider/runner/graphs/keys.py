@@ -27,8 +27,7 @@ class SamplerForm(enum.Enum):
     for no more, and a row's token does not depend on the form."""
 
     DRAW = "a temperature"
-    FULL = "all parameters but penalties"
-    PENALISED = "all parameters"  # its token counts exist once a request has asked for a penalty, and never move
+    FULL = "all parameters"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class GraphKeys:
             return Uncaptured.UNPLACED_LISTS
         if not all(0 <= num <= self._max_logprobs for num in state.params.logprobs_of(batch.rows)):
             return Uncaptured.MANY_LOGPROBS
-        return SamplerForm.PENALISED if state.params.have_penalties(batch.rows) else SamplerForm.FULL
+        return SamplerForm.FULL
 
     def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
                       sampler: SamplerForm) -> GraphKey | Uncaptured:
@@ -134,7 +133,7 @@ class GraphKeys:
         checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
-            needs = StepNeeds.everything(self._max_logprobs, has_counts=key.sampler is SamplerForm.PENALISED)
+            needs = StepNeeds.everything(self._max_logprobs)
         return StepPlan(needs, StepExtras(), True, key.propose, checkpoints)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
@@ -179,13 +178,17 @@ class GraphKeys:
                         has_prompts=True)  # fmt: skip
 
     def wide_prompts(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """A few that stand in for all small steps with prompts, largest first."""
+        """A few that stand in for all steps with prompts, largest first."""
         largest = self.largest_with_prompts()
-        if largest is not None:
-            for requests, tokens in reversed(PROMPTS_AT_START):
-                if tokens < largest.tokens:
-                    yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
-                                  takes_checkpoints=takes_checkpoints)
+        if largest is None:
+            return
+        samplers = list(SamplerForm) if self._takes_parameters else [SamplerForm.DRAW]
+        if self._takes_parameters:
+            yield replace(largest, takes_checkpoints=takes_checkpoints, sampler=SamplerForm.FULL)
+        for requests, tokens in reversed(PROMPTS_AT_START):
+            for sampler in samplers if tokens < largest.tokens else ():
+                yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
+                              takes_checkpoints=takes_checkpoints, sampler=sampler)
 
     def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Decode steps that wider ones serve until there is time to capture them, the least important first."""

@@ -90,20 +90,18 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
 
 
 def _count_nothing(step: DeviceStep, limits: Limits) -> None:
-    """Launch the kernel that moves the token counts of penalties, for runs of both lengths, over counts made for this:
-    the real ones are allocated when a request first needs them."""
-    device = step.state.device
-    counts = torch.zeros(1, limits.vocab_size, dtype=torch.int32, device=device)
+    """Launch the kernel that moves the token counts of penalties, for runs of both lengths."""
+    device, counts = step.state.device, step.state.sampling.counts
     for width in {1, 1 + limits.max_drafts}:
         row, run = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1,), (1, width)))
-        ops.count_runs(counts, row, run, row)
+        counts.add_runs(row, run, row)
 
 
 def run_largest(step: DeviceStep, limits: Limits) -> None:
     lens, drafts = largest_step(limits)
     needs = _LARGEST_WITHOUT_KERNELS
     if ops.has_triton() and step.model.dtype != torch.float64:
-        needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS), has_counts=False)
+        needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
     run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=needs)
 
 
