@@ -99,6 +99,11 @@ class DecoderLayer(Module):
     # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
+    def with_next(self, following: Sequence[DecoderLayer], *args: Any) -> tuple[int, Any, torch.Tensor]:
+        """Call this layer, and in the same call as many of `following` as it can: how many layers that were, and delta
+        and residual stream behind the last. args: those of a call; these layers have no further inputs."""
+        return 1, *self(*args)
+
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
         """The last layer that writes a cache, where only some token rows are wanted of it: delta and residual stream of
         those rows. args: those of a call. Layers that can save work override this."""

@@ -47,6 +47,7 @@ class NativeDecoderLayer(FusedLayer):
         self.head_norms = None if plain.attention.head_norm is None else plain.attention.head_norm.norms
         self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
         self._bound: BoundLayer | None = None  # lives
+        self._run: tuple[list[BoundLayer], BoundLayer] | None = None  # this layer and those behind it, and all as one
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
@@ -66,16 +67,45 @@ class NativeDecoderLayer(FusedLayer):
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        return self.with_next((), delta, residual, angles, attend)[1:]
+
+    def with_next(
+        self, following: Sequence[DecoderLayer], delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles,
+        attend: Attend,
+    ) -> tuple[int, torch.Tensor | None, torch.Tensor]:
         paged: PagedLayer = attend.mixer(self.index)
-        if isinstance(paged.backend, NativeBackend):
-            if self._cache() is not paged.cache:
-                self._cache = weakref.ref(paged.cache)
+        bound = self._bind(paged)
+        if bound is not None:
+            run = [bound]
+            for layer in following:
+                if not isinstance(layer, NativeDecoderLayer) or layer.rotary != self.rotary:
+                    break
+                beside: PagedLayer = attend.mixer(layer.index)
+                if beside.plan is not paged.plan or (also := layer._bind(beside)) is None:
+                    break
+                if also.max_tokens != bound.max_tokens:
+                    break
+                run.append(also)
+            assert isinstance(paged.backend, NativeBackend)
+            added = paged.backend.decoder_layer(self._joined(run), paged.plan, delta, residual, angles)
+            if added is not None:
+                return len(run), added, residual
+        return 1, *self.plain(delta, residual, angles, attend)
+
+    def _bind(self, paged: PagedLayer) -> BoundLayer | None:
+        """This layer with its cache; None if it must be done in parts."""
+        if self._cache() is not paged.cache:
+            self._cache, self._bound = weakref.ref(paged.cache), None
+            if isinstance(paged.backend, NativeBackend):
                 self._bound = paged.backend.bind_layer(paged, self.native_weights, self.head_norms)
-            if self._bound is not None:
-                added = paged.backend.decoder_layer(self._bound, paged.plan, delta, residual, angles)
-                if added is not None:
-                    return added, residual
-        return self.plain(delta, residual, angles, attend)
+        return self._bound
+
+    def _joined(self, run: list[BoundLayer]) -> BoundLayer:
+        if len(run) == 1:
+            return run[0]
+        if self._run is None or self._run[0] != run:
+            self._run = run, BoundLayer.joined(run)
+        return self._run[1]
 
 
 class InPlaceLayer(FusedLayer):

@@ -137,16 +137,23 @@ class Decoder(Model):
         delta: Delta = None
         seen: dict[int, torch.Tensor] = {}
         cut = None if rows is None else self._cut(rows, taps)
-        for index, layer in enumerate(self.layers):
+        stops = {*taps, self.num_layers if cut is None else cut, self.num_layers}
+        index = 0
+        while index < self.num_layers:
+            layer = self.layers[index]
             if index in taps:
                 seen[index] = copy_stream(delta, residual)
             args = (delta, residual, angles[layer.rotary], attend, *own_inputs[index])
-            if rows is None or index != cut:
-                delta, residual = layer(*args)
+            if index != cut:
+                end = index + 1 if own_inputs[index] else min(stop for stop in stops if stop > index)
+                done, delta, residual = layer.with_next(self.layers[index + 1 : end], *args)
             else:
+                assert rows is not None
+                done = 1
                 delta, residual = layer.for_rows(rows, *args)
                 angles, attend = [every.of_rows(rows.token_rows) for every in angles], rows
                 own_inputs = [tuple(own[rows.token_rows] for own in inputs) for inputs in own_inputs]
+            index += done
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
         return Hidden(final, before_norm, tuple(seen[tap] for tap in taps), None if rows is None else rows.token_rows)

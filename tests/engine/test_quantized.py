@@ -21,6 +21,8 @@ from outrider.layers.base import find_modules
 from outrider.layers.fuse import NativeDecoderLayer, prepare, use_int8_activations
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
+from outrider.mixers.cached import CachedLayers
+from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.models.base import Model
 from outrider.models.loader import fill_model, load_weights
 from outrider.models.registry import build_model
@@ -28,6 +30,7 @@ from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.gguf_tensors import KEPT_KINDS
 from tests.engine.harness import Ask, Rig, greedy
+from tests.models.paged import PagedModel, Piece
 from tests.unit.test_sources import write_gguf
 
 CONFIG: dict[str, Any] = {
@@ -124,17 +127,20 @@ def test_bits_that_hold_infinity_are_refused() -> None:
 def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config, {}, keep=False)
     calls: list[bool] = []
+    counts: list[int] = []
     decoder_layer = native.decoder_layer
 
-    def watched(*args: Any) -> torch.Tensor | None:
-        added = decoder_layer(*args)
+    def watched(bound: native.BoundLayer, *args: Any) -> torch.Tensor | None:
+        added = decoder_layer(bound, *args)
         calls.append(added is not None)
+        counts.append(bound.count)
         return added
 
     monkeypatch.setattr(native, "decoder_layer", watched)
     fused = outcome(model)
     assert all(isinstance(layer, NativeDecoderLayer) for layer in model.layers)
     assert calls and all(calls)
+    assert max(counts) == len(model.layers), "all layers are one call where nothing is wanted between them"
     assert outcome(model) == fused, "another engine has another cache"
     monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
     assert outcome(model) == fused
@@ -167,3 +173,24 @@ def test_env_plans_with_the_bits_that_loading_keeps(tmp_path: Path, tied: bool) 
     planned = build_model(source.config, dtype=torch.float32, device="meta")
     assert _weight_bytes(planned, source, keeps_bits=True) == taken
     assert _weight_bytes(planned, source, keeps_bits=False) > taken
+
+
+def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wanted between layers is the same, whether the layers around it are done in one call or one by one."""
+    counts: list[int] = []
+    decoder_layer = native.decoder_layer
+    monkeypatch.setattr(native, "decoder_layer", lambda bound, *args: counts.append(bound.count) or decoder_layer(
+        bound, *args))
+
+    def taps(model: Model) -> list[torch.Tensor]:
+        pages = PagedModel(model)
+        pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
+        view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
+        hidden = model.forward(view.token_ids, view.positions, pages.cached.bind(view), taps=(0, 2, 3))
+        return [*hidden.taps, hidden.final]
+
+    fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
+    prepare([fused], allow_copies=False)
+    expected, found = taps(plain), taps(fused)
+    assert counts == [2, 1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "prepare_step": (_I, [_P, _P, _P, _P, _P]),
     "commit_step": (_I, [_P, _P, _P]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
-    "decoder_layer": (_L, [_P, _P, _P, _I, _P, _I]),
+    "decoder_layers": (_L, [_P, _L, _P, _P, _I, _P, _I]),
 }
 
 

@@ -210,11 +210,8 @@ static Attention layer_attention(const BoundLayer *b, const LayerStep *s, const 
                        .q_stride = b->weights.qkv.outputs};
 }
 
-/* residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is left in delta.
- * Without `has_delta` nothing is added at first.
- * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention. */
-int64_t decoder_layer(const BoundLayer *b, const LayerStep *s, float *delta, int has_delta, float *residual,
-                      int threads) {
+static int64_t decoder_layer(const BoundLayer *b, const LayerStep *s, float *delta, int has_delta, float *residual,
+                             int threads) {
     const Layer *l = &b->weights;
     int64_t tokens = s->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
     int64_t wide = l->qkv.outputs > 2 * inner ? l->qkv.outputs : 2 * inner, narrow = mixed > inner ? mixed : inner;
@@ -242,6 +239,18 @@ int64_t decoder_layer(const BoundLayer *b, const LayerStep *s, float *delta, int
         share_product(&l->down, gathered, inner, delta, tokens, threads);
     }
     return bad ? -bad : failed ? 2 : 0;
+}
+
+/* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is
+ * left in delta. Without `has_delta` nothing is added before the first layer.
+ * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention. */
+int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, float *delta, int has_delta,
+                       float *residual, int threads) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t error = decoder_layer(layers + i, s, delta, has_delta || i > 0, residual, threads);
+        if (error) return error;
+    }
+    return 0;
 }
 
 /* How many tokens up to `at` equal the last ones of the text, at most `most`. */
