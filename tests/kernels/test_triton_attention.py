@@ -237,10 +237,10 @@ def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
 
 
 @triton.jit
-def _geometry_kernel(lengths, out, window, split_size, num_splits, HAS_WINDOW: tl.constexpr):
+def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, HAS_WINDOW: tl.constexpr):
     at = tl.arange(0, 128)
     length = tl.load(lengths + at)
-    base, size, active = split_geometry(length, 1, window, 0, split_size, 256, num_splits, 16, HAS_WINDOW)
+    base, size, active = split_geometry(length, 1, window, 0, split_size, coarse_size, num_splits, 16, HAS_WINDOW)
     tl.store(out + at, base)
     tl.store(out + 128 + at, size)
     tl.store(out + 256 + at, active)
@@ -250,7 +250,7 @@ def _geometry_kernel(lengths, out, window, split_size, num_splits, HAS_WINDOW: t
 def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | None) -> None:
     lengths = torch.arange(128, dtype=torch.int32, device=device) * 7 + 3
     out = torch.zeros(3, 128, dtype=torch.int32, device=device)
-    _geometry_kernel[(1,)](lengths, out, window or 0, 64, 5, HAS_WINDOW=window is not None)
+    _geometry_kernel[(1,)](lengths, out, window or 0, 64, 256, 5, HAS_WINDOW=window is not None)
     for length, base, size, active in zip(lengths.tolist(), *out.tolist(), strict=True):
         lowest = 0 if window is None else max(0, length - window)
         assert base <= lowest < base + 16 and base % 16 == size % 16 == 0
@@ -258,6 +258,18 @@ def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | 
         assert active == min(5, -(-(length - lowest) // 64)) or base < lowest
         last = length - base - (active - 1) * size
         assert size - last < 16 * active, "no split is shorter by more than rounding makes it"
+
+
+def test_splits_with_many_rows_are_few_but_no_longer_than_a_long_one(device: torch.device) -> None:
+    """Up to four of them per request, then they grow; a long request among short ones still has many."""
+    plans = [plan_launch(16, 32, 2, 128, 2, 132, max_query=4, max_length=131072, window=None, is_listed=is_listed)
+             for is_listed in (True, False)]
+    assert [plan.coarse_size for plan in plans] == [2048, 256]
+    lengths = torch.zeros(128, dtype=torch.int32, device=device)
+    lengths[:5] = torch.tensor([100, 500, 2000, 8000, 100000])
+    out = torch.zeros(3, 128, dtype=torch.int32, device=device)
+    _geometry_kernel[(1,)](lengths, out, 0, 128, plans[0].coarse_size, 64, HAS_WINDOW=False)
+    assert out[2, :5].tolist() == [1, 4, 4, 4, 49] and out[1, 3:5].tolist() == [2000, 2048]
 
 
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:

@@ -18,9 +18,12 @@ from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, req
 from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
+LONGER_SPLIT = 2048  # the same in a list, where each split leaves the sums of many rows to be written and read again
+MANY_ROWS = 16  # queries times the query heads of one key/value head
 MOST_SPLITS = tl.constexpr(64)  # of a request
 LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
-_MANY = tl.constexpr(16)
+_COARSE = tl.constexpr(COARSE_SPLIT)
+_MANY, _FEW = tl.constexpr(16), tl.constexpr(4)  # splits of a request up to which they stay as short as they may be
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
 _INTS = ["lengths", "live", "key_starts"]
@@ -55,7 +58,7 @@ def decode_config(
         # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
-        if num_requests <= 16:
+        if num_requests <= 8:
             return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=1, min_split=64, early_values=True)
         if num_requests <= 64:
             return DecodeConfig(block_n=32, max_rows=32)
@@ -108,8 +111,9 @@ def plan_launch(
         # Two programs for each multiprocessor; in a list idle ones do no harm.
         most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
         num_splits, is_split = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value)), most > 1
-    longest = max(least, COARSE_SPLIT, cdiv(keys, num_splits))  # keys of a split, about
-    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, is_split,
+    coarse = LONGER_SPLIT if is_listed and max_query * group >= MANY_ROWS else COARSE_SPLIT
+    longest = max(least, coarse, cdiv(keys, num_splits))  # keys of a split, about
+    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, coarse, is_split,
                       longest > LONG_SPLIT.value)
 
 
@@ -132,13 +136,15 @@ def pays_split_list(num_requests: int, window: int | None) -> bool:
 def split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
                    HAS_WINDOW: tl.constexpr):  # fmt: skip
     """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
-    from `split_size` to `coarse_size` when there are many of them, which all have to be merged, and are as even as
-    tiles allow; with a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
+    from `split_size` to `coarse_size` when there are many of them, which all have to be merged (the sooner, the longer
+    they may be), and are as even as tiles allow; with a coarse size of 0 they have `split_size` keys and begin at
+    multiples of it."""
     lowest = first_key
     if HAS_WINDOW:
         lowest = tl.maximum(length - live - window + 1, first_key)
     keys = length - lowest
-    needed = tl.maximum(tl.cdiv(keys, num_splits), tl.minimum(tl.cdiv(keys, _MANY), coarse_size))
+    many = tl.where(coarse_size > _COARSE, _FEW, _MANY)
+    needed = tl.maximum(tl.cdiv(keys, num_splits), tl.minimum(tl.cdiv(keys, many), coarse_size))
     size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
     base = lowest // size * size
     if coarse_size > 0:
