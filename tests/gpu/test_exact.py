@@ -8,10 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.core.outputs import RequestOutput
-from tests.engine.harness import Ask
-from tests.gpu.rig import GpuRig, asks, loaded
-from tests.gpu.test_engines import DRAFTERS, folder_of
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.core.outputs import RequestOutput  # noqa: E402
+from outrider.kernels.triton.exact_linear import HOPPER_ROWS, chain_columns, exact_linear  # noqa: E402
+from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
+from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_hopper  # noqa: E402
+from tests.engine.harness import Ask  # noqa: E402
+from tests.gpu.rig import GpuRig, asks, loaded  # noqa: E402
+from tests.gpu.test_engines import DRAFTERS, folder_of  # noqa: E402
 
 Bits = list[tuple[list[int], list[dict[int, float]]]]
 CASES = [("llama", "itself"), ("gemma4_shared", "assistant"), ("qwen3_moe", "ngram"), ("nemotron_h", "mtp"),
@@ -41,6 +46,26 @@ def test_bits_are_those_of_the_request_alone(family: str, drafter: str) -> None:
             together = bits_of(rig.run(with_logprobs()))
             assert together == alone
         assert rig.engine.stats.num_draft_tokens > 0 and rig.engine.stats.num_hit_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(640, 4096), (4200, 1032), (2560, 10240)])
+def test_products_of_many_token_rows_have_the_bits_of_few(n: int, k: int) -> None:
+    """Columns, outputs and token rows that no tile divides; one chain of additions, and several."""
+    generator = torch.Generator("cuda").manual_seed(n)
+    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+                       for shape in ((2500, k), (n, k), (n,)))  # fmt: skip
+    x[:, 5] *= 100  # additions in another order would show
+    parts = torch.cat([exact_linear(part, weight, bias) for part in x.split(60)])
+    for rows in (HOPPER_ROWS - 1, HOPPER_ROWS, 1000, 2500):
+        assert torch.equal(exact_linear(x[:rows], weight, bias), parts[:rows])
+        wide = exact_linear(x[:rows], weight, bias, out_dtype=torch.float32)
+        assert torch.equal(wide.bfloat16(), parts[:rows])
+    if is_hopper(x.device):
+        for tile in HOPPER_TILES[chain_columns(n, k) < k :]:
+            out = torch.full((2500, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+            launch_hopper(x, weight, bias, out, chain_columns(n, k), tile)
+            assert torch.equal(out, parts)
 
 
 @pytest.mark.gpu

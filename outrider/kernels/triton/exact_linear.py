@@ -4,8 +4,9 @@ Each output is one chain of additions over the inner dimension, from its first c
 take 16 columns at a time. Tiles differ in token rows, outputs, in which of the two is the first operand, and in how far
 ahead they load; none of this changes the chain (docs/log.md has the tiles that were compared on an H200). A deep and
 narrow weight has several chains, over ranges of columns that depend on its shape alone; their sums are added in order.
-Few token rows have programs of their own for each chain, many have one that walks over all of them. Activations come
-after rounding, as operations of their own.
+Few token rows have programs of their own for each chain, many have one that walks over all of them. Hopper cards have a
+kernel of their own for many token rows, with the same chains. Activations come after rounding, as operations of their
+own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.hopper.products import HOPPER_TILES, fits_hopper, launch_hopper
 from outrider.kernels.triton.launch import is_collecting, kernel
 from outrider.kernels.triton.thin_linear import is_small, prefetch_rows
 
+HOPPER_ROWS = 512  # token rows from which on the kernel for Hopper cards is faster
 _GROUP = 8  # tiles of token rows that pass by the same weights while those are in the cache
 
 
@@ -199,9 +202,15 @@ def exact_linear(
     pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
     chain = min(k, chain_columns(n, k) if chain is None else chain)
     sizes = n, k, num_sms(device), x.element_size()
-    tile = tile or exact_tile(num_rows, *sizes)
-    _launch(x, weight, bias, out, tile, chain, _is_shared(num_rows, tile), pdl)
+    on_hopper = tile is None and fits_hopper(x, weight)
+    if on_hopper and num_rows >= HOPPER_ROWS:
+        launch_hopper(x, weight, bias, out, chain)
+    else:
+        tile = tile or exact_tile(num_rows, *sizes)
+        _launch(x, weight, bias, out, tile, chain, _is_shared(num_rows, tile), pdl)
     if is_collecting():  # later steps have other numbers of token rows
+        for wide in HOPPER_TILES[chain < k :] if on_hopper else ():
+            launch_hopper(x, weight, bias, out, chain, wide)
         tiles = [(exact_tile(rows, *sizes), rows) for rows in _SAMPLED_ROWS]
         for each, is_shared in {(each, _is_shared(rows, each)) for each, rows in tiles}:
             _launch(x, weight, bias, out, each, chain, is_shared, pdl)
