@@ -1,8 +1,10 @@
-"""A pool of forks of this process that share a list of tasks, for tasks whose results lie outside of the forks.
+"""A pool of forks of this process that carry out tasks as these come, for tasks whose results lie outside of the forks.
 
-A fork has everything that this process has, at once: nothing is imported again, which takes seconds, and nothing is
-pickled. Forking is safe, threads and devices notwithstanding, for tasks that need neither: a fork frees nothing that it
-did not make, prints nothing and leaves without cleaning up. A fork that hangs is ended; one that dies loses one task.
+A fork has everything that this process has, at once: nothing is imported again, which takes seconds. Forking is safe,
+threads and devices notwithstanding, for tasks that need neither: a fork frees nothing that it did not make, prints
+nothing and leaves without cleaning up. A fork that hangs is ended; one that dies loses one task.
+
+This process forks once: that fork makes the others, since a fork of a process with much memory takes 10 to 20 ms.
 """
 
 from __future__ import annotations
@@ -11,99 +13,117 @@ import gc
 import os
 import select
 import signal
+import struct
+import tempfile
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from functools import partial
 from io import FileIO
+from types import TracebackType
 
-_INDEX_BYTES = 2
-MAX_TASKS = 4096 // _INDEX_BYTES  # a pipe of any system holds as many indexes
+_ORDER = struct.Struct("=IQI")  # a task's number, where it lies in the file of tasks, and its size
+_NUMBER = struct.Struct("=I")
+_AT_ONCE = 1024  # numbers read from a pipe at once
+POLITENESS = 5  # by how much forks give way to this process where there are too few cores
 
-Task = Callable[[], object]
 
+class ForkPool:
+    """Tasks are bytes, for the function that all forks have. They are begun in the order in which they are given."""
 
-def run_in_forks(tasks: Sequence[Task], num_forks: int, patience: float) -> Generator[int]:
-    """Yields the index of each task when it is done or has raised. Ends early if all forks have died, or if none has
-    finished a task for `patience` seconds. All forks are gone when this ends, or is closed."""
-    assert len(tasks) <= MAX_TASKS
-    forks: list[int] = []
-    (todo, todo_end), (done, done_end) = _pipe(), _pipe()
-    with todo, todo_end, done, done_end:
-        todo_end.write(b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(len(tasks))))
-        todo_end.close()
+    def __init__(self, run: Callable[[bytes], object], num_forks: int) -> None:
+        self.num_given = 0
+        self.num_done = 0
+        self._run = run
+        self._end = 0  # of the file of tasks
+        self._tasks = tempfile.TemporaryFile()
+        (self._todo, self._todo_end), (self._done, self._done_end) = _pipe(), _pipe()
         try:
-            for _ in range(min(num_forks, len(tasks))):
-                forks.append(_fork(partial(_run_tasks, tasks, todo, done, done_end)))
-            done_end.close()
-            num_left, poll = len(tasks), select.poll()
-            poll.register(done, select.POLLIN)
-            while num_left and poll.poll(1000 * patience) and (indexes := done.read(_INDEX_BYTES * MAX_TASKS)):
-                for at in range(0, len(indexes), _INDEX_BYTES):
-                    num_left -= 1
-                    yield int.from_bytes(indexes[at : at + _INDEX_BYTES], "big")
+            self._first = self._fork(num_forks)
         finally:
-            for fork in forks:
-                _end(fork)
+            self._todo.close()
+            self._done_end.close()
+        self._poll = select.poll()
+        self._poll.register(self._done, select.POLLIN)
+
+    def give(self, task: bytes) -> int:
+        """Returns the task's number."""
+        os.pwrite(self._tasks.fileno(), task, self._end)
+        number = self.num_given
+        self._todo_end.write(_ORDER.pack(number, self._end, len(task)))  # whole, as pipes take so few bytes at once
+        self._end += len(task)
+        self.num_given += 1
+        return number
+
+    def wait(self, seconds: float) -> list[int]:
+        """The numbers of tasks that are done, or have raised, since the last call; waits for one if there are none.
+        Empty: none was for so long, or all forks have died."""
+        if self.num_done == self.num_given or not self._poll.poll(1000 * seconds):
+            return []
+        numbers = [number for (number,) in _NUMBER.iter_unpack(self._done.read(_NUMBER.size * _AT_ONCE) or b"")]
+        self.num_done += len(numbers)
+        return numbers
+
+    def close(self) -> None:
+        """All forks are gone then, and what they have started. Those with nothing to do leave by themselves."""
+        for end in (self._todo_end, self._done, self._tasks):
+            end.close()
+        if self.num_done < self.num_given:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._first, signal.SIGKILL)  # not waited for before, so that its number is nobody else's
+        with suppress(ChildProcessError):
+            os.waitpid(self._first, 0)
+
+    def __enter__(self) -> ForkPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _fork(self, num_forks: int) -> int:
+        """Fork a process that forks the others, all of them in a process group of its own with the processes that they
+        start. Returns its id, which is the group's."""
+        first = _fork()
+        if first == 0:
+            try:
+                os.setpgid(0, 0)  # here and in the parent: whoever is first, nothing is started outside of the group
+                self._todo_end.close()
+                self._done.close()  # with the parent gone nobody reads: writing fails, and ends a fork
+                others = []
+                for _ in range(num_forks - 1):
+                    others.append(_fork())
+                    if others[-1] == 0:
+                        break
+                self._work()
+                if all(others):
+                    for other in others:
+                        os.waitpid(other, 0)
+            finally:
+                os._exit(0)
+        with suppress(OSError):
+            os.setpgid(first, first)
+        return first
+
+    def _work(self) -> None:
+        gc.disable()  # the collector might free memory of a device
+        with suppress(OSError):
+            os.nice(POLITENESS)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+            os.dup2(null.fileno(), 1)
+            os.dup2(null.fileno(), 2)
+            while order := self._todo.read(_ORDER.size):  # one read: no other fork gets a part of the order
+                task, start, size = _ORDER.unpack(order)
+                with suppress(Exception):
+                    self._run(os.pread(self._tasks.fileno(), size, start))
+                self._done_end.write(_NUMBER.pack(task))
 
 
-class Fork:
-    """One task in a fork of its own, from now on."""
-
-    def __init__(self, task: Task) -> None:
-        (todo, todo_end), (self._done, done_end) = _pipe(), _pipe()
-        with todo, todo_end, done_end:
-            todo_end.write(bytes(_INDEX_BYTES))
-            todo_end.close()
-            self._process = _fork(partial(_run_tasks, [task], todo, self._done, done_end))
-
-    def wait(self, patience: float) -> None:
-        """Until the task is done or has raised, the fork has died, or so many seconds have passed. It is gone then."""
-        poll = select.poll()
-        poll.register(self._done, select.POLLIN)
-        poll.poll(1000 * patience)
-        self._done.close()
-        _end(self._process)
-
-
-def _run_tasks(tasks: Sequence[Task], todo: FileIO, done: FileIO, done_end: FileIO) -> None:
-    gc.disable()  # the collector might free memory of a device
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    done.close()  # with the parent gone nobody reads then: writing fails, and ends this fork
-    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
-        while index := todo.read(_INDEX_BYTES):  # one read: no other fork gets a part of the index
-            with suppress(Exception):
-                tasks[int.from_bytes(index, "big")]()
-            done_end.write(index)
-
-
-def _fork(run: Task) -> int:
-    """Fork a process that runs the function, in a process group of its own with the processes that it starts. Returns
-    its id."""
-    parent = os.getpid()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about locks that threads hold
-            fork = os.fork()
-        if fork == 0:
-            os.setpgid(0, 0)  # here and in the parent: whoever is first, nothing is started outside of the group
-            run()
-    finally:
-        if os.getpid() != parent:
-            os._exit(0)
-    with suppress(OSError):
-        os.setpgid(fork, fork)
-    return fork
-
-
-def _end(fork: int) -> None:
-    with suppress(ProcessLookupError, ChildProcessError):
-        if os.waitpid(fork, os.WNOHANG) == (0, 0):
-            os.killpg(fork, signal.SIGKILL)
-            os.waitpid(fork, 0)
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about locks that threads hold
+        return os.fork()
 
 
 def _pipe() -> tuple[FileIO, FileIO]:

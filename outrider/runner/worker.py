@@ -40,7 +40,7 @@ from outrider.runner.interface import (
     WorkerInfo,
 )
 from outrider.runner.local import LocalRunner, Padding
-from outrider.runner.memory import enough_memory, fit_max_len, plan_memory
+from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts
 from outrider.runner.step import DeviceStep
 from outrider.spec.base import Drafter
@@ -48,6 +48,7 @@ from outrider.spec.base import Drafter
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
 FP8_CAPABILITY = (8, 9)
+CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
@@ -90,16 +91,20 @@ class Worker:
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
-        limits, num_pages, is_compiled = _plan_cache(config, parts)
-        clock.lap("kernels and the largest step")
+        limits, num_pages, step_memory = _plan_cache(config, parts)
+        clock.lap("steps collected, kernels begun")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
-        self.runner = _make_runner(config, parts, self.device_step, limits, is_compiled)
+        self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
         clock.lap("captured steps")
         drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        clock.lap("step costs")
+        if isinstance(self.runner, CudaRunner):
+            with status_line("compiling kernels"), enough_memory("captured steps", CAPTURE_ADVICE):
+                self.runner.capture_prompts(takes_checkpoints=parts.takes_checkpoints)
         prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
                                       takes_checkpoints=parts.takes_checkpoints)
-        clock.lap("step costs")
+        clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
         self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
@@ -136,13 +141,14 @@ class Worker:
             self.runner.graphs = graphs
 
 
-def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bool]:
-    """(the limits, perhaps with a shorter length; the number of pages; whether kernels were compiled on the way)"""
+def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory | None]:
+    """(the limits, perhaps with a shorter length; the number of pages; what steps take, if that was measured for these
+    limits: kernels are being compiled then)"""
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
         use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
-        with status_line("compiling kernels and running the largest step"):
+        with status_line("measuring the largest step"):
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                               use_graphs=use_graphs, page_extra_bytes=extra,
                                               takes_checkpoints=parts.takes_checkpoints)
@@ -150,18 +156,18 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, bo
                        packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
-    return fitting, plan.num_pages, step_memory is not None and fitting == limits
+    return fitting, plan.num_pages, step_memory if fitting == limits else None
 
 
 def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limits: Limits,
-                 is_compiled: bool) -> LocalRunner | CudaRunner:
+                 step_memory: StepMemory | None) -> LocalRunner | CudaRunner:
     padding = Padding(config.pad_requests, config.pad_tokens)
     if step.state.device.type != "cuda":
         return LocalRunner(step, padding)
     runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
-    advice = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
-    with status_line("capturing steps"), enough_memory("captured steps", advice):
-        runner.warm_up(takes_checkpoints=parts.takes_checkpoints, is_compiled=is_compiled)
+    with status_line("compiling kernels and capturing steps"), enough_memory("captured steps", CAPTURE_ADVICE):
+        runner.capture_decoding(takes_checkpoints=parts.takes_checkpoints,
+                                step_bytes=None if step_memory is None else step_memory.activation_bytes)
     return runner
 
 

@@ -9,28 +9,31 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
+from itertools import chain, groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from outrider.kernels.fork_pool import Fork, run_in_forks  # noqa: E402
+from outrider.kernels.fork_pool import ForkPool  # noqa: E402
 from outrider.kernels.triton import precompile  # noqa: E402
 from outrider.kernels.triton.launch import TritonKernel, collecting  # noqa: E402
 from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
@@ -57,6 +60,14 @@ def is_alive(process: int) -> bool:
         return False
 
 
+def are_gone(processes: Iterable[int]) -> bool:
+    """Soon at least: the system ends them one after the other."""
+    end = time.monotonic() + PATIENT
+    while any(map(is_alive, processes)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(is_alive, processes))
+
+
 def raises() -> None:
     raise ValueError
 
@@ -65,19 +76,39 @@ def dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_fork_of_its_own_begins_at_once(tmp_path: Path) -> None:
-    (path,) = writes_of(tmp_path, 1)
-    fork = Fork(write(path))
-    end = time.monotonic() + PATIENT
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    fork.wait(PATIENT)
-    assert int(path.read_text()) != os.getpid() and not is_alive(int(path.read_text()))
-    for task in (raises, dies):
-        Fork(task).wait(PATIENT)
-    hanging = Fork(lambda: time.sleep(1000))
-    hanging.wait(0.1)
-    assert not is_alive(hanging._process)
+def run_in_forks(works: list[Callable[[], object]], num_forks: int, patience: float) -> Iterator[int]:
+    """The number of each that is done, until none is for so many seconds."""
+    with ForkPool(lambda task: works[int(task)](), num_forks) as forks:
+        for number in range(len(works)):
+            assert forks.give(str(number).encode()) == number
+        while numbers := forks.wait(patience):
+            yield from numbers
+
+
+def test_forks_begin_at_once_and_take_what_comes_later(tmp_path: Path) -> None:
+    paths = writes_of(tmp_path, 3)
+    works = [*map(write, paths)]
+    with ForkPool(lambda task: works[int(task)](), NUM_FORKS) as forks:
+        assert forks.wait(PATIENT) == [], "nobody waits for nothing"
+        forks.give(b"0")
+        end = time.monotonic() + PATIENT
+        while not paths[0].exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert forks.wait(PATIENT) == [0]
+        forks.give(b"2")
+        assert forks.wait(PATIENT) == [1], "tasks are numbered in the order in which they are given"
+    processes = {int(paths[at].read_text()) for at in (0, 2)}
+    assert os.getpid() not in processes and are_gone(processes) and not paths[1].exists()
+
+
+def test_forks_take_tasks_of_any_size(tmp_path: Path) -> None:
+    sizes = [0, 1, 1 << 20, 3, 1 << 16]
+    with ForkPool(lambda task: (tmp_path / str(len(task))).write_bytes(task), NUM_FORKS) as forks:
+        for number, size in enumerate(sizes):
+            forks.give(bytes([number]) * size)
+        while forks.num_done < len(sizes):
+            assert forks.wait(PATIENT)
+    assert all((tmp_path / str(size)).read_bytes() == bytes([at]) * size for at, size in enumerate(sizes))
 
 
 def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,13 +117,19 @@ def test_forks_share_the_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert sorted(run_in_forks(works, NUM_FORKS, PATIENT)) == list(range(23)), "each once, also one that raises"
     processes = {int(path.read_text()) for path in paths}
     assert os.getpid() not in processes and 1 <= len(processes) <= NUM_FORKS
-    assert not any(map(is_alive, processes))
+    assert are_gone(processes)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_fork_that_dies_takes_one_work_along(tmp_path: Path) -> None:
     paths = writes_of(tmp_path, 20)
-    done = list(run_in_forks([dies, *map(write, paths)], NUM_FORKS, PATIENT))
+    works = [dies, *map(write, paths)]
+    with ForkPool(lambda task: works[int(task)](), NUM_FORKS) as forks:
+        for number in range(len(works)):
+            forks.give(str(number).encode())
+        done: list[int] = []
+        while len(done) < len(paths):
+            done += forks.wait(PATIENT)
     assert sorted(done) == list(range(1, 21)) and all(path.exists() for path in paths)
     start = time.monotonic()
     assert list(run_in_forks([dies] * NUM_FORKS + [write(paths[0])], NUM_FORKS, PATIENT)) == [], "none is left"
@@ -109,9 +146,7 @@ def test_a_fork_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     assert sorted(run_in_forks([hangs, *map(write, writes_of(tmp_path, 3))], NUM_FORKS, 2.0)) == [1, 2, 3]
     assert time.monotonic() - start < PATIENT
     processes = [int(process) for process in (tmp_path / "hangs").read_text().split()]
-    while any(map(is_alive, processes)) and time.monotonic() - start < PATIENT:
-        time.sleep(0.05)
-    assert not any(map(is_alive, processes))
+    assert are_gone(processes)
 
 
 def test_forks_end_with_their_reader(tmp_path: Path) -> None:
@@ -122,8 +157,8 @@ def test_forks_end_with_their_reader(tmp_path: Path) -> None:
     waits = lambda: [time.sleep(0.01) for _ in iter((tmp_path / "hangs").exists, True)]  # noqa: E731
     forks = run_in_forks([hangs, waits], 2, PATIENT)
     assert next(forks) == 1
-    forks.close()
-    assert not is_alive(int((tmp_path / "hangs").read_text()))
+    forks.close()  # type: ignore[attr-defined]
+    assert are_gone([int((tmp_path / "hangs").read_text())])
 
 
 # ---- launches that are collected ----
@@ -165,6 +200,19 @@ def test_empty_memory_is_zeros_while_launches_are_collected() -> None:
         assert are_zeros() and not in_another_thread(are_zeros)
         assert (torch.empty, torch.empty_like, JITFunction.run) == before, "nothing is replaced for everybody"
     assert not are_zeros()
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: tuple[Any, ...]
+
+
+def test_a_launch_goes_to_a_fork_without_its_tensors() -> None:
+    big = torch.zeros(1 << 16)
+    pair = precompile._stand_in(Pair(big, (big, 5, (big,))))
+    assert isinstance(pair, Pair) and pair.first == pair.rest[0] == pair.rest[2][0] and pair.rest[1] == 5
+    assert pair.first.dtype == big.dtype and pair.first.data_ptr() % 16 == 0
+    assert len(pickle.dumps(pair)) < 1000 and pickle.loads(pickle.dumps(pair)) == pair
 
 
 # ---- kernels, compiled by the script below ----
@@ -234,30 +282,49 @@ def test_it_compiles_here_if_it_must(compiled: dict[str, Any], name: str, case: 
     assert sorted(set(here)) == all_of(case) and len(here) == len(compiled[name])
 
 
-def test_long_kernels_are_begun_before_all_are_known(compiled: dict[str, Any]) -> None:
+def test_kernels_are_begun_before_all_are_known(compiled: dict[str, Any]) -> None:
     begun = made_by(compiled["begun"], is_parent=False, was_on_disk=False)
-    assert len(begun) == EARLY == len(compiled["begun"]) and {kernel for kernel, _ in begun} == {"_add"}
-    entries = compiled["long"]
+    assert begun == [made for made in all_of(8) if made[1] < 82] and len(begun) >= precompile.MIN_KERNELS
+    entries = compiled["all"]
     assert made_by(entries, is_parent=False, was_on_disk=False) == all_of(8), "each of them once"
-    assert made_by(entries, is_parent=True, was_on_disk=True) == all_of(8) and len(entries) == 2 * len(all_of(8))
+    assert made_by(entries, is_parent=True, was_on_disk=True) == all_of(8)
+
+
+def test_a_fork_names_a_kernel_as_this_process_does(compiled: dict[str, Any]) -> None:
+    """Triton's name of a kernel depends on which functions it has met before."""
+    here, in_fork, alone = compiled["keys"]
+    assert here == in_fork != alone
+
+
+def test_a_launch_waits_for_its_kernel_alone(compiled: dict[str, Any]) -> None:
+    """A fork hangs with a kernel of the other function."""
+    assert compiled["waited"] == "Launched" and made_by(compiled["own"], is_parent=True, was_on_disk=True)
+    assert not made_by(compiled["own"], is_parent=True, was_on_disk=False), "what a fork compiles is not compiled here"
 
 
 # ---- the script ----
 
-EARLY = 2  # long kernels that are begun while others are collected
+REFUSED, DEADLY, HANGING, SLOW = 40, 20, 30, 90
 
-REFUSED, DEADLY, HANGING = 40, 20, 30
+
+NOTHING = tl.constexpr(0)
+
+
+@triton.jit
+def _same(x):
+    """Called by both kernels: to Triton they are other kernels if it has met this function before."""
+    return x + NOTHING
 
 
 @launched_kernel
 def _add(x, out, size, NUMBER: tl.constexpr):
     tl.static_assert(NUMBER != 40)
-    tl.store(out + size, tl.load(x) + NUMBER)
+    tl.store(out + size, _same(tl.load(x)) + NUMBER)
 
 
 @launched_kernel
 def _times(x, out, size, NUMBER: tl.constexpr):
-    tl.store(out + size, tl.load(x) * NUMBER)
+    tl.store(out + size, _same(tl.load(x)) * NUMBER)
 
 
 class Launched(Exception):
@@ -298,18 +365,18 @@ class Script:
         driver.set_active(Card(self.launchers))  # type: ignore[arg-type]
         knobs.compilation.listener = self.note
         for kernel in (_add, _times):
-            kernel.function.add_pre_run_hook(self.break_fork)
+            kernel.function.add_pre_run_hook(partial(self.break_fork, kernel))
 
     def note(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
         number = next(iter(src.constants.values()))
         with self.log.open("a") as log:
             log.write(json.dumps([os.getpid() == self.process, src.name, number, cache_hit]) + "\n")
 
-    def break_fork(self, *_: Any, NUMBER: int, **__: Any) -> None:
+    def break_fork(self, kernel: TritonKernel, *_: Any, NUMBER: int, **__: Any) -> None:
         if os.getpid() != self.process:
             if NUMBER == DEADLY:
                 dies()
-            if NUMBER == HANGING:
+            if NUMBER == HANGING or (NUMBER == SLOW and kernel is _times):
                 time.sleep(1000)
 
     def launch(self, case: int) -> Iterator[Callable[[], Any]]:
@@ -323,6 +390,7 @@ class Script:
         with precompile.compiling_ahead(**options):
             for launch in self.launch(case):
                 launch()
+        precompile.finish_compiling()
         assert isinstance(driver.active, Card)
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
@@ -337,7 +405,9 @@ class Script:
         precompile.PATIENCE = 1.0
         made["hangs"] = self.compile(3, workers=NUM_FORKS)
         precompile.PATIENCE = PATIENT
-        made["begun"], made["long"] = self.begin_early(8)
+        made["begun"], made["all"] = self.begin_early(8)
+        made["waited"], made["own"] = self.wait_for_one(9)
+        made["keys"] = self.keys_in_a_fork()
         made["refused"] = self.compile(4, workers=NUM_FORKS)
         made["error"] = self.refusal()
         cores = os.sched_getaffinity(0)
@@ -352,20 +422,49 @@ class Script:
         return made
 
     def begin_early(self, case: int) -> tuple[list[Any], list[Any]]:
-        """What has been compiled before the last launch, and all in all."""
+        """What has been compiled before the last launches, and all in all."""
         self.log.write_text("")
-        long, is_long = property(lambda launch: launch.function is _add.function), precompile._Launch.is_long
-        precompile._Launch.is_long = long  # type: ignore[assignment, method-assign]
-        with precompile.compiling_ahead(workers=EARLY * precompile.EARLY_SHARE):
+        *first, last = [list(group) for _, group in groupby(enumerate(self.launch(case)), lambda pair: pair[0] // 4)]
+        with precompile.compiling_ahead(workers=NUM_FORKS):
             begun: list[str] = []
             end = time.monotonic() + PATIENT
-            while len(begun) < EARLY and time.monotonic() < end:
-                for launch in self.launch(case):
+            while len(begun) < 4 and time.monotonic() < end:
+                for _, launch in chain(*first):
                     launch()
                 time.sleep(0.02)
                 begun = self.log.read_text().splitlines()
-        precompile._Launch.is_long = is_long  # type: ignore[method-assign]
+            for _, launch in last:
+                launch()
+        precompile.finish_compiling()
         return [json.loads(line) for line in begun], [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def wait_for_one(self, case: int) -> tuple[str, list[Any]]:
+        """How a launch ends whose kernel forks compile, while one of them hangs, and what this process did for it."""
+        with precompile.compiling_ahead(workers=NUM_FORKS):
+            for launch in self.launch(case):
+                launch()
+        self.log.write_text("")
+        with pytest.raises(Exception) as ended:
+            _add[(1,)](self.x, torch.empty(64), 5, NUMBER=10 * case + 1)
+        own = [json.loads(line) for line in self.log.read_text().splitlines()]
+        assert precompile.is_compiling(), "the hanging fork"
+        precompile.PATIENCE = 1.0
+        precompile.finish_compiling()
+        assert not precompile.is_compiling()
+        precompile.PATIENCE = PATIENT
+        return type(ended.value).__name__, own
+
+    def keys_in_a_fork(self) -> list[str]:
+        """Of a kernel: here, and in a fork that has met none of its functions before; and what the fork would make."""
+        stand_in, functions = precompile._stand_in(self.x), (_times.function, _same)
+        task = precompile._Launch(_times.function, (stand_in, stand_in, 5), {"NUMBER": 1}).pickled()
+        found = []
+        for run in (lambda: None, lambda: precompile._compile_pickled(task), lambda: None):
+            run()
+            found.append(_times.function.cache_key)
+            for function in functions:
+                function.hash, function.used_global_vals = None, {}
+        return found
 
     def find_compiled(self, case: int) -> list[Any]:
         """What launches compile or load."""

@@ -143,3 +143,29 @@ def test_long_captures_wait_for_a_long_quiet(clock: Clock) -> None:
     own.serve(OWN)
     assert own.capture_ahead(QUIET) == pytest.approx(LONG_QUIET - QUIET) and OWN not in own._captured
     assert own.capture_ahead(LONG_QUIET) == 0.0 and OWN in own._captured
+
+
+def test_start_up_loads_for_later_captures_while_it_waits(clock: Clock) -> None:
+    """So that a capture that requests wait for takes no more than the capture."""
+    own = made(clock)
+    likely = list(own.keys.likely(takes_checkpoints=False))
+    assert OWN in likely and not set(likely) & set(own.keys.at_start(takes_checkpoints=False))
+    turns = iter([True, True, False])
+    own.load_while(lambda: next(turns), takes_checkpoints=False)
+    assert own._loaded == set(likely[:2]) and next(turns, None) is None
+    own.load_while(lambda: True, takes_checkpoints=False)
+    assert own._loaded == set(likely)
+    assert len(steps_until_captured(own, OWN)) == len(steps_until_captured(made(clock), OWN)) - 1
+
+
+def test_start_up_times_captures_without_the_wait_for_kernels(clock: Clock) -> None:
+    own = made(clock)
+    own.losses.capture_seconds = 0.0
+
+    def wait_for_kernels(key: GraphKey) -> None:
+        clock.now += 5.0
+        own._loaded.add(key)
+
+    own.run_empty = wait_for_kernels
+    own.capture_at_start([OWN, OTHER])
+    assert own.losses.capture_seconds == pytest.approx(SHORT) and {OWN, OTHER} <= set(own._captured)

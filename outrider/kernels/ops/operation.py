@@ -16,16 +16,19 @@ token row's bits do not depend on the other token rows; callers ask `variant(exa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from threading import Thread
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+
+from outrider.kernels.compiler_start import start_compiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,24 +60,34 @@ def has_native() -> bool:
 
 
 def precompiling(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context kernels for the device are compiled and not launched. Does nothing on devices whose kernels
-    are not compiled at run time."""
+    """Within this context kernels for the device are begun to be compiled, and not launched. Later launches wait for
+    them, and `finish_compiling` for all. Does nothing on devices whose kernels are not compiled at run time."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
     ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
     return ahead
 
 
+def finish_compiling(device: torch.device) -> None:
+    """Until all kernels that `precompiling` has met are compiled and loaded."""
+    if device.type == "cuda" and has_triton():
+        import_module("outrider.kernels.triton").finish_compiling()
+
+
+def is_compiling(device: torch.device) -> bool:
+    """Whether other processes are busy with kernels that `precompiling` has met."""
+    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").is_compiling())
+
+
 def prepare_compiler(device: torch.device) -> None:
     """Imports kernels and prepares their compiler in a thread of its own, so that whoever compiles later need not wait
     for it. Meanwhile weights can be loaded."""
 
-    def prepare() -> None:
-        if has_triton():
-            import_module("outrider.kernels.triton").prepare_compiler()
-
-    if device.type == "cuda":
-        Thread(target=prepare, name="outrider-prepare-compiler", daemon=True).start()
+    if device.type == "cuda" and find_spec("triton") is not None:
+        with suppress(ImportError):
+            import_module("triton")  # whole: of two threads that import it, one would find half of it
+            start_compiler()
+        Thread(target=has_triton, name="outrider-import-kernels", daemon=True).start()
 
 
 class Exactness(Enum):

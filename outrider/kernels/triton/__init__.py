@@ -15,7 +15,7 @@ from outrider.kernels.triton.join import join_embedding, take_rows
 from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
-from outrider.kernels.triton.precompile import compiling_ahead, prepare_compiler
+from outrider.kernels.triton.precompile import compiling_ahead, finish_compiling, is_compiling
 from outrider.kernels.triton.prefill import (
     PrefillChoice,
     QueryTiles,
@@ -47,17 +47,18 @@ __all__ = [
     "exact_attention",
     "exact_tiles_config",
     "find_ngram",
+    "finish_compiling",
     "gated_linear",
     "gated_norm",
     "device_query_tiles",
     "gelu_tanh_mul",
+    "is_compiling",
     "list_splits",
     "matvec",
     "norm_add_norm",
     "pays_split_list",
     "join_embedding",
     "prefill_attention",
-    "prepare_compiler",
     "prepare_counters",
     "prepare_step",
     "query_tiles",

@@ -28,6 +28,7 @@ from triton.runtime import JITFunction, driver
 # Takes a Triton function with the arguments and the options of a launch.
 Collector = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _collector: ContextVar[Collector | None] = ContextVar("collector", default=None)
+_wait_for: Callable[[Any], None] | None = None  # see `awaiting`
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -55,7 +56,7 @@ class TritonKernel:
         except KeyError:
             memory = self._memories[types] = _Memory.of(self.function, types)
         if memory is None or callable(grid) or _has_hooks(self.function):
-            self.function[grid](*args, **options)
+            self._launch_by_triton(grid, args, options)
             return
         active = driver.active
         device = active.get_current_device()
@@ -64,13 +65,19 @@ class TritonKernel:
             key = (device, seen, *options, *options.values())
             found = memory.found.get(key)
         except TypeError:  # something has no class, or no hash
-            self.function[grid](*args, **options)
+            self._launch_by_triton(grid, args, options)
             return
         if found is None:
-            memory.remember(key, self.function[grid](*args, **options))
+            memory.remember(key, self._launch_by_triton(grid, args, options))
             return
         found.run(*grid, *_REST[len(grid)], active.get_current_stream(device), found.function, found.metadata,
                   None, None, None, *values, *memory.constants)
+
+    def _launch_by_triton(self, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Returns the kernel that Triton found or compiled."""
+        if _wait_for is not None:
+            _wait_for(self.function)
+        return self.function[grid](*args, **options)
 
 
 @dataclass(frozen=True)
@@ -162,6 +169,13 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return lambda function: kernel(function, **options)
     return TritonKernel(triton.jit(function, **options))
+
+
+def awaiting(wait_for: Callable[[Any], None] | None) -> None:
+    """From now on launches whose kernel is not known yet wait for this, called with their function: somebody else is
+    about to compile them."""
+    global _wait_for
+    _wait_for = wait_for
 
 
 def is_collecting() -> bool:

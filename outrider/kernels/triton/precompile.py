@@ -1,84 +1,93 @@
 """Compiles kernels before they are needed, many at once. This file knows neither the kernels nor their callers.
 
 Triton's front end holds the GIL, and threads alone keep fewer than two cores busy. So forks compile into Triton's cache
-on disk (a fresh process would import for seconds, and would have to be sent the kernels), and this process loads from
-there. Forking is safe here since compiling asks no device: the driver that forks see has been asked in advance. What
-forks do not compile, threads of this process do.
+on disk (a fresh process would import for seconds), and this process loads from there. They begin while launches are
+still being collected, and go on when all are known: a launch waits for its own kernel alone. Forking is safe here since
+compiling asks no device: the driver that forks see has been asked in advance. What forks do not compile, threads of
+this process do.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain, zip_longest
-from threading import Thread
+from functools import cache
+from importlib import import_module
+from threading import RLock
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from outrider.kernels.fork_pool import MAX_TASKS, Fork, run_in_forks
-from outrider.kernels.triton.launch import collecting
+from outrider.kernels.compiler_start import start_compiler
+from outrider.kernels.fork_pool import ForkPool
+from outrider.kernels.triton.launch import TritonKernel, argument_class, awaiting, collecting
 from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction, driver
-from triton.runtime.cache import FileCacheManager, triton_key
+from triton.runtime import JITFunction, build, driver
+from triton.runtime.cache import FileCacheManager
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
-EARLY_SHARE = 2  # one of so many workers may begin before all kernels are known
 LONG = ("_latent_attention_kernel", "_choice_kernel")  # as measured; the name of one that is gone does no harm
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
-
-@lru_cache(maxsize=1)
-def prepare_compiler() -> Thread:
-    """Begins what compiling must wait for once: a hash of the compiler itself, which takes half a second."""
-    hashing = Thread(target=triton_key, daemon=True)
-    hashing.start()
-    return hashing
+_unfinished: list[_Compilation] = []  # at most one
 
 
 @contextmanager
 def compiling_ahead(workers: int | None = None) -> Iterator[None]:
-    """Within this context launches of this thread are collected, not carried out. At its end they are compiled.
+    """Within this context launches of this thread are collected, not carried out, and their kernels begun to be
+    compiled. Later a launch waits for its kernel; `finish_compiling` waits for all.
 
     Tensors that are made empty inside are zeros, as no kernel fills them: zero is a valid index wherever one is needed,
     since row, page and token 0 always exist. A kernel that the compiler refuses is refused again when it is launched.
-    workers: processes, one for each core by default; 1: this process alone.
+    workers: processes, one for each core by default; 1: this process alone, in which all are compiled at the end of
+    this context.
     """
-    launches: dict[Any, _Launch] = {}
-    workers = min(MAX_WORKERS, _num_cores()) if workers is None else workers
-    early = _Early(workers // EARLY_SHARE if _uses_disk() else 0)
+    finish_compiling()
+    compilation = _Compilation(min(MAX_WORKERS, _num_cores()) if workers is None else workers)
+    starting = start_compiler()
 
     def collect(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        key = (id(function), *map(_specialization, args),
-               *sorted((name, _specialization(value)) for name, value in options.items()))  # fmt: skip
-        if key not in launches:
-            named = {name: _stand_in(value) for name, value in options.items()}
-            launches[key] = _Launch(function, tuple(map(_stand_in, args)), named)
-            early.offer(launches[key])
-        if not hashing.is_alive():
-            early.begin()
+        compilation.add(function, args, options)
+        if not starting.is_alive():
+            compilation.begin()
 
-    hashing = prepare_compiler()
     try:
         with collecting(collect), _ZerosForEmpty():
             yield
     except BaseException:
-        early.stop()
+        compilation.close()
         raise
     finally:
-        hashing.join()
-    if launches:
-        early.begin()
-        with _asking_no_device():
-            _compile([launch for launch in launches.values() if launch not in early], workers, early)
+        starting.join()
+    compilation.begin()
+    if compilation.has_forks:
+        _unfinished.append(compilation)
+        awaiting(compilation.wait_for)
+    elif compilation.has_work:
+        compilation.finish()
+
+
+def is_compiling() -> bool:
+    """Whether forks are busy, so that whoever has something else to do may do it."""
+    return any(compilation.is_busy() for compilation in _unfinished)
+
+
+def finish_compiling() -> None:
+    """Until every kernel of `compiling_ahead` is compiled and loaded."""
+    while _unfinished:
+        compilation = _unfinished.pop()
+        try:
+            compilation.finish()
+        finally:
+            awaiting(None)
 
 
 class _ZerosForEmpty(TorchFunctionMode):
@@ -100,23 +109,23 @@ class _Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it takes seconds to compile, whatever its source says: what is written in Gluon does, and some."""
-        return isinstance(self.function, GluonJITFunction) or self.function.__name__ in LONG
-
-    @property
-    def kernel(self) -> Any:
-        """What most likely tells its kernel from others: constants and types."""
-        types = (str(value.dtype) if isinstance(value, _Pointer) else _specialization(value) for value in self.args
-                 if not isinstance(value, (int, float)))  # fmt: skip
-        return id(self.function), *types, str(sorted(self.options.items()))
+    def load(self) -> Any:
+        """The kernel, which is compiled if it is not on disk."""
+        return self.function.warmup(*self.args, grid=(1,), **self.options)
 
     def compile(self) -> None:
-        """Compiles the kernel, or loads it if it is on disk; and its launcher, which Triton 3.6 compiles too."""
-        kernel = self.function.warmup(*self.args, grid=(1,), **self.options)
+        """Compiles or loads the kernel, and its launcher, which Triton 3.6 compiles too."""
+        kernel = self.load()
         with suppress(Exception):  # it is raised again by the launch
             driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    def pickled(self) -> bytes | None:
+        """For a fork; None if it could not find the kernel or the arguments there."""
+        name = (self.function.fn.__module__, self.function.__name__)
+        with suppress(Exception):
+            if _find(*name) is self.function:
+                return pickle.dumps((name, self.function.cache_key, self.args, self.options))
+        return None
 
 
 @dataclass(frozen=True)
@@ -131,65 +140,146 @@ class _Pointer:
         return self.address
 
 
-class _Early:
-    """Kernels that take longest to compile, each begun by a fork of its own while others are still being collected.
-    There are few forks: this process must not wait for a core meanwhile."""
+def _find(module: str, name: str) -> Any:
+    found = getattr(import_module(module), name)
+    return found.function if isinstance(found, TritonKernel) else found
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._launches: dict[Any, list[_Launch]] = {}  # by kernel
-        self._forks: list[Fork] = []
 
-    def offer(self, launch: _Launch) -> None:
-        if not launch.is_long:
-            return
-        kernel = launch.kernel
-        if kernel in self._launches or len(self._launches) < self._most:
-            self._launches.setdefault(kernel, []).append(launch)
+def _compile_pickled(task: bytes) -> None:
+    """In a fork. A function's key depends on which others Triton has met before: only this process's is looked for."""
+    name, key, args, options = pickle.loads(task)
+    function = _find(*name)
+    function.hash = key
+    if knobs.build.impl is None:
+        knobs.build.impl = _build_launcher
+    _Launch(function, args, options).compile()
+
+
+def _build_launcher(name: str, src: str, srcdir: str, library_dirs: list[str], include_dirs: list[str],
+                    libraries: list[str]) -> str:
+    """Builds in a third of the time what Triton would build with -O3: a launcher takes its arguments apart once."""
+    with knobs.build.scope():
+        knobs.build.impl = None
+        path: str = build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
+    return path
+
+
+class _Compilation:
+    """Kernels on their way: collected, given to forks, loaded here. What no fork compiles is compiled here."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._uses_disk = not knobs.compilation.always_compile
+        self._seen: set[Any] = set()
+        self._new: list[_Launch] = []  # not looked at yet
+        self._missing: dict[str, list[_Launch]] = {}  # those that forks may get, by kernel
+        self._numbers: dict[str | None, int] = {}  # of tasks that forks got, by kernel
+        self._given: dict[int, list[_Launch]] = {}  # to forks, by number of the task
+        self._here: list[list[_Launch]] = []  # to be compiled or loaded by this process
+        self._forks: ForkPool | None = None
+        self._lock = RLock()
+
+    @property
+    def has_forks(self) -> bool:
+        return self._forks is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._missing or self._here or self._given)
+
+    def add(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        key = (id(function), *_classes(function, args),
+               *sorted((name, _specialization(value)) for name, value in options.items()))  # fmt: skip
+        if key not in self._seen:
+            self._seen.add(key)
+            named = {name: _stand_in(value) for name, value in options.items()}
+            self._new.append(_Launch(function, tuple(map(_stand_in, args)), named))
 
     def begin(self) -> None:
-        for same in list(self._launches.values())[len(self._forks) :]:
+        """Load what is on disk, and begin to compile the rest. The longest first, of those that are known: none of them
+        should begin when all others end."""
+        new, self._new = sorted(self._new, key=_expected_size, reverse=True), []
+        if not self._uses_disk:
+            self._here += [[launch] for launch in new]
+            return
+        for launch in new:
+            kernel = _missing_on_disk(launch)
+            number = self._numbers.get(kernel)
+            if number in self._given:
+                self._given[number].append(launch)
+            elif kernel is not None:
+                self._missing.setdefault(kernel, []).append(launch)
+        if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
             with _asking_no_device(), suppress(OSError):
-                self._forks.append(Fork(same[0].compile))
+                self._forks = ForkPool(_compile_pickled, self._workers)
+        if self._forks is not None:
+            self._give(self._forks)
 
-    def stop(self) -> None:
-        for fork in self._forks:
-            fork.wait(0)
+    def _give(self, forks: ForkPool) -> None:
+        missing, self._missing = self._missing, {}
+        for kernel, same in missing.items():
+            task = same[0].pickled()
+            if task is None:
+                self._here.append(same)
+            else:
+                number = self._numbers[kernel] = forks.give(task)
+                self._given[number] = same
 
-    def __contains__(self, launch: _Launch) -> bool:
-        return launch.is_long and launch.kernel in self._launches
+    def wait_for(self, function: Any) -> None:
+        """Until no fork compiles a kernel of this function any more. It is loaded when it is launched."""
+        with self._lock:
+            while self._forks is not None and any(same[0].function is function for same in self._given.values()):
+                self._receive(self._forks)
 
-    def finish(self) -> Iterator[list[_Launch]]:
-        """The launches of each kernel when its fork is gone."""
-        for fork, same in zip_longest(self._forks, self._launches.values()):
-            if fork is not None:  # else there was none to be had
-                fork.wait(PATIENCE)
-            yield same
+    def is_busy(self) -> bool:
+        with self._lock:
+            if self._forks is not None:
+                self._here += [self._given.pop(number) for number in self._forks.wait(0)]
+            return self._forks is not None and bool(self._given)
+
+    def _receive(self, forks: ForkPool) -> None:
+        numbers = forks.wait(PATIENCE)
+        self._here += [self._given.pop(number) for number in numbers]
+        if not numbers:
+            self.close()
+
+    def finish(self) -> None:
+        with self._lock, _asking_no_device(), ThreadPoolExecutor(max(1, self._workers)) as pool:
+            self._here += self._missing.values()
+            while True:
+                here, self._here = self._here, []
+                for same in here:
+                    pool.submit(_compile_all, same)
+                if self._forks is None and not self._here:
+                    break
+                if self._forks is not None:
+                    self._receive(self._forks)
+
+    def close(self) -> None:
+        """End all forks. What they have not compiled is left to this process."""
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
+        self._here += self._given.values()
+        self._given = {}
 
 
-def _uses_disk() -> bool:
-    return not knobs.compilation.always_compile
+def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
+    """What tells arguments apart at least as far as the compiler does."""
+    for param, value in zip(function.params, args, strict=False):
+        try:
+            yield str(value) if param.is_constexpr else argument_class(value)
+        except TypeError:
+            yield _specialization(value)
 
 
-def _compile(launches: list[_Launch], workers: int, early: _Early) -> None:
-    uses_disk = _uses_disk()
-    kernels = _not_on_disk(launches) if uses_disk else [[launch] for launch in launches]
-    # The longest first: none of them should begin when all others end.
-    waiting = dict(enumerate(sorted(kernels, key=_expected_size, reverse=True)))
-    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="outrider-compile") as pool:
-        if uses_disk and workers > 1 and len(waiting) >= MIN_KERNELS:
-            tasks = [same[0].compile for same in waiting.values()][:MAX_TASKS]
-            with suppress(OSError), closing(run_in_forks(tasks, workers, PATIENCE)) as compiled:
-                for index in compiled:
-                    pool.submit(_compile_all, waiting.pop(index))
-        for same in chain(waiting.values(), early.finish()):
-            pool.submit(_compile_all, same)
+def _expected_size(launch: _Launch) -> tuple[bool, int]:
+    """Whether it takes seconds to compile, whatever its source says: what is written in Gluon does, and some."""
+    function = launch.function
+    return isinstance(function, GluonJITFunction) or function.__name__ in LONG, _source_size(function)
 
 
-def _expected_size(same: list[_Launch]) -> tuple[bool, int]:
-    return same[0].is_long, _source_size(same[0].function)
-
-
+@cache
 def _source_size(function: Any) -> int:
     """Characters of a kernel and of all functions that it calls."""
     seen: dict[int, int] = {}
@@ -214,8 +304,9 @@ class _Missing(Exception):
     """A kernel is not on disk; the argument is the kernel's name there."""
 
 
-def _not_on_disk(launches: list[_Launch]) -> list[list[_Launch]]:
-    """Launches whose kernels must be compiled, in lists that share a kernel. Kernels on disk are loaded."""
+def _missing_on_disk(launch: _Launch) -> str | None:
+    """None if the launch's kernel is on disk, and now loaded; else what tells the kernel from others. A kernel that the
+    compiler refuses is like none other: it is refused again when it is launched."""
 
     class Reader(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
         def __init__(self, key: str, *args: Any, **options: Any) -> None:
@@ -228,17 +319,15 @@ def _not_on_disk(launches: list[_Launch]) -> list[list[_Launch]]:
                 raise _Missing(self.kernel)  # here the compiler would begin
             return group
 
-    missing: dict[Any, list[_Launch]] = {}
     with knobs.cache.scope():
         knobs.cache.manager_class = Reader
-        for index, launch in enumerate(launches):
-            try:
-                launch.compile()
-            except _Missing as kernel:
-                missing.setdefault(kernel.args, []).append(launch)
-            except Exception:
-                missing[index] = [launch]  # it is raised again by the launch
-    return list(missing.values())
+        try:
+            launch.load()  # a fork may still be busy with the launcher
+        except _Missing as kernel:
+            return str(kernel)
+        except Exception:
+            return f"refused {id(launch)}"
+    return None
 
 
 def _num_cores() -> int:
@@ -289,6 +378,10 @@ def _specialization(value: Any) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
+    """The same to the compiler, without tensors."""
     if isinstance(value, TensorDescriptor):
         return replace(value, base=_stand_in(value.base))
+    if isinstance(value, tuple):
+        parts = map(_stand_in, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return _Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

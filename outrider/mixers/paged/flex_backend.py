@@ -127,6 +127,7 @@ class Plan:
 
 class FlexBackend(Backend):
     name = "flex"
+    skips_collected = True
     takes_masks = True
 
     def __init__(self) -> None:

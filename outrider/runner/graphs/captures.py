@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -84,6 +84,7 @@ class StepGraphs:
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._reserved: torch.cuda.CUDAGraph | None = None
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
@@ -181,12 +182,29 @@ class StepGraphs:
             del self._captured[key]
             self._stand_ins.clear()
 
-    def capture_ladder(self, *, takes_checkpoints: bool = False) -> int:
-        """The largest first, so that all share its memory. Returns how many."""
-        for key in self.keys.at_start(takes_checkpoints=takes_checkpoints):
+    def reserve(self, num_bytes: int) -> None:
+        """Memory that all captures share, whichever comes first: as much as the largest takes."""
+        self._reserved, device = torch.cuda.CUDAGraph(), self._step.state.device  # with no graph it would be given back
+        self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
+
+    def capture_at_start(self, keys: Iterable[GraphKey]) -> None:
+        for key in keys:
+            if key not in self._loaded:
+                self.run_empty(key)  # it may wait for kernels, which a capture later will not
             start = time.perf_counter()
             self.get(key)
             self.losses.captured(key, time.perf_counter() - start, pauses=False)
+
+    def load_while(self, is_waiting: Callable[[], bool], *, takes_checkpoints: bool) -> None:
+        """Load what captures of steps that are met later will find loaded, while there is nothing else to do."""
+        for key in self.keys.likely(takes_checkpoints=takes_checkpoints):
+            if not is_waiting():
+                break
+            if key not in self._loaded:
+                self.run_empty(key)
+
+    def end_start(self, *, takes_checkpoints: bool) -> int:
+        """All is captured that start-up captures. Returns how many."""
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual(takes_checkpoints=takes_checkpoints))
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
@@ -195,10 +213,8 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """Run every step that `capture_ladder` will capture, and steps with prompts, for their kernels."""
-        own = takes_checkpoints
-        for key in (*self.keys.with_parameters(takes_checkpoints=own), *self.keys.decoding(takes_checkpoints=own),
-                    *self.keys.prompts()):
+        """Run every step that start-up will capture, and steps with prompts, for their kernels."""
+        for key in (*self.keys.at_start(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
 

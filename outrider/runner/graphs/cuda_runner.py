@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from outrider.core import Limits, ScheduledBatch, StepForm, StepResult, Uncaptured
+from outrider.kernels import ops
 from outrider.kernels.buffers import fill, to_device
 from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
@@ -106,19 +107,31 @@ class CudaRunner:
         self.num_padded_steps = 0
 
     @torch.inference_mode()
-    def warm_up(self, *, takes_checkpoints: bool = False, is_compiled: bool = False) -> int:
-        """Compiles what steps run, unless that is done, and captures the usual ones. Returns how many were captured."""
-        if not is_compiled:
+    def capture_decoding(self, *, takes_checkpoints: bool = False, step_bytes: int | None = None) -> None:
+        """Captures the usual steps without prompts, while other kernels are compiled. step_bytes: what the largest step
+        takes; None: nobody has asked yet, nor begun to compile what steps run."""
+        if step_bytes is None:
             compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
-        if self.graphs is None:
-            return 0
-        num_captured = self.graphs.capture_ladder(takes_checkpoints=takes_checkpoints)
-        self._measure(self.graphs)
+        if self.graphs is not None:
+            if step_bytes and self.graphs.keys.largest_with_prompts() is not None:
+                self.graphs.reserve(step_bytes)
+            self.graphs.capture_at_start(self.graphs.keys.decoding_at_start(takes_checkpoints=takes_checkpoints))
+
+    @torch.inference_mode()
+    def capture_prompts(self, *, takes_checkpoints: bool = False) -> int:
+        """Captures some steps with prompts too, and waits for all kernels. Returns how many steps are captured."""
+        num_captured, device = 0, self.device_step.state.device
+        if self.graphs is not None:
+            self.graphs.load_while(lambda: ops.is_compiling(device), takes_checkpoints=takes_checkpoints)
+            self.graphs.capture_at_start(self.graphs.keys.prompts_at_start(takes_checkpoints=takes_checkpoints))
+            num_captured = self.graphs.end_start(takes_checkpoints=takes_checkpoints)
+            self._measure(self.graphs)
+        ops.finish_compiling(device)
         return num_captured
 
     def _measure(self, graphs: StepGraphs) -> None:
-        largest = next(graphs.keys.at_start(takes_checkpoints=False))
+        largest = graphs.keys.largest()
         times = graphs.losses.times = measure_times(self.device_step, graphs, largest)
         log.info("a step of %d tokens takes %.1f ms, launches %.1f ms, a capture %.1f ms", largest.tokens,
                  times.token_seconds * largest.tokens * 1e3, times.launch_seconds * 1e3,

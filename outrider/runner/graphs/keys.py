@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.runner.batch import CapturedShape
@@ -197,14 +198,35 @@ class GraphKeys:
                 for drafts in {0, self.limits.max_drafts}:
                     yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, takes_checkpoints)
 
+    def likely(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """Decode steps that are captured when they are met, with any number of drafts."""
+        at_start = set(self.decoding(takes_checkpoints=takes_checkpoints))
+        for requests in self.sizes.requests:
+            for drafts in range(self.limits.max_drafts, -1, -1):
+                propose = drafts if self._is_costly else self.limits.max_drafts
+                key = GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, takes_checkpoints)
+                if key not in at_start:
+                    yield key
+
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """Keys captured at start-up, in order. The largest step with prompts comes first: its memory serves all."""
+        """Keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
+        yield from self.decoding_at_start(takes_checkpoints=takes_checkpoints)
+        yield from self.prompts_at_start(takes_checkpoints=takes_checkpoints)
+
+    def decoding_at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        yield from self.decoding(takes_checkpoints=takes_checkpoints)
+        yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
+
+    def prompts_at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         largest = self.largest_with_prompts()
         if largest is not None:
             yield largest
         yield from self.wide_prompts(takes_checkpoints=takes_checkpoints)
-        yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
-        yield from self.decoding(takes_checkpoints=takes_checkpoints)
+
+    def largest(self) -> GraphKey:
+        """The one of those with the most tokens."""
+        return self.largest_with_prompts() or next(chain(self.with_parameters(takes_checkpoints=False),
+                                                         self.decoding(takes_checkpoints=False)))
 
     def shape(self, key: GraphKey) -> CapturedShape:
         make = CapturedShape.with_prompts if key.has_prompts else CapturedShape.decoding

@@ -63,14 +63,12 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
         step = make_step()
         state = torch.cuda.memory_reserved(device) - before
-        compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None,
-                      takes_checkpoints=takes_checkpoints)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        with step.model.one_layer_each():  # layers take memory one after the other
-            run_largest(step, limits)
-        torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_reserved(device) - before - state
+        most = compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None,
+                             takes_checkpoints=takes_checkpoints)
+        if step.backend.skips_collected:  # what it skipped takes memory too
+            with step.model.one_layer_each():  # layers take memory one after the other
+                most = run_largest(step, limits)
+    activations = most - before - state
     kept = step.pool.num_bytes + step.recurrent.num_bytes  # counted elsewhere
     graphs = graph_bytes(limits, activations, has_prompts=step.recurrent.needs_no_counts) if use_graphs else 0
     del step
@@ -79,14 +77,16 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 
 @torch.inference_mode()
-def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> None:
-    """All that steps of any kind launch, at once."""
+def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> int:
+    """Begin to compile all that steps of any kind launch, the usual ones first. Returns `run_largest`'s bytes: a step
+    whose launches are collected takes the memory of one that runs, and kernels need not be waited for."""
     with compiling(step):
         run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
-        run_largest(step, limits)
+        most = run_largest(step, limits)
         _count_nothing(step, limits)
         if graphs is not None:
             graphs.run_sizes(takes_checkpoints=takes_checkpoints)
+    return most
 
 
 def _count_nothing(step: DeviceStep, limits: Limits) -> None:
@@ -97,12 +97,19 @@ def _count_nothing(step: DeviceStep, limits: Limits) -> None:
         counts.add_runs(row, run, row)
 
 
-def run_largest(step: DeviceStep, limits: Limits) -> None:
+def run_largest(step: DeviceStep, limits: Limits) -> int:
+    """Returns the most bytes that were reserved on the device meanwhile."""
+    device = step.state.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     lens, drafts = largest_step(limits)
     needs = _LARGEST_WITHOUT_KERNELS
     if ops.has_triton() and step.model.dtype != torch.float64:
         needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
     run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=needs)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device)
 
 
 def largest_step(limits: Limits) -> tuple[list[int], int]:
@@ -140,8 +147,6 @@ def compiling(step: DeviceStep) -> Iterator[None]:
 def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> int:
     """Every kind of step that captures do not cover, so that no kernel is compiled while requests wait. Returns how
     many steps it took."""
-    if step.recurrent.layers:
-        _run_recurrent(step, limits, takes_checkpoints)
     count = 0
     for lens, bound in _kinds(limits):
         for propose in _proposals(limits):
@@ -150,6 +155,8 @@ def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = Fal
     for lens in _expert_tiles(step, limits):
         run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
         count += 1
+    if step.recurrent.layers:
+        _run_recurrent(step, limits, takes_checkpoints)
     bound = min(SHORT_CONTEXT, limits.max_len)
     sampled = StepNeeds(any_sampled=True)
     for propose in range(limits.max_drafts + 1):
@@ -173,18 +180,19 @@ def _proposals(limits: Limits) -> tuple[int, ...]:
 
 
 def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
-    """(tokens of each request, longest context) of steps that run different kernels."""
+    """(tokens of each request, longest context) of steps that run different kernels. Prompts come first: their kernels
+    take longest to compile."""
     fits = min(limits.max_batched_tokens, limits.max_len)
-    contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len})
+    contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len}, reverse=True)
     for bound in contexts:
+        if fits >= LONG_QUERY:
+            yield [LONG_QUERY], bound
         for count in {min(FEW_REQUESTS, limits.max_requests), min(SEVERAL_REQUESTS, limits.max_requests)}:
+            if LONG_QUERY + count <= fits:
+                yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
             for query in {1, 1 + limits.max_drafts}:
                 if count * query <= fits:
                     yield [query] * count, bound
-            if LONG_QUERY + count <= fits:
-                yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
-        if fits >= LONG_QUERY:
-            yield [LONG_QUERY], bound
 
 
 def _expert_tiles(step: DeviceStep, limits: Limits) -> Iterator[list[int]]:
