@@ -24,4 +24,5 @@ def load_torch_libraries_ahead() -> None:
         if library.exists() and not library.with_name("libtorch_cuda.so").exists():
             # The C function, not ctypes.CDLL, which does not let other threads run while it waits.
             arguments = (os.fsencode(library), os.RTLD_NOW)
-            threading.Thread(target=ctypes.CDLL(None).dlopen, args=arguments, daemon=True).start()
+            # No daemon: a process that ends while the library sets itself up would abort, so its end waits.
+            threading.Thread(target=ctypes.CDLL(None).dlopen, args=arguments).start()

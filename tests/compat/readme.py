@@ -51,7 +51,7 @@ class Place:
     def environment(self) -> dict[str, str]:
         return outside_environment() | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
 
-    def run(self, command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         answers = "Say hello.\n/exit\n" if command.startswith("outrider chat") else ""
         return subprocess.run(shlex.split(command), cwd=self.folder, env=self.environment, input=answers, text=True,
                               capture_output=True, timeout=timeout)

@@ -22,7 +22,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     asked: list[bytes] = []
 
     class Thread:
-        def __init__(self, target: object, args: tuple[bytes, int], daemon: bool) -> None:
+        def __init__(self, target: object, args: tuple[bytes, int]) -> None:
             self.path = args[0]
 
         def start(self) -> None:
@@ -52,8 +52,17 @@ def test_where_torch_is_there_already_nothing_is_done(monkeypatch: pytest.Monkey
     assert not loaded
 
 
+def run(after: str) -> subprocess.CompletedProcess[str]:
+    program = f"from outrider.engine.torch_libraries import load_torch_libraries_ahead as ahead; ahead(); {after}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
 def test_torch_works_after_it() -> None:
-    program = ("from outrider.engine.torch_libraries import load_torch_libraries_ahead as ahead; ahead();"
-               "import torch; print(torch.ones(2).sum().item())")
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ran = run("import torch; print(torch.ones(2).sum().item())")
     assert ran.stdout.strip() == "2.0", ran.stderr
+
+
+def test_a_process_may_end_meanwhile() -> None:
+    for after in ("import sys; sys.exit(3)", "import sys, time; time.sleep(0.1); sys.exit(3)"):
+        ran = run(after)
+        assert ran.returncode == 3 and not ran.stderr
