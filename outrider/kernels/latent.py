@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 NOT_CHOSEN = -1
-NUM_COUNTERS = 4097  # int32 numbers for each token row with which the kernels choose positions
+NUM_COUNTERS = 8448  # int32 numbers for each token row with which the kernels choose positions
 MAX_ELEMENTS = 1 << 24  # of the scores, or of the gathered cache entries, that exist at a time
 
 
@@ -97,6 +97,18 @@ def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, nu
         own = contexts.cut(rows)
         out[rows] = _attend(q[rows], cache, own, every_position(own, num_positions), scale, latent_dim)
     return out
+
+
+def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor | None, num_positions: int,
+                  scale: float, to_values: Tensor) -> Tensor:
+    """Attention over chosen positions, or with None over every visible one, and its product with each head's matrix
+    to_values [heads, values, latent]. Returns [tokens, heads, values]."""
+    latent_dim = to_values.shape[2]
+    if positions is None:
+        made = dense_latent_attention(q, cache, contexts, num_positions, scale, latent_dim)
+    else:
+        made = latent_attention(q, cache, contexts, positions, scale, latent_dim)
+    return torch.einsum("rhl,hvl->rhv", made, to_values)
 
 
 def every_position(contexts: TokenContexts, num_positions: int) -> Tensor:

@@ -78,6 +78,11 @@ class LatentExpansion(Module):
         keys."""
         self._products(q, self._to_latent, out)
 
+    def attend(self, bound: BoundLatentLayer, q: torch.Tensor) -> torch.Tensor:
+        """The values [tokens, heads * value] that queries in the latent space attend to."""
+        values = None if self._is_exact else bound.values(q, self._to_values)
+        return self.expand(bound(q)) if values is None else values.flatten(1)
+
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
         """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
         values = latents.new_empty(*latents.shape[:2], self._to_values.shape[1])
@@ -136,7 +141,7 @@ class LatentAttention(TokenMixer):
         rope = RopeRows(angles.positions, angles.table)
         compressed_q, weights = bound.write(self.compress(x), self._norms(), rope)
         queries = self.queries(x if self.q_norm is None else compressed_q)
-        return self.out(self.expansion.expand(bound(self._enter(queries, weights, rope, bound))))
+        return self.out(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)))
 
     def _norms(self) -> LatentNorms:
         return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale,

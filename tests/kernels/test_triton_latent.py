@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import latent, latent_inputs  # noqa: E402
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows  # noqa: E402
-from outrider.kernels.triton import enter_latents, index_choice, latent_attention  # noqa: E402
+from outrider.kernels.triton import enter_latents, index_choice, latent_attention, latent_values  # noqa: E402
 from outrider.kernels.triton import head_products as products_kernel  # noqa: E402
 from outrider.kernels.triton import latent_inputs as inputs_kernel
 from outrider.kernels.triton.index_scores import ScoreConfig  # noqa: E402
@@ -104,6 +104,29 @@ def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, 
     torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize(("tokens", "splits", "columns"), [(1, 1, 4), (4, 3, 16)])
+def test_values_of_few_token_rows(device: torch.device, dtype: torch.dtype, tokens: int, splits: int, columns: int,
+                                  is_dense: bool) -> None:
+    """Attention and the product of its result in one, also for a token row that sees nothing."""
+    contexts = make_contexts(device, [(tokens, 2, 30)], columns=16)
+    cache = make_cache(contexts, 20, dtype)
+    q = spread(tokens, 3, 20, device=device, dtype=dtype, seed=5)
+    to_values = spread(3, 9, 12, device=device, dtype=dtype, seed=6)[:, 2:]
+    positions = None
+    if not is_dense:
+        positions = torch.full((tokens, 7), NOT_CHOSEN, device=device)
+        scores = torch.rand(tokens, 64, device=device)
+        positions[:] = latent.best_positions(scores, contexts, 7)
+    config = LatentConfig(16, 1, 16, 4, 1)
+    given = (q, cache, contexts, positions, 64, 0.3, to_values)
+    found = latent_values.latent_values(*given, config=config, num_splits=splits, columns=columns, pdl=False)
+    wide = [t.double() for t in (q, cache, to_values)]
+    wanted = latent.latent_values(*wide[:2], contexts, positions, 64, 0.3, wide[2])
+    torch.testing.assert_close(found.double(), wanted, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    assert latent_values.takes_few(*given) == (tokens == 1) and (tokens == 1 or not found[-1].any())
+
+
 def choose(contexts: TokenContexts, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: int,
            **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels' choice, into rows between others, and the twin's."""
@@ -115,11 +138,10 @@ def choose(contexts: TokenContexts, q: torch.Tensor, weights: torch.Tensor, keys
     return buffer[2:-2], wanted
 
 
-@pytest.mark.parametrize(("rows", "splits", "in_registers"), [(1, 3, 16), (4, 2, 4)])
+@pytest.mark.parametrize(("rows", "splits"), [(1, 3), (4, 2)])
 @pytest.mark.parametrize("integers", [False, True], ids=["numbers", "ties"])
-def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, in_registers: int,
-                                 integers: bool) -> None:
-    """With ties, among candidates in registers and in memory; token rows of several requests in a tile."""
+def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, integers: bool) -> None:
+    """With ties; token rows of several requests in a tile."""
     lens = [*LENS, (6, 0, 61), (9, 7, 64)]
     contexts = make_contexts(device, lens, columns=16)
     keys = make_cache(contexts, 6, torch.float32, integers)
@@ -128,7 +150,7 @@ def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, i
     if integers:
         q, weights = q.round(), weights.round()
     chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16,
-                            num_splits=splits, in_registers=in_registers)
+                            num_splits=splits)
     assert torch.equal(chosen, wanted)
     assert (chosen[:, -1] >= 0).sum() > 15 and (chosen[:, 0] == NOT_CHOSEN).any()
     counters = torch.zeros(len(q), latent.NUM_COUNTERS, dtype=torch.int32, device=device)
@@ -140,7 +162,7 @@ def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
     contexts = make_contexts(device, [(3, 1, 50)], columns=16)
     keys = make_cache(contexts, 6, torch.float32) * 0  # NaN stays where nothing may be read
     q, weights = torch.ones(3, 4, 6, device=device), -torch.ones(3, 4, device=device)
-    chosen, wanted = choose(contexts, q, weights, keys, 9, segment=16, in_registers=4, config=ScoreConfig(1, 16, 4, 1))
+    chosen, wanted = choose(contexts, q, weights, keys, 9, segment=16, config=ScoreConfig(1, 16, 4, 1))
     assert torch.equal(chosen, wanted) and chosen[0].tolist() == list(range(1, 10))
 
 

@@ -61,6 +61,7 @@ COMPARED = {
     ("write_latents", "triton"): ["test_triton_latent::test_latents_are_written"],
     ("rotate_queries", "triton"): ["test_triton_latent::test_queries_are_rotated"],
     ("head_products", "triton"): ["test_triton_latent::test_products_of_heads"],
+    ("latent_values", "triton"): ["test_triton_latent::test_values_of_few_token_rows"],
     ("enter_latents", "triton"): ["test_triton_latent::test_queries_enter_the_latent_space"],
     ("choose_positions", "triton"): [
         "../gpu/test_latent::test_choice", "test_triton_latent::test_the_choice_is_the_twins"],

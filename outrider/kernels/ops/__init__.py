@@ -192,6 +192,12 @@ dense_latent_attention = Operation(
     triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
     exact=exact.dense_latent_attention,
 )
+latent_values = Operation(
+    latent.latent_values,
+    triton_kernel("outrider.kernels.triton.latent_values:latent_values", SIXTEEN_BITS,
+                  "outrider.kernels.triton.latent_values:takes_few"),
+    exact=Refused("it serves few token rows, and more of them attend and are multiplied one after the other"),
+)
 
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every

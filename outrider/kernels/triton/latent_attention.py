@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
@@ -141,17 +142,9 @@ def _latent_attention_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=exists[:, None] & (latent < L)[None, :])
 
 
-@kernel(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):
-    """Merges some columns of all splits of one head of one token row, with one read of each."""
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    part = (token * HEADS + head) * num_splits
+@triton.jit
+def merged_splits(part_out, part_lse, part, num_splits, column, L: tl.constexpr, SPLITS: tl.constexpr):
+    """Some columns of one head of one token row, of which `part` is the first split, with one read of each."""
     split = tl.arange(0, SPLITS)
     lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
     peak = tl.max(lse, axis=0)
@@ -160,7 +153,19 @@ def _merge_kernel(
     value = tl.load(part_out + (part + split)[:, None] * L + column[None, :],
                     mask=(weight > 0)[:, None] & (column < L)[None, :], other=0.0)  # fmt: skip
     total = tl.sum(weight, axis=0)
-    result = tl.sum(weight[:, None] * value, axis=0) / tl.where(total > 0, total, 1.0)
+    return tl.sum(weight[:, None] * value, axis=0) / tl.where(total > 0, total, 1.0)
+
+
+@kernel(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    result = merged_splits(part_out, part_lse, (token * HEADS + head) * num_splits, num_splits, column, L, SPLITS)
     to = out + token * out_token_stride + head * out_head_stride + column
     tl.store(to, result.to(out.dtype.element_ty), mask=column < L)
 
@@ -192,31 +197,46 @@ def _attention(
     pdl: bool | None,
 ) -> torch.Tensor:
     pdl = uses_pdl(q.device) if pdl is None else pdl
+    num_tokens, num_heads = q.shape[:2]
+    made, lse = attend_splits(name, q, cache, contexts, positions, max_count, scale, latent_dim, config, num_splits,
+                              pdl)  # fmt: skip
+    if lse is None:
+        return made
+    out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
+    columns = min(128, next_power_of_two(latent_dim))
+    _merge_kernel[(num_tokens, num_heads, cdiv(latent_dim, columns))](
+        made, lse, out, lse.shape[2], out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, COLUMNS=columns,
+        SPLITS=next_power_of_two(lse.shape[2]), PDL=pdl, num_warps=4, **pdl_options(pdl),
+    )
+    return out
+
+
+def attend_splits(
+    name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
+    max_count: int, scale: float, latent_dim: int, config: LatentConfig | None, num_splits: int | None, pdl: bool,
+    least_splits: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the output [tokens, heads, latent], None), or (the splits' results [tokens, heads, splits, latent] in float32,
+    their lse [tokens, heads, splits]), which are to be merged."""
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
     on_hopper = config is None and q.element_size() == 2 and can_attend(q, cache, latent_dim)
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
     q_tile, min_split = (1, HOPPER_SPLIT) if on_hopper else (config.q_tile, config.min_split)
     programs = cdiv(num_heads, _heads_per_program(num_heads)) * cdiv(num_tokens, q_tile)
     full_split = 2 * min_split if on_hopper else min_split
-    splits = num_splits or _num_splits(programs, max_count, full_split, num_sms(q.device))
-    out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
-    if num_tokens == 0:
-        return out
-    made, lse = out, None
-    if splits > 1:
+    splits = max(least_splits, num_splits or _num_splits(programs, max_count, full_split, num_sms(q.device)))
+    if num_tokens == 0 or splits == 1:
+        made, lse = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device), None
+    else:
         made = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q.device)
+    if num_tokens == 0:
+        return made, lse
     if on_hopper:
         launch_hopper_splits(q, cache, contexts, positions, max_count, scale, splits, min_split, made, lse, pdl)
     else:
         launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl)
-    if splits > 1:
-        columns = min(128, next_power_of_two(latent_dim))
-        _merge_kernel[(num_tokens, num_heads, cdiv(latent_dim, columns))](
-            made, lse, out, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, COLUMNS=columns,
-            SPLITS=next_power_of_two(splits), PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )
-    return out
+    return made, lse
 
 
 def launch_splits(

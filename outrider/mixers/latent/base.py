@@ -162,16 +162,27 @@ class BoundLatentLayer:
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
-        layer, plan, cache, chosen = self.layer, self.plan, self.cache["latent"], self.chosen
-        contexts, positions = plan.contexts, chosen.latest
-        if isinstance(layer.attends_to, EveryPosition):
-            positions = None
-        elif chosen.kept is not None:
-            contexts = contexts._replace(first=chosen.kept.first, stop=chosen.kept.stop)
+        layer, cache = self.layer, self.cache["latent"]
+        contexts, positions = self._seen()
         if positions is None:
-            return self.operations.attend_everywhere(q, cache, contexts, plan.num_positions, layer.scale,
+            return self.operations.attend_everywhere(q, cache, contexts, self.plan.num_positions, layer.scale,
                                                      layer.latent_dim)
         return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim)
+
+    def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
+        """What this returns for q, times each head's matrix [heads, values, latent]: [tokens, heads, values]. None
+        where no kernel does both."""
+        given = (q, self.cache["latent"], *self._seen(), self.plan.num_positions, self.layer.scale, to_values)
+        return ops.latent_values(*given) if ops.latent_values.has_kernel(*given) else None
+
+    def _seen(self) -> tuple[TokenContexts, torch.Tensor | None]:
+        """The contexts and the positions that are chosen in them, None for all."""
+        contexts, chosen = self.plan.contexts, self.chosen
+        if isinstance(self.layer.attends_to, EveryPosition):
+            return contexts, None
+        if chosen.kept is not None:
+            contexts = contexts._replace(first=chosen.kept.first, stop=chosen.kept.stop)
+        return contexts, chosen.latest
 
     def keep_choice(self, earlier: BoundLatentLayer, token_rows: torch.Tensor) -> None:
         """Attend to what an earlier pass chose for `token_rows`, one for each token row of this pass."""
@@ -221,6 +232,12 @@ class LatentMixer:
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Captured steps share no buffers."""
+
+    @property
+    def whole_len(self) -> int | None:
+        """Up to here every position is chosen, and no indexer is asked."""
+        asked = (layer.attends_to for layer, _, _ in self._layers)
+        return min((own.top_k for own in asked if isinstance(own, IndexedPositions)), default=None)
 
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:

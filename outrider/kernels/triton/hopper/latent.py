@@ -127,7 +127,7 @@ def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
 
 
 @TritonKernel
-@gluon.jit(do_not_specialize=["max_count"], do_not_specialize_on_alignment=_INTS)
+@gluon.jit(do_not_specialize=["max_count", "table_stride", "positions_stride"], do_not_specialize_on_alignment=_INTS)
 def _chosen_kernel(
     q, cache, page_table, request_of, first, stop, positions, out, scale, max_count,
     q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride, out_token_stride,

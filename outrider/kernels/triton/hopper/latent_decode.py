@@ -16,11 +16,11 @@ from outrider.kernels.triton.launch import TritonKernel
 from triton.experimental import gluon
 
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
-_VARYING = ["max_count", "num_splits", "min_split"]
+_VARYING = ["max_count", "num_splits", "min_split", "table_stride", "positions_stride"]
 
 
 @gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
+def wait_for_inputs(PDL: gl.constexpr):
     """See `common.release_dependents` and `common.wait_for_inputs`."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=gl.int32,
@@ -40,7 +40,7 @@ def _split_kernel(
 ):
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     column: gl.constexpr = gl.SliceLayout(0, multiplied)
-    _wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     token, split = gl.program_id(1).to(gl.int64), gl.program_id(2)
     low = gl.load(first + token).to(gl.int32)
     count = gl.maximum(gl.load(stop + token).to(gl.int32) - low, 0)
