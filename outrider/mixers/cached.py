@@ -136,6 +136,13 @@ class CachedLayers:
         for mixer in self.mixers:
             mixer.prepare_capture(self._device, limits)
 
+    @property
+    def whole_len(self) -> int | None:
+        """The most tokens of contexts behind which layers do less than behind longer ones; None if there are no such
+        layers. Mixers that have some have a property of this name."""
+        asked = [getattr(mixer, "whole_len", None) for mixer in self.mixers]
+        return min((length for length in asked if length is not None), default=None)
+
 
 class BoundLayers:
     """All layers of a model, bound to one step."""

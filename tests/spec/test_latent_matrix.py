@@ -15,6 +15,7 @@ import pytest
 from outrider.core.params import SamplingParams
 from outrider.mixers.latent import base as latent_mixer
 from tests.covering import grid
+from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models.paged import PagedModel, Piece
 from tests.spec.hybrid_rig import DRAFTERS, VOCAB, drafter_of, script_with_errors
@@ -113,6 +114,37 @@ def test_tokens_are_a_function_of_the_request(
         assert tokens_of(again) == [expected(family)[0], expected(family)[3]]
         assert_occurred(rig, cell, drafter)
     assert choices[False] > 0 and (choices[True] > 0) == (family != "deepseek_v3"), "contexts on both sides of top-k"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_captured_steps_behind_short_contexts_ask_no_indexer(family: str, drafter: str,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those of other steps, whether the graph for short contexts serves or one that serves all."""
+    lengths: list[int] = []
+    operations = latent_mixer.ORDINARY
+
+    def choose(*args: Any) -> Any:
+        lengths.append(args[3].page_table.shape[1])
+        return operations.choose(*args)
+
+    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, expected(family), strict=True)}
+    monkeypatch.setattr(latent_mixer, "ORDINARY", operations._replace(choose=choose))
+    for stands_in in (False, True):
+        made = drafter_of(drafter, latent_of(family), K, script_with_errors(right, range(1, K + 2)))
+        with Rig(latent_of(family), drafter=made, **Cell().settings) as rig:
+            captured = AsCaptured(rig, stands_in=stands_in)
+            alone = rig.run_one_by_one([ASKS[3]])
+            decoding = [key for key in captured.met if not key.has_prompts]
+            assert tokens_of(alone) == [expected(family)[3]] and decoding
+            if not stands_in:
+                assert {key.longest for key in decoding} == {TOP_K - K}
+                assert len(lengths) < len(decoding), "the prompt's step at most"
+            plain = (0, 1, 3)  # no captured step of these tests takes the parameters of the others
+            assert tokens_of(rig.run([ASKS[i] for i in plain])) == [expected(family)[i] for i in plain]
+            met = {key.longest for key in captured.met if not key.has_prompts}
+            assert met == {None, TOP_K - K}
+        lengths.clear()
 
 
 def assert_occurred(rig: Rig, cell: Cell, drafter: str) -> None:

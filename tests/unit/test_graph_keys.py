@@ -13,7 +13,7 @@ import torch
 from outrider.core import Admission, CheckpointWrite, HiddenReport, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
-from outrider.mixers.batch import DecodeQueries, MixedQueries
+from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
@@ -171,6 +171,38 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             shape = made.shape(serving)
             assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
         assert len(keys) <= (7 if is_costly else 5)
+
+
+def test_short_contexts_have_graphs_of_their_own() -> None:
+    """Up to 40 tokens nothing is looked for: 37 and three drafts, which are guessed behind the longest context."""
+    drafter: Any = SimpleNamespace(has_slots_to_fill=False, attention_layers=(None,))
+    made = GraphKeys(LIMITS, drafter, takes_parameters=True, whole_len=40)
+    at_start, later = set(made.decoding(takes_checkpoints=False)), list(made.usual(takes_checkpoints=False))
+    for drafts in ([0], [3], [1] * 9, [0] * 64):
+        short, long = (replace(batch_of(drafts), bounds=[1] * (len(drafts) - 1) + [most]) for most in (37, 38))
+        key, usual = served(made, short), served(made, long)
+        assert key == replace(usual, longest=37) == made.shortened(usual) and usual == served(graphs(), long)
+        assert made.shape(key) == replace(made.shape(usual), max_length=LengthBound(37))
+        assert usual.covers(key) and not key.covers(usual) and not replace(key, longest=36).covers(key)
+        wide = made.wider(key, at_start)
+        assert wide is not None and wide.longest == 37 and made.wider(usual, at_start) is None
+        assert made.wider(key, {usual, key}) == key and made.wider(usual, {key}) is None
+        assert StepTimes().of_padding(key, usual) > 0 == StepTimes().of_padding(key, key)
+        assert made.wider(usual, set(later)) is not None, "there once nobody has waited for a while"
+    assert {key.longest for key in at_start} == {37} and not at_start & set(later)
+    plain = GraphKeys(LIMITS, drafter, takes_parameters=True)
+    assert [replace(key, longest=None) for key in made.decoding(takes_checkpoints=False)] == list(
+        plain.decoding(takes_checkpoints=False))
+    is_long = [key.longest is None for key in later]
+    assert is_long == sorted(is_long) and sum(is_long) == 2 * len(made.sizes.at_start), "the first to be captured"
+    assert len(plain_later := list(plain.usual(takes_checkpoints=False))) == is_long.count(False)
+    assert {key.longest for key in plain_later} == {None}
+    assert {key.longest for key in made.behind_long_contexts()} == {None}
+    prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
+    assert prompt.longest is None
+    for nothing in (3, 131, None):  # no context is so short, or all are
+        unlimited = GraphKeys(LIMITS, drafter, whole_len=nothing)
+        assert served(unlimited, short).longest is None and not list(unlimited.behind_long_contexts())
 
 
 def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:

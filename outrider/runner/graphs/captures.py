@@ -72,7 +72,7 @@ class StepGraphs:
         self._step = step
         step.cached.prepare_capture(limits)
         self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts,
-                              takes_parameters=step.has_sampler_kernels)
+                              takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
         self._loaded: set[GraphKey] = set()  # whose kernels have been launched
@@ -213,8 +213,9 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """Run every step that start-up will capture, and steps with prompts, for their kernels."""
-        for key in (*self.keys.at_start(takes_checkpoints=takes_checkpoints), *self.keys.prompts()):
+        """Run every step that start-up will capture, others that do more, and steps with prompts, for their kernels."""
+        for key in (*self.keys.at_start(takes_checkpoints=takes_checkpoints), *self.keys.behind_long_contexts(),
+                    *self.keys.prompts()):
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
 

@@ -59,7 +59,7 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
     request with a temperature, then with a top-p too, had it. Not with a top-k, which is
     slow where all logits are equal, as those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
-    plain = GraphKey(requests, requests, 0, False)
+    plain = graphs.keys.shortened(GraphKey(requests, requests, 0, False))
     full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
     before = [field[NULL_ROW].clone() for field in (rows.temperature, rows.flags, rows.top_k, rows.top_p)]
     found = []
@@ -105,7 +105,7 @@ def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens
     requests, device = min(tokens, limits.max_requests), step.state.device
     if runner is not None and runner.graphs is not None:
         tokens = -(-tokens // requests) * requests
-        key = GraphKey(requests, tokens, propose, tokens > requests)
+        key = runner.graphs.keys.shortened(GraphKey(requests, tokens, propose, tokens > requests))
         with runner.graphs.borrowed(key) as captured:
             return best_seconds(lambda: captured.replay(lambda: None), device)
     lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]

@@ -41,6 +41,7 @@ class GraphKey:
     has_prompts: bool = False  # requests may have any number of tokens
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
+    longest: int | None = None  # no context has more tokens; None: than any may have
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
@@ -51,15 +52,20 @@ class GraphKey:
         else:
             has_room &= self.tokens * other.requests >= other.tokens * self.requests
         has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints
+        has_room &= self.longest is None or (other.longest is not None and self.longest >= other.longest)
         return own == others and has_room
 
 
 class GraphKeys:
     def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True,
-                 takes_parameters: bool = False) -> None:
+                 takes_parameters: bool = False, whole_len: int | None = None) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
-        sample, which read all parameters from the rows."""
+        sample, which read all parameters from the rows. whole_len: the most tokens of contexts behind which steps do
+        less; decode steps have graphs of their own there."""
         self.limits = limits
+        # Drafting goes on behind the longest context of a step.
+        short = limits.max_len if whole_len is None else whole_len - limits.max_drafts
+        self._short = short if 0 < short < limits.max_len else None
         self.sizes = GraphSizes.from_limits(limits)
         self._drafter = drafter
         self._takes_prompts = takes_prompts
@@ -93,7 +99,10 @@ class GraphKeys:
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = propose = max(drafts, propose)
         return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form,
-                        sampler=sampler)
+                        sampler=sampler, longest=self._longest(max(batch.bounds)))
+
+    def _longest(self, bound: int) -> int | None:
+        return self._short if self._short is not None and bound <= self._short else None
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
@@ -126,8 +135,8 @@ class GraphKeys:
     def wider(key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """The cheapest of the captured keys that serves whatever `key` serves."""
         covering = [wide for wide in captured if wide.covers(key)]
-        return min(covering, key=lambda wide: (wide.tokens, wide.propose, wide.requests, wide.takes_checkpoints),
-                   default=None)
+        return min(covering, key=lambda wide: (wide.tokens, wide.propose, wide.requests, wide.takes_checkpoints,
+                                               wide.longest is None), default=None)  # fmt: skip
 
     def plan(self, key: GraphKey) -> StepPlan:
         """The plan of a captured step, beside its shape."""
@@ -138,16 +147,28 @@ class GraphKeys:
         return StepPlan(needs, StepExtras(), True, key.propose, checkpoints)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """Keys of the decoding steps that a server meets, largest first so that their memory is shared."""
+        """Keys of the decoding steps that a server meets, largest first so that their memory is shared. Behind short
+        contexts, where contexts begin; steps behind longer ones are captured while nobody waits, or when they come."""
         max_drafts = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if takes_checkpoints else (False,):
-                yield GraphKey(requests, requests, 0, False, own)
+                yield self.shortened(GraphKey(requests, requests, 0, False, own))
                 if max_drafts and not self._is_costly:
-                    yield GraphKey(requests, requests, max_drafts, False, own)
+                    yield self.shortened(GraphKey(requests, requests, max_drafts, False, own))
                 for drafts in range(1 if requests <= FEW else max_drafts, max_drafts + 1) if max_drafts else ():
                     propose = drafts if self._is_costly else max_drafts
-                    yield GraphKey(requests, requests * (1 + drafts), propose, True, own)
+                    yield self.shortened(GraphKey(requests, requests * (1 + drafts), propose, True, own))
+
+    def shortened(self, key: GraphKey) -> GraphKey:
+        """The same step behind short contexts, if it does less there."""
+        return replace(key, longest=self._short)
+
+    def behind_long_contexts(self) -> Iterator[GraphKey]:
+        """Some decode steps that do more than those of start-up, of each kind."""
+        sizes = self.sizes.at_start
+        for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short is not None else ():
+            for drafts in {0, self.limits.max_drafts}:
+                yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
     def with_parameters(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
@@ -192,11 +213,14 @@ class GraphKeys:
                               takes_checkpoints=takes_checkpoints, sampler=sampler)
 
     def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """Decode steps that wider ones serve until there is time to capture them, the least important first."""
-        for requests in reversed(self.sizes.requests):
-            if requests not in self.sizes.at_start:
-                for drafts in {0, self.limits.max_drafts}:
-                    yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, takes_checkpoints)
+        """Decode steps that wider ones serve until there is time to capture them, the least important first, and those
+        behind long contexts, which none serves."""
+        for is_long in (False, True) if self._short is not None else (False,):
+            for requests in reversed(self.sizes.requests):
+                if (requests in self.sizes.at_start) == is_long:
+                    for drafts in {0, self.limits.max_drafts}:
+                        key = GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, takes_checkpoints)
+                        yield key if is_long else self.shortened(key)
 
     def likely(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Decode steps that are captured when they are met, with any number of drafts."""
@@ -231,5 +255,5 @@ class GraphKeys:
     def shape(self, key: GraphKey) -> CapturedShape:
         make = CapturedShape.with_prompts if key.has_prompts else CapturedShape.decoding
         return make(key.requests, key.tokens, self.limits.max_drafts if key.has_drafts else 0,
-                    window=self.limits.max_drafts, max_len=self.limits.max_len,
+                    window=self.limits.max_drafts, max_len=self.limits.max_len if key.longest is None else key.longest,
                     takes_checkpoints=key.takes_checkpoints)

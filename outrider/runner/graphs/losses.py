@@ -18,6 +18,7 @@ DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each o
 PAUSE = 20  # times a capture's duration in which no other is made while requests run
 LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
 DRAFT_SECONDS = 0.3e-3  # of one more draft, roughly
+LENGTH_SECONDS = 0.1e-3  # of a step that looks for what it need not look for behind short contexts, roughly
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StepTimes:
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
         """Seconds that a step takes longer on the wider graph. Where there are prompts, requests are logits besides."""
         extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
-        return self.token_seconds * extra + DRAFT_SECONDS * (wider.propose - key.propose)
+        longer = LENGTH_SECONDS if wider.longest != key.longest else 0.0
+        return self.token_seconds * extra + DRAFT_SECONDS * (wider.propose - key.propose) + longer
 
     def of_launches(self, key: GraphKey) -> float:
         """Seconds that the device waits for the host if the step runs without a graph."""
