@@ -91,40 +91,47 @@ class ExpertTally:
 
 
 class SpreadRouting:
-    """A routing override that draws experts from a hash of (layer, token row, step), about as evenly as a trained
-    router spreads a batch. The step's number is on the device too, so that captured steps draw anew.
+    """A routing override that draws experts from a hash of layer and place in a table, about as evenly as a trained
+    router spreads a batch. The place follows from token row and step, whose number is on the device, so that captured
+    steps draw anew.
 
-    The first router's call begins a step and draws for all layers at once, because small kernels for every layer would
-    slow the step."""
+    The first router's call begins a step and draws for all layers at once, by few kernels, because small ones for every
+    layer would slow the step."""
 
     _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of a 64-bit mixer
+    _PLACES = 1 << 14  # of the table
+    _STEP = 5_851  # places from one step to the next
 
     def __init__(self, routers: Sequence[Router], *, device: torch.device) -> None:
         rule = routers[0].rule
         if any((r.rule.num_experts, r.rule.top_k) != (rule.num_experts, rule.top_k) for r in routers):
             raise ValueError("spread routing needs the same number of experts in every layer")
-        self._num_experts, self._first = rule.num_experts, routers[0].index
+        self._first = routers[0].index
         self._place = {router.index: place for place, router in enumerate(routers)}
-        strides = [n for n in range(1, max(2, rule.num_experts)) if math.gcd(n, rule.num_experts) == 1]
-        self._strides = torch.tensor(strides, device=device)  # coprime to the experts: no id comes twice
-        self._slots = torch.arange(rule.top_k, device=device)
-        self._keys = (torch.tensor(list(self._place), device=device) + 1)[:, None] * self._ODD[0]
+        self._table = self._drawn(rule).to(device)  # [layers, places, k]
+        self._rows = torch.arange(self._PLACES, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._ids: torch.Tensor | None = None  # [layers, tokens, k] of this step
 
+    def _drawn(self, rule: RouteRule) -> torch.Tensor:
+        strides = [n for n in range(1, max(2, rule.num_experts)) if math.gcd(n, rule.num_experts) == 1]
+        keys = (torch.tensor(list(self._place)) + 1)[:, None] * self._ODD[0]
+        bits = keys + torch.arange(self._PLACES) * self._ODD[1]
+        for shift, odd in zip((30, 27), self._ODD, strict=False):
+            bits = (bits ^ (bits >> shift)) * odd
+        first = ((bits >> 3) & 0xFFFFFF) % rule.num_experts
+        # Strides are coprime to the experts: no id comes twice.
+        stride = torch.tensor(strides)[((bits >> 35) & 0xFFFFFF) % len(strides)]
+        return (first[..., None] + stride[..., None] * torch.arange(rule.top_k)) % rule.num_experts
+
     def __call__(self, index: int, num_tokens: int) -> torch.Tensor:
         if index == self._first:
-            self._step.add_(1)
+            self._step.add_(self._STEP)
             self._ids = self._draw(num_tokens)
         if self._ids is None or self._ids.shape[1] != num_tokens:  # a drafter's pass has token rows of its own
             return self._draw(num_tokens)[self._place[index]]
         return self._ids[self._place[index]]
 
     def _draw(self, num_tokens: int) -> torch.Tensor:
-        token_rows = torch.arange(num_tokens, device=self._step.device)
-        bits = self._keys + token_rows * self._ODD[1] + self._step * self._ODD[2]
-        for shift, odd in zip((30, 27), self._ODD, strict=False):
-            bits = (bits ^ (bits >> shift)) * odd
-        first = ((bits >> 3) & 0xFFFFFF) % self._num_experts
-        stride = self._strides[((bits >> 35) & 0xFFFFFF) % len(self._strides)]
-        return (first[..., None] + stride[..., None] * self._slots) % self._num_experts
+        rows = self._rows[:num_tokens] if num_tokens <= self._PLACES else torch.arange(num_tokens).to(self._rows)
+        return self._table[:, (self._step + rows).remainder_(self._PLACES)]

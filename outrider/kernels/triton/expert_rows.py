@@ -1,8 +1,9 @@
-"""Products of one or two token rows with the experts they chose, on the vector units: one program for a few weight rows
-of one pair, as in `matvec`. A shared expert of the same shape can be served in the same launch.
+"""Products of one or two token rows with the experts they chose, on the vector units, as in `matvec`: a kernel for the
+first product, where a program serves a few weight rows of one pair, and one for the second, where it adds up all pairs
+of a token row. A shared expert of the same shape is served in the same launches.
 
 So few pairs seldom share an expert, and then tiles for tensor cores are mostly empty: many small programs keep more
-reads on their way. A pair's result depends on no other pair.
+reads on their way. A token row's result depends on no other.
 """
 
 from __future__ import annotations
@@ -27,48 +28,105 @@ _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 
 @kernel
 def _expert_rows_kernel(
-    x, weight, shared, out, ids, x_stride, expert_stride, weight_stride, out_stride, P, first_shared, N,
+    x, weight, shared, out, ids, x_stride, expert_stride, weight_stride, out_stride, P, num_shared, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
-    With a gated activation weight rows 0 to N are the gate and the next N are what it gates. From number P on, pairs
-    are token rows with the shared expert: pair P takes row first_shared of x."""
+    With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Rows of out from P on are
+    token rows with the shared expert. Their programs come first: they know their weights before anybody has chosen, and
+    read them while the router still works."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
     release_dependents(PDL)
-    wait_for_inputs(PDL)
-    pair = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < N
-    own, x_row = weight, x
+    pair = (tl.program_id(1) - num_shared).to(tl.int64)  # below zero with the shared expert
+    offset = row.to(tl.int64)[:, None] * weight_stride
+    up_offset = offset + N * weight_stride
+    column = tl.arange(0, BLOCK_K)
+    inside = column < K
+    own, token = shared, pair + num_shared
     if SHARED:
-        if pair < P:
-            own += tl.load(ids + pair) * expert_stride
-            x_row += pair // PAIRS_PER_ROW * x_stride
-        else:
-            own = shared
-            x_row += (pair - P + first_shared) * x_stride
+        early = load_weight(shared + offset + column[None, :], in_rows & (pair < 0), inside, WHOLE)
+        if GATED:
+            early_up = load_weight(shared + up_offset + column[None, :], in_rows & (pair < 0), inside, WHOLE)
+    wait_for_inputs(PDL)
+    if SHARED:
+        if pair >= 0:
+            own = weight + tl.load(ids + pair) * expert_stride
+            token = pair // PAIRS_PER_ROW
     else:
-        own += tl.load(ids + pair) * expert_stride
-        x_row += pair // PAIRS_PER_ROW * x_stride
-    weight_row = own + row.to(tl.int64)[:, None] * weight_stride
-    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
+        own = weight + tl.load(ids + pair) * expert_stride
+        token = pair // PAIRS_PER_ROW
+    x_row = x + token * x_stride
+    value = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    w = load_weight(own + offset + column[None, :], in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
+    if SHARED:
+        w = tl.where(pair < 0, early.to(tl.float32), w)
+    acc = w * value
+    up = acc
+    if GATED:
+        u = load_weight(own + up_offset + column[None, :], in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
+        if SHARED:
+            u = tl.where(pair < 0, early_up.to(tl.float32), u)
+        up = u * value
+    for start in range(BLOCK_K, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         inside = column < K
         value = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        acc += load_weight(weight_row + column[None, :], in_rows, inside, K % BLOCK_K == 0).to(tl.float32) * value
+        acc += load_weight(own + offset + column[None, :], in_rows, inside, WHOLE).to(tl.float32) * value
         if GATED:
-            w = load_weight(weight_row + N * weight_stride + column[None, :], in_rows, inside, K % BLOCK_K == 0)
-            up += w.to(tl.float32) * value
+            up += load_weight(own + up_offset + column[None, :], in_rows, inside, WHOLE).to(tl.float32) * value
     result = tl.sum(acc, axis=1)
     if GATED:
         result = gated(result, tl.sum(up, axis=1), ACTIVATION == _GELU_TANH)
     elif ACTIVATION == _RELU2:
         result = tl.where(result < 0, 0.0, result * result)  # not a maximum, which would turn NaN into a number
-    tl.store(out + pair * out_stride + row, result.to(out.dtype.element_ty), mask=in_rows)
+    to = out + tl.where(pair < 0, P + token, pair) * out_stride + row
+    tl.store(to, result.to(out.dtype.element_ty), mask=in_rows)
+
+
+@kernel
+def _mix_rows_kernel(
+    x, weight, shared, added, out, ids, shares, x_stride, expert_stride, weight_stride, added_stride, out_stride, P, N,
+    K: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, HAS_ADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[token] = the sum of its PAIRS rows of x, each times its share and its expert's weight [N, K] transposed; plus
+    row P + token of x times the shared expert's weight, plus added[token]."""
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    release_dependents(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < N
+    offset = row.to(tl.int64)[:, None] * weight_stride
+    column = tl.arange(0, BLOCK_K)
+    if SHARED:  # the first columns are read while the kernel before still runs
+        w = load_weight(shared + offset + column[None, :], in_rows, column < K, WHOLE)
+    wait_for_inputs(PDL)
+    if HAS_ADDED:
+        kept = tl.load(added + token * added_stride + row, mask=in_rows, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        inside = column < K
+        for slot in tl.static_range(PAIRS):
+            pair = token * PAIRS + slot
+            own = weight + tl.load(ids + pair) * expert_stride + offset
+            value = tl.load(x + pair * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+            value *= tl.load(shares + pair)
+            acc += load_weight(own + column[None, :], in_rows, inside, WHOLE).to(tl.float32) * value[None, :]
+        if SHARED:
+            if start > 0:
+                w = load_weight(shared + offset + column[None, :], in_rows, inside, WHOLE)
+            value = tl.load(x + (P + token) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+            acc += w.to(tl.float32) * value[None, :]
+    result = tl.sum(acc, axis=1)
+    if HAS_ADDED:
+        result += kept
+    tl.store(out + token * out_stride + row, result.to(out.dtype.element_ty), mask=in_rows)
 
 
 def expert_rows_config(k: int) -> ThinConfig:
@@ -79,19 +137,39 @@ def expert_rows_config(k: int) -> ThinConfig:
 
 
 def expert_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs_per_row: int, n: int, activation: int, pdl: bool,
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: int, pdl: bool,
     shared: torch.Tensor | None = None, config: ThinConfig | None = None,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p, from row p // pairs_per_row of x. With a shared expert's weight [rows, k] rows for
-    all token rows follow; where x holds one row for each pair, so do theirs. Arguments are checked by the caller."""
-    k, num_pairs = weight.shape[2], ids.numel()
+    """[pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared expert's weight [rows, k]
+    rows for all token rows follow. Arguments are checked by the caller."""
+    k, (num_tokens, top_k) = weight.shape[2], ids.shape
     config = config or expert_rows_config(k)
-    num_rows = num_pairs + (0 if shared is None else ids.shape[0])
-    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
-    _expert_rows_kernel[(cdiv(n, config.block_n), num_rows)](
+    num_shared = 0 if shared is None else num_tokens
+    out = torch.empty(ids.numel() + num_shared, n, dtype=x.dtype, device=x.device)
+    _expert_rows_kernel[(cdiv(n, config.block_n), len(out))](
         x, weight, weight if shared is None else shared, out, ids, x.stride(0), weight.stride(0), weight.stride(1),
-        out.stride(0), num_pairs, num_pairs if pairs_per_row == 1 else 0, n, K=k, PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=activation, SHARED=shared is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl,
+        out.stride(0), ids.numel(), num_shared, n, K=k, PAIRS_PER_ROW=top_k, ACTIVATION=activation,
+        SHARED=shared is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+    )
+    return out
+
+
+def mix_rows(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, pdl: bool,
+    shared: torch.Tensor | None = None, added: torch.Tensor | None = None, config: ThinConfig | None = None,
+) -> torch.Tensor:
+    """[tokens, n]: the results of `expert_rows` times weight [experts, n, k], added up by their shares [tokens, top_k]
+    float32, with the shared expert's weight [n, k] and with `added` [tokens, n]. Arguments are checked by the
+    caller."""
+    (_, n, k), (num_tokens, top_k) = weight.shape, ids.shape
+    config = config or expert_rows_config(k)
+    out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)
+    kept = out if added is None else added
+    _mix_rows_kernel[(cdiv(n, config.block_n), num_tokens)](
+        x, weight, weight if shared is None else shared, kept, out, ids, shares, x.stride(0), weight.stride(0),
+        weight.stride(1), kept.stride(0), out.stride(0), ids.numel(), n, K=k, PAIRS=top_k, SHARED=shared is not None,
+        HAS_ADDED=added is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

@@ -28,7 +28,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows
+from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows, mix_rows
 from outrider.kernels.triton.launch import kernel
 
 METHODS = ("rows", "few", "tiles", "library")
@@ -305,8 +305,8 @@ def experts(
         return torch.empty_like(x) if added is None else added
     method = method or choose_method(ids.numel(), gate_up, down)
     if method == "rows":
-        made = expert_rows(x, gate_up, ids, ids.shape[1], width, ACTIVATIONS[activation], pdl)
-        return combine(expert_rows(made, down, ids, 1, hidden, 0, pdl), weights, added=added)
+        return mix_rows(expert_rows(x, gate_up, ids, width, ACTIVATIONS[activation], pdl), down, ids, weights, pdl,
+                        added=added)
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
         assert pairs is not None

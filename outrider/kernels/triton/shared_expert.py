@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.triton.common import FLOATS, refuse, require_tensor, uses_pdl
-from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows
-from outrider.kernels.triton.moe import ACTIVATIONS, combine
+from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows, mix_rows
+from outrider.kernels.triton.moe import ACTIVATIONS
 
 
 def experts_with_shared(
@@ -19,9 +19,8 @@ def experts_with_shared(
         refuse(name, "shared_gate_up", f"has shape {list(shared_gate_up.shape)}, expected that of an expert")
     require_tensor(name, "x", x, (ids.shape[0], down.shape[1]), device, FLOATS)
     require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
-    made = expert_rows(x, gate_up, ids, ids.shape[1], down.shape[2], ACTIVATIONS[activation], pdl, shared_gate_up)
-    made = expert_rows(made, down, ids, 1, down.shape[1], 0, pdl, shared_down)
-    return combine(made[: ids.numel()], weights, added=made[ids.numel() :], pdl=pdl)
+    made = expert_rows(x, gate_up, ids, down.shape[2], ACTIVATIONS[activation], pdl, shared_gate_up)
+    return mix_rows(made, down, ids, weights, pdl, shared_down)
 
 
 def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
