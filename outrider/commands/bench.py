@@ -258,21 +258,38 @@ def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
 
 
 def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
-    """Time to the first token, time between runs (a run may be several tokens), and time per token after the first."""
+    """Time to the first token, time between runs (a run may be several tokens), and time per token: after the first
+    one, and while all requests decode, when no prompt is computed."""
     first: list[float] = []
     between: list[float] = []
     per_token: list[float] = []
+    decoding: list[float] = []
     for i in range(rounds):
-        for times in _timed(llm, work, f"{work.shape.name} round {i + 1}"):
+        requests = list(_timed(llm, work, f"{work.shape.name} round {i + 1}"))
+        decoding += _decoding([times[1:] for times in requests])
+        for times in requests:
             arrival, runs = times[0], times[1:]
             first.append(runs[0][0] - arrival[0])
             between += [later[0] - earlier[0] for earlier, later in zip(runs, runs[1:], strict=False)]
             if runs[-1][1] > runs[0][1]:
                 per_token.append((runs[-1][0] - runs[0][0]) / (runs[-1][1] - runs[0][1]))
     row: dict[str, Any] = {"case": work.shape.name}
-    for name, values in (("ttft_ms", first), ("between_runs_ms", between), ("per_token_ms", per_token)):
+    for name, values in (("ttft_ms", first), ("between_runs_ms", between), ("per_token_ms", per_token),
+                         ("decoding_ms", decoding)):  # fmt: skip
         row |= {f"{name}_p50": _percentile(values, 50), f"{name}_p99": _percentile(values, 99)}
     return row
+
+
+def _decoding(requests: list[list[tuple[float, int]]]) -> Iterator[float]:
+    """For each request, given by its runs, seconds per token from the time when all have a token until one ends: the
+    median time between its runs there, by the tokens of a run."""
+    begin, end = max(runs[0][0] for runs in requests), min(runs[-1][0] for runs in requests)
+    for runs in requests:
+        inside = [run for run in runs if begin <= run[0] <= end]
+        if inside and inside[-1][1] > inside[0][1]:
+            times = [at for at, _ in inside]
+            between = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+            yield between * (len(inside) - 1) / (inside[-1][1] - inside[0][1])
 
 
 def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:

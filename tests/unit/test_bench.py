@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.cli import main
+from outrider.commands.bench import _decoding
 from outrider.commands.prompt_work import PromptWork, visible_pairs
 from outrider.commands.roofline import Decoding, Traffic, mean_context
 from outrider.kernels.moe import RouteRule
@@ -89,6 +90,15 @@ def test_spread_routing_draws_distinct_experts_evenly_and_anew() -> None:
     assert ExpertTally(routers(1), 1, device=CPU).mean() is None
     with pytest.raises(ValueError, match="same number of experts"):
         SpreadRouting([*routers(0), *routers(1, experts=8)], device=CPU)
+
+
+def test_decoding_is_timed_while_all_requests_decode() -> None:
+    """Two tokens every 10 ms from 1 s on, and every 100 ms before, while another request's prompt is computed. One step
+    that takes longer, as a first capture does, changes nothing."""
+    early = [(0.1 * i, i) for i in range(10)] + [(1 + 0.01 * i, 10 + 2 * i) for i in range(9)] + [(1.5, 28)]
+    late = [(1 + 0.01 * i, 1 + i) for i in range(9)] + [(1.5, 10), (1.6, 30)]
+    assert list(_decoding([early, late])) == pytest.approx([0.005, 0.01])
+    assert not list(_decoding([[(0.0, 1), (0.1, 2)], [(1.0, 1)]])), "never at the same time"
 
 
 def test_operations_of_prompts() -> None:
