@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -62,6 +64,9 @@ def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
     return vocab - 1 - (keys.topk(num, dim=1).values & 0xFFFFFFFF)
 
 
+_entry = partial(tuple.__new__, TokenLogprobs)  # of an iterable of all fields; the type's own call takes thrice as long
+
+
 class HostLogprobs:
     """Log-probabilities as tuples of the host. Whole tensors are converted at once: a step has hundreds of logit rows,
     and reading them one by one would take longer than the step."""
@@ -72,14 +77,17 @@ class HostLogprobs:
         width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
         ids = torch.cat([rows.chosen_ids[:, None], rows.top_ids[:, :width]], dim=1)
         values = torch.cat([rows.chosen[:, None], rows.top[:, :width]], dim=1)
-        self._ids, self._values = list(map(tuple, ids.tolist())), list(map(tuple, values.tolist()))
-        self._ranks = rows.rank.tolist()
+        fields = zip(map(tuple, ids.tolist()), map(tuple, values.tolist()), rows.rank.tolist(), repeat(None))
+        self._entries: list[TokenLogprobs] = list(map(_entry, fields))
+        self._num = num
 
     def between(self, start: int, stop: int, num: int) -> list[TokenLogprobs]:
         """Logit rows start to stop for a request that asked for `num`: the chosen token, then the `num` likeliest in
         order of rank, so that the chosen one may come twice."""
-        end = None if num == MAX_LOGPROBS_ALL else 1 + num
-        return [TokenLogprobs(self._ids[i][:end], self._values[i][:end], self._ranks[i]) for i in range(start, stop)]
+        entries = self._entries[start:stop]
+        if num in (self._num, MAX_LOGPROBS_ALL):
+            return entries
+        return [TokenLogprobs(ids[: 1 + num], values[: 1 + num], rank) for ids, values, rank, _ in entries]
 
 
 def to_host(rows: LogprobRows, start: int, stop: int, num: int) -> list[TokenLogprobs]:
