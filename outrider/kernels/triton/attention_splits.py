@@ -8,7 +8,7 @@ have nothing to do come last and cost next to nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ LONGER_SPLIT = 2048  # the same in a list, where each split leaves the sums of m
 MANY_ROWS = 16  # queries times the query heads of one key/value head
 MOST_SPLITS = tl.constexpr(64)  # of a request
 LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
+VERY_LONG_SPLIT = 4096  # keys
 _COARSE = tl.constexpr(COARSE_SPLIT)
 _MANY, _FEW = tl.constexpr(16), tl.constexpr(4)  # splits of a request up to which they stay as short as they may be
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
@@ -40,6 +41,7 @@ class DecodeConfig:
     min_split: int = COARSE_SPLIT  # keys
     early_values: bool = False  # values are fetched together with their keys
     long_stages: int = 0  # stages for splits of many keys; 0: no other than for few
+    long_warps: int | None = None  # warps where splits of very many keys are expected, if not num_warps
 
 
 def decode_config(
@@ -54,7 +56,7 @@ def decode_config(
     if padded_dim <= 128:
         if num_requests <= 8:
             return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True,
-                                long_stages=5)
+                                long_stages=5, long_warps=4)
         # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
@@ -88,8 +90,10 @@ class LaunchPlan:
 def plan_launch(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, sms: int, *, max_query: int,
     max_length: int, window: int | None, split_size: int | None = None, num_splits: int | None = None,
-    config: DecodeConfig | None = None, is_listed: bool = False,
+    config: DecodeConfig | None = None, is_listed: bool = False, longest: int | None = None,
 ) -> LaunchPlan:
+    """`longest`: keys of the longest request that there may ever be. Fewer warps read long splits faster and short ones
+    more slowly; a result's bits depend on them, so a step's own bound must not choose."""
     padded_dim, group = max(16, next_power_of_two(head_dim)), num_heads // num_kv_heads
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
     by_requests = num_requests if split_size is None else None
@@ -111,10 +115,13 @@ def plan_launch(
         # Two programs for each multiprocessor; in a list idle ones do no harm.
         most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
         num_splits, is_split = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value)), most > 1
+        expects_long = longest is not None and window is None and cdiv(longest, max(1, most)) > VERY_LONG_SPLIT
+        if expects_long and config.long_warps is not None:
+            config = replace(config, num_warps=config.long_warps)
     coarse = LONGER_SPLIT if is_listed and max_query * group >= MANY_ROWS else COARSE_SPLIT
-    longest = max(least, coarse, cdiv(keys, num_splits))  # keys of a split, about
+    about = max(least, coarse, cdiv(keys, num_splits))  # keys of a split
     return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, coarse, is_split,
-                      longest > LONG_SPLIT.value)
+                      about > LONG_SPLIT.value)
 
 
 def least_listed_split(programs: int, sms: int, padded_dim: int) -> int:
