@@ -49,22 +49,20 @@ def test_bits_are_those_of_the_request_alone(family: str, drafter: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(640, 4096), (4200, 1032), (2560, 10240)])
+@pytest.mark.parametrize(("n", "k"), [(640, 4096), (4200, 1024), (2560, 10240)])
 def test_products_of_many_token_rows_have_the_bits_of_few(n: int, k: int) -> None:
-    """Columns, outputs and token rows that no tile divides; one chain of additions, and several."""
+    """Outputs and token rows that no tile divides; one chain of additions, and several."""
     generator = torch.Generator("cuda").manual_seed(n)
-    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-                       for shape in ((2500, k), (n, k), (n,)))  # fmt: skip
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+                 for shape in ((2500, k), (n, k)))  # fmt: skip
     x[:, 5] *= 100  # additions in another order would show
-    parts = torch.cat([exact_linear(part, weight, bias) for part in x.split(60)])
+    parts = torch.cat([exact_linear(part, weight) for part in x.split(60)])
     for rows in (HOPPER_ROWS - 1, HOPPER_ROWS, 1000, 2500):
-        assert torch.equal(exact_linear(x[:rows], weight, bias), parts[:rows])
-        wide = exact_linear(x[:rows], weight, bias, out_dtype=torch.float32)
-        assert torch.equal(wide.bfloat16(), parts[:rows])
+        assert torch.equal(exact_linear(x[:rows], weight), parts[:rows])
     if is_hopper(x.device):
         for tile in HOPPER_TILES[chain_columns(n, k) < k :]:
             out = torch.full((2500, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-            launch_hopper(x, weight, bias, out, chain_columns(n, k), tile)
+            launch_hopper(x, weight, out, chain_columns(n, k), tile)
             assert torch.equal(out, parts)
 
 

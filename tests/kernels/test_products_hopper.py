@@ -32,10 +32,10 @@ SHARED_BYTES = 232448  # that a program may have on a Hopper card
 
 def compile_kernel(tile: HopperTile, k: int, chain: int) -> Any:
     function, layout = hopper._product_kernel.function, gl.NVMMASharedLayout(128, 16, rank=2)
-    constants = {"K": k, "CHAIN": chain, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "HAS_BIAS": True,
+    constants = {"K": k, "CHAIN": chain, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages,
                  "FETCH_REGS": hopper.FETCH_REGISTERS, "MULTIPLY_REGS": hopper.MULTIPLY_REGISTERS}  # fmt: skip
     kinds = {"x_tiles": f"tensordesc<bf16[64,64],{layout}>", "w_tiles": f"tensordesc<bf16[{tile.block_n},64],{layout}>",
-             "bias": "*bf16", "out": "*bf16"}  # fmt: skip
+             "out": "*bf16"}  # fmt: skip
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
     return triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
                           options={"num_warps": 4, "maxnreg": hopper.REGISTERS})  # fmt: skip
@@ -81,9 +81,13 @@ def test_takes_many_rows_that_the_copy_engine_can_read(monkeypatch: pytest.Monke
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert launches(many, weight)[0] == own and launches(many, weight).count(own) == 3
     assert launches(few, weight)[0] != own and launches(few, weight).count(own) == 2, "later steps have more token rows"
-    assert launches(many[:, :24], weight[:, :24].contiguous(), pdl=False)[0] == own, "rows at a distance"
+    wider = torch.zeros(600, 72, dtype=torch.bfloat16)
+    assert launches(wider[:, :64], weight)[0] == own, "rows at a distance"
+    assert own not in launches(wider, torch.zeros(40, 72, dtype=torch.bfloat16)), "columns that no tile divides"
+    assert own not in launches(many, weight, bias=torch.zeros(40)), "a bias"
+    assert own not in launches(many, weight, out_dtype=torch.float32)
     odd = torch.zeros(600, 65, dtype=torch.bfloat16)
-    for other in (odd[:, :64], odd.view(-1)[4:-596].view(600, 64), many.float()):
+    for other in (odd[:, :64], odd.view(-1)[4:-596].view(600, 64), many.float(), many.half()):
         assert own not in launches(other, weight.to(other.dtype))
 
 

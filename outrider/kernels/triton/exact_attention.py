@@ -168,7 +168,7 @@ def exact_config(head_dim: int, itemsize: int) -> ExactConfig:
         return ExactConfig(32, 32, 4, 2) if head_dim <= 128 else ExactConfig(16, 16, 4, 2)
     if head_dim <= 128:
         return ExactConfig(64, 64, 4, 3)
-    return ExactConfig(64, 64 if head_dim <= 256 else 32, 8, 2)
+    return ExactConfig(64, 32, 8, 2) if head_dim <= 256 else ExactConfig(32, 32, 8, 2)
 
 
 def exact_tiles_config(num_heads: int, k_cache: torch.Tensor) -> PrefillConfig:

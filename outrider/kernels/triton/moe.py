@@ -321,9 +321,8 @@ def exact_experts(
 ) -> torch.Tensor:
     """`experts` without the library, whose order of additions nobody promises: a pair's result is one chain of
     additions in a tile of any size, rounded at the same places."""
-    is_few = ids.numel() <= FEW_PAIRS
-    return experts(x, ids, weights, gate_up, down, activation, added, method="few" if is_few else "tiles",
-                   pdl=is_few and uses_pdl(x.device))
+    method = "few" if ids.numel() <= FEW_PAIRS else "tiles"
+    return experts(x, ids, weights, gate_up, down, activation, added, method=method)
 
 
 def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:

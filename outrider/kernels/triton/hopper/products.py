@@ -87,8 +87,8 @@ def _chain(
 
 @gluon.jit
 def _multiply(
-    bias, out, out_stride, ring, M, N, num_tiles, GROUP_INDEX: gl.constexpr, K: gl.constexpr, CHAIN: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    out, out_stride, ring, M, N, num_tiles, GROUP_INDEX: gl.constexpr, K: gl.constexpr, CHAIN: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -97,17 +97,15 @@ def _multiply(
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_token, first_output = _place(index, M, N, BLOCK_N)
         if CHAIN >= K:
-            total = _chain(turn, gl.cdiv(K, COLUMNS), ring, GROUP_INDEX, BLOCK_N, STAGES)
-            turn += gl.cdiv(K, COLUMNS)
+            total = _chain(turn, K // COLUMNS, ring, GROUP_INDEX, BLOCK_N, STAGES)
+            turn += K // COLUMNS
         else:
             total = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
             for start in range(0, K, CHAIN):
-                columns = gl.cdiv(gl.minimum(CHAIN, K - start), COLUMNS)
+                columns = gl.minimum(CHAIN, K - start) // COLUMNS
                 total += _chain(turn, columns, ring, GROUP_INDEX, BLOCK_N, STAGES)
                 turn += columns
         token, output = first_token + row, first_output + column
-        if HAS_BIAS:
-            total += gl.load(bias + output, mask=output < N, other=0.0).to(gl.float32)[None, :]
         at = out + token.to(gl.int64)[:, None] * out_stride + output[None, :]
         gl.store(at, total.to(out.dtype.element_ty), mask=(token < M)[:, None] & (output < N)[None, :])
 
@@ -115,8 +113,8 @@ def _multiply(
 @TritonKernel
 @gluon.jit(do_not_specialize=["M"])
 def _product_kernel(
-    x_tiles, w_tiles, bias, out, out_stride, M, N, K: gl.constexpr, CHAIN: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, FETCH_REGS: gl.constexpr, MULTIPLY_REGS: gl.constexpr,
+    x_tiles, w_tiles, out, out_stride, M, N, K: gl.constexpr, CHAIN: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, FETCH_REGS: gl.constexpr, MULTIPLY_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -128,8 +126,8 @@ def _product_kernel(
     num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
-            (_multiply, (bias, out, out_stride, ring, M, N, num_tiles, 0, K, CHAIN, BLOCK_N, STAGES, HAS_BIAS)),
-            (_multiply, (bias, out, out_stride, ring, M, N, num_tiles, 1, K, CHAIN, BLOCK_N, STAGES, HAS_BIAS)),
+            (_multiply, (out, out_stride, ring, M, N, num_tiles, 0, K, CHAIN, BLOCK_N, STAGES)),
+            (_multiply, (out, out_stride, ring, M, N, num_tiles, 1, K, CHAIN, BLOCK_N, STAGES)),
             (_fetch, (x_tiles, w_tiles, ring, M, N, num_tiles, K, BLOCK_N, STAGES)),
         ],
         [4, 1],
@@ -149,10 +147,13 @@ class HopperTile:
 WIDE, NARROW = HOPPER_TILES = HopperTile(256, 4, 1.0), HopperTile(128, 6, 0.55)
 
 
-def fits_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def fits_hopper(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
     """Whether the kernel serves this product, with any number of token rows."""
-    return x.dtype in (torch.bfloat16, torch.float16) and is_hopper(x.device) and all(
-        each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
+    return (
+        bias is None and x.dtype == out_dtype == torch.bfloat16 and is_hopper(x.device)
+        and x.shape[1] % COLUMNS.value == 0
+        and all(each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
+    )  # fmt: skip
 
 
 def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTile:
@@ -162,7 +163,7 @@ def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTi
     return min(HOPPER_TILES, key=lambda tile: tile.seconds * cdiv(cdiv(num_rows, 128) * cdiv(n, tile.block_n), sms))
 
 
-def launch_hopper(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, chain: int,
+def launch_hopper(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, chain: int,
                   tile: HopperTile | None = None) -> None:
     """Arguments as `exact_linear` checked them, and such that they fit."""
     num_rows, (n, k) = x.shape[0], weight.shape
@@ -170,9 +171,9 @@ def launch_hopper(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     tile = tile or choose_tile(num_rows, n, k, chain, sms)
     num_tiles = cdiv(num_rows, 128) * cdiv(n, tile.block_n)
     _product_kernel[(min(num_tiles, sms),)](
-        _describe(x, ROWS.value), _describe(weight, tile.block_n), x if bias is None else bias, out, out.stride(0),
-        num_rows, n, K=k, CHAIN=chain, BLOCK_N=tile.block_n, STAGES=tile.num_stages, HAS_BIAS=bias is not None,
-        FETCH_REGS=FETCH_REGISTERS, MULTIPLY_REGS=MULTIPLY_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        _describe(x, ROWS.value), _describe(weight, tile.block_n), out, out.stride(0), num_rows, n, K=k, CHAIN=chain,
+        BLOCK_N=tile.block_n, STAGES=tile.num_stages, FETCH_REGS=FETCH_REGISTERS, MULTIPLY_REGS=MULTIPLY_REGISTERS,
+        num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
