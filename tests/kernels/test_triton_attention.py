@@ -270,16 +270,20 @@ def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | 
         assert size - last < 16 * active, "no split is shorter by more than rounding makes it"
 
 
-def test_splits_with_many_rows_are_few_but_no_longer_than_a_long_one(device: torch.device) -> None:
-    """Up to four of them per request, then they grow; a long request among short ones still has many."""
-    plans = [plan_launch(16, 32, 2, 128, 2, 132, max_query=4, max_length=131072, window=None, is_listed=is_listed)
-             for is_listed in (True, False)]
-    assert [plan.coarse_size for plan in plans] == [2048, 256]
+def test_splits_with_many_rows_are_long(device: torch.device) -> None:
+    """Each leaves the sums of all its rows. A long request among short ones still has many splits."""
+    def least(queries: int, heads: int, dim: int) -> int:
+        return plan_launch(16, heads, 2, dim, 2, 132, max_query=queries, max_length=131072, window=None,
+                           is_listed=True).split_size  # fmt: skip
+
+    assert [least(queries, 32, 128) for queries in (1, 2, 4)] == [512, 1024, 1024]
+    assert [least(queries, 8, 128) for queries in (1, 3, 4)] == [128, 128, 512]
+    assert least(3, 16, 512) == least(1, 16, 512) == 512
     lengths = torch.zeros(128, dtype=torch.int32, device=device)
-    lengths[:5] = torch.tensor([100, 500, 2000, 8000, 100000])
+    lengths[:4] = torch.tensor([100, 2000, 8000, 60000])
     out = torch.zeros(3, 128, dtype=torch.int32, device=device)
-    _geometry_kernel[(1,)](lengths, out, 0, 128, plans[0].coarse_size, 64, HAS_WINDOW=False)
-    assert out[2, :5].tolist() == [1, 4, 4, 4, 49] and out[1, 3:5].tolist() == [2000, 2048]
+    _geometry_kernel[(1,)](lengths, out, 0, 1024, 256, 64, HAS_WINDOW=False)
+    assert out[2, :4].tolist() == [1, 2, 8, 59] and out[1, 2:4].tolist() == [1008, 1024]
 
 
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:

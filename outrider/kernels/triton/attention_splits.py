@@ -18,13 +18,12 @@ from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, req
 from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
-LONGER_SPLIT = 2048  # the same in a list, where each split leaves the sums of many rows to be written and read again
 MANY_ROWS = 16  # queries times the query heads of one key/value head
+KEYS_OF_A_ROW, LONGEST_LEAST = 32, 1024  # in a list: each split leaves the sums of its rows to be written and read
 MOST_SPLITS = tl.constexpr(64)  # of a request
 LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
 VERY_LONG_SPLIT = 4096  # keys
-_COARSE = tl.constexpr(COARSE_SPLIT)
-_MANY, _FEW = tl.constexpr(16), tl.constexpr(4)  # splits of a request up to which they stay as short as they may be
+_MANY = tl.constexpr(16)
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
 _INTS = ["lengths", "live", "key_starts"]
@@ -108,7 +107,10 @@ def plan_launch(
         return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, split_size, 0, num_splits > 1,
                           split_size > LONG_SPLIT.value)
     programs = max(1, num_requests * num_kv_heads * num_tiles)
-    least = least_listed_split(programs, sms, padded_dim) if is_listed else config.min_split
+    least = config.min_split
+    if is_listed:
+        rows = block_m if max_query * group >= MANY_ROWS else 0
+        least = least_listed_split(programs, sms, padded_dim, rows)
     keys = max_length if window is None else min(max_length, window + max_query - 1)
     is_split = num_splits is not None and num_splits > 1
     if num_splits is None:
@@ -118,19 +120,21 @@ def plan_launch(
         expects_long = longest is not None and window is None and cdiv(longest, max(1, most)) > VERY_LONG_SPLIT
         if expects_long and config.long_warps is not None:
             config = replace(config, num_warps=config.long_warps)
-    coarse = LONGER_SPLIT if is_listed and max_query * group >= MANY_ROWS else COARSE_SPLIT
-    about = max(least, coarse, cdiv(keys, num_splits))  # keys of a split
-    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, coarse, is_split,
+    about = max(least, COARSE_SPLIT, cdiv(keys, num_splits))  # keys of a split
+    return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, is_split,
                       about > LONG_SPLIT.value)
 
 
-def least_listed_split(programs: int, sms: int, padded_dim: int) -> int:
+def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) -> int:
     """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
     request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
-    Measured on an H200 with equal, mixed and skewed lengths."""
+    rows: of a tile, where they are many. Measured on an H200 with equal, mixed and skewed lengths, many rows with heads
+    of 128 and of 512, where splits of 512 keys stay the better choice for short contexts."""
     shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
-    return min(least * max(1, padded_dim // 128), 2048)
+    if padded_dim <= 128:
+        return max(least, min(KEYS_OF_A_ROW * rows, LONGEST_LEAST))
+    return min(least * (padded_dim // 128), 2048)
 
 
 def pays_split_list(num_requests: int, window: int | None) -> bool:
@@ -143,15 +147,13 @@ def pays_split_list(num_requests: int, window: int | None) -> bool:
 def split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
                    HAS_WINDOW: tl.constexpr):  # fmt: skip
     """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
-    from `split_size` to `coarse_size` when there are many of them, which all have to be merged (the sooner, the longer
-    they may be), and are as even as tiles allow; with a coarse size of 0 they have `split_size` keys and begin at
-    multiples of it."""
+    from `split_size` to `coarse_size` when there are many of them, which all have to be merged, and are as even as
+    tiles allow; with a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
     lowest = first_key
     if HAS_WINDOW:
         lowest = tl.maximum(length - live - window + 1, first_key)
     keys = length - lowest
-    many = tl.where(coarse_size > _COARSE, _FEW, _MANY)
-    needed = tl.maximum(tl.cdiv(keys, num_splits), tl.minimum(tl.cdiv(keys, many), coarse_size))
+    needed = tl.maximum(tl.cdiv(keys, num_splits), tl.minimum(tl.cdiv(keys, _MANY), coarse_size))
     size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
     base = lowest // size * size
     if coarse_size > 0:
