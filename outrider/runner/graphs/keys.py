@@ -229,8 +229,8 @@ class GraphKeys:
             for drafts in range(self.limits.max_drafts, -1, -1):
                 propose = drafts if self._is_costly else self.limits.max_drafts
                 key = GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, takes_checkpoints)
-                if key not in at_start:
-                    yield key
+                if self.shortened(key) not in at_start:
+                    yield self.shortened(key)
 
     def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
