@@ -198,6 +198,9 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     assert len(plain_later := list(plain.usual(takes_checkpoints=False))) == is_long.count(False)
     assert {key.longest for key in plain_later} == {None}
     assert {key.longest for key in made.behind_long_contexts()} == {None}
+    likely = set(made.likely(takes_checkpoints=False))
+    assert {key.longest for key in likely} == {37} and not likely & at_start
+    assert served(made, replace(batch_of([1] * 9), bounds=[9] * 9)) in likely
     prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
     assert prompt.longest is None
     for nothing in (3, 131, None):  # no context is so short, or all are

@@ -223,7 +223,7 @@ class GraphKeys:
                         yield key if is_long else self.shortened(key)
 
     def likely(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """Decode steps that are captured when they are met, with any number of drafts."""
+        """Decode steps that are captured when they are met, with any number of drafts, where contexts begin."""
         at_start = set(self.decoding(takes_checkpoints=takes_checkpoints))
         for requests in self.sizes.requests:
             for drafts in range(self.limits.max_drafts, -1, -1):
