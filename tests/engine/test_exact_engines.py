@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.core.structured import StructuredOutputsParams
 from outrider.kernels import native
 from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
-from tests.engine.harness import Ask, Rig, prompt_of, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, Ask, Rig, byte_tokenizer, prompt_of, random_model, save_folder, tiny_model
 from tests.engine.test_exact_mode import FAMILIES, PARAMS, SETTINGS, bits_of, model_of
 from tests.engine.test_quantized import MIXED, QWEN3, build
 from tests.engine.test_worker_process import started
@@ -36,7 +37,8 @@ def asks_for(prompts: Sequence[list[int]], vocab: int) -> list[Ask]:
 def assert_exact(model: Model, asks: list[Ask], *, settings: dict[str, Any] | None = None, **drafting: Any) -> Rig:
     """In chunks with batch mates, preempted, and once more with prefix hits, against each request alone."""
     common = SETTINGS | (settings or {})
-    with Rig(model, **common | {"enable_prefix_caching": False}) as rig:
+    texts = {name: drafting[name] for name in ("tokenizer", "eos_ids") if name in drafting}
+    with Rig(model, **common | {"enable_prefix_caching": False}, **texts) as rig:
         alone = bits_of(rig.run_one_by_one(asks))
     with Rig(model, **common | {"max_num_batched_tokens": 24, "overlap": True}, **drafting) as rig:
         for _ in range(2):
@@ -109,3 +111,19 @@ def test_processed_log_probabilities_with_penalties_have_the_same_bits() -> None
     asks = [replace(ask, params=replace(ask.params, **loud))
             for ask in asks_for([prompt_of(seed, 30 + 9 * seed, 203) for seed in range(3)], 203)]
     assert_exact(model_of("gemma4"), asks, settings={"logprobs_mode": "processed"})
+
+
+@pytest.mark.parametrize("window", [1, 17])
+def test_grammars_and_short_windows_have_the_same_bits(window: int) -> None:
+    """Texts with a form beside a free one, n-gram drafts, and a softcap of attention."""
+    pytest.importorskip("llguidance")
+    config = CONFIGS["gemma3"] | {"sliding_window": window, "attn_logit_softcapping": 0.5}
+    forms: list[dict[str, Any]] = [{"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+                                   {"choice": ["red", "green", "green tea"]}, {}]  # fmt: skip
+    asks = [replace(ask, params=replace(ask.params, max_tokens=12, ignore_eos=not form,
+                                        structured_outputs=StructuredOutputsParams(**form) if form else None))
+            for ask, form in zip(asks_for([prompt_of(seed, 40 + 9 * seed) for seed in range(3)], 256), forms,
+                                 strict=True)]  # fmt: skip
+    assert_exact(random_model(config, torch.float32, seed=window), asks, eos_ids=(2,),
+                 tokenizer=byte_tokenizer(), speculative_config={"method": "ngram", "num_speculative_tokens": 4,
+                                                                 "prompt_lookup_min": 1, "auto": False})  # fmt: skip

@@ -20,6 +20,7 @@ from outrider.mixers.paged.masks import ChunkedMask, DocumentMask
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.draft_model import DraftModelNetwork
+from tests.engine import flex_cases
 from tests.engine.flex_cases import CPU, DIM, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.spec.latent_rig import latent_of
@@ -67,8 +68,16 @@ def assert_mask(case: Case, backend: FlexBackend, layer: AttentionLayer, view: B
 def test_f5_the_block_mask_is_the_naive_one(page_tokens: int, index: int) -> None:
     for seed in range(3):
         case = random_case(seed, page_tokens)
-        for mask in ({}, {"mask": ChunkedMask(24)}, {"mask": DocumentMask()}):
+        for mask in ({}, {"mask": ChunkedMask(24)}, {"mask": ChunkedMask(1)}, {"mask": DocumentMask()}):
             assert_mask(case, FlexBackend(), case.layer(index, **mask), case.view)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 128])
+def test_f5_the_block_mask_of_any_window(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_cases, "WINDOW", window)
+    for seed in range(3):
+        case = random_case(seed, 16)
+        assert_mask(case, FlexBackend(), case.layer(1), case.view)
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -31,11 +31,14 @@ def as_tiles(batch: Batch, lens: list[int], *, counted: bool, config: ExactConfi
     return query_tiles(lens, *heads, batch.q.device, config=tiles)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (23, 4.0)])
+@pytest.mark.parametrize(("window", "softcap", "shape"), [
+    (None, None, {"heads": 2, "kv_heads": 1}), (23, 4.0, {"heads": 2, "kv_heads": 1}),
+    (1, 0.5, {"heads": 6, "kv_heads": 2, "dim": 24, "page_size": 32}),
+])  # fmt: skip
 def test_all_ways_agree_with_the_reference_and_to_the_bit(device: torch.device, dtype: torch.dtype, window: int | None,
-                                                          softcap: float | None) -> None:
+                                                          softcap: float | None, shape: dict[str, int]) -> None:
     requests = [(70, 3, 2), (0, 0, 0), (9, 9, 9), (40, 2, 0)]
-    batch = make_batch(device, dtype, requests, heads=2, kv_heads=1, window=window)
+    batch = make_batch(device, dtype, requests, window=window, **shape)
     lens = [scheduled for _, scheduled, _ in requests]
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "config": SMALL, "split_keys": SPLIT}
     found = [exact_attention(*batch.args, **options, max_query=9, max_length=70, num_programs=n) for n in (1, 2, 64)]
