@@ -100,7 +100,8 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
-    # More than every row at its longest, with all the checkpoints it can hold, is never used.
+    # Every row at its longest, with all the checkpoints it can hold. More would hold beginnings of prompts that ended:
+    # it is taken if somebody gave the memory for it.
     most = (per_request + rows.max_checkpoints * rows.checkpoint_pages) * limits.max_requests + 1
     if config.num_pages is not None:
         num_pages = config.num_pages
@@ -108,7 +109,9 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         other_bytes = step.total + num_rows * rows.row_bytes
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - other_bytes
         least = 2  # the null page and another
-        num_pages = min(most, budget // (layout.page_bytes + step.page_extra_bytes))
+        num_pages = budget // (layout.page_bytes + step.page_extra_bytes)
+        if config.kv_cache_memory_bytes is None or not config.enable_prefix_caching:
+            num_pages = min(most, num_pages)
         if num_pages < least and device.type == "cuda":
             raise ValueError(_no_room(config, device, budget, weight_bytes + packed_bytes, other_bytes))
         num_pages = max(least, num_pages)

@@ -56,11 +56,13 @@ def test_dead_steps_change_nothing(family: str) -> None:
         assert tokens_of(rig.run(asks)) == before
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, free: int, step: StepMemory, **settings: Any) -> Any:
+def plan(
+    monkeypatch: pytest.MonkeyPatch, free: int, step: StepMemory, *, max_requests: int = 1 << 20, **settings: Any
+) -> Any:
     """For a card of 10 GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * GIB))
     model = tiny_model("llama")
-    limits = Limits(max_requests=1 << 20, max_batched_tokens=64, max_len=4096, max_drafts=0, vocab_size=256)
+    limits = Limits(max_requests=max_requests, max_batched_tokens=64, max_len=4096, max_drafts=0, vocab_size=256)
     return plan_memory(EngineConfig("tiny", **settings), plan_groups(model.cache_layers()), limits,
                        torch.device("cuda"), weight_bytes=3 * GIB, step=step)
 
@@ -74,6 +76,16 @@ def test_steps_and_graphs_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None
     assert "steps 1024 MiB, their graphs about 200 MiB, rows 300 MiB" in made.report()
     tails = plan(monkeypatch, 8 * GIB, replace(step, page_extra_bytes=made.page_bytes))
     assert tails.num_pages == pytest.approx(made.num_pages / 2, abs=1)
+
+
+def test_beginnings_of_ended_prompts_get_memory_that_was_given_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = plan(monkeypatch, 8 * GIB, StepMemory(), max_requests=2)
+    assert most.num_pages * most.page_bytes < GIB
+    given = plan(monkeypatch, 8 * GIB, StepMemory(), max_requests=2, kv_cache_memory_bytes=2 * GIB)
+    assert given.num_pages * given.page_bytes == pytest.approx(2 * GIB, rel=1e-3)
+    unused = plan(monkeypatch, 8 * GIB, StepMemory(), max_requests=2, kv_cache_memory_bytes=2 * GIB,
+                  enable_prefix_caching=False)
+    assert unused.num_pages == most.num_pages
 
 
 def test_no_room_says_what_takes_it_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
