@@ -57,7 +57,8 @@ class QuantizedRows:
     def is_finite(self) -> bool:
         """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
         halves = self.data.view(torch.int16).view(self.data.shape[0], -1, BLOCK_BYTES[self.kind] // 2).numpy()
-        return int((halves[..., : self._num_scales] & EXPONENT_BITS).max(initial=0)) < EXPONENT_BITS
+        scales = (halves[..., at] for at in range(self._num_scales))  # both at once would take three times as long
+        return all(int((scale & EXPONENT_BITS).max(initial=0)) < EXPONENT_BITS for scale in scales)
 
     @property
     def _num_scales(self) -> int:

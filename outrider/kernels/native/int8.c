@@ -116,14 +116,15 @@ INLINE Four load_four(const float *at) {
     return out;
 }
 
-/* Weight row c with four token rows. */
-INLINE Four dots_of_four(const Weights8 *w, const int c, const Inputs4 *x, const int kind) {
-    const int8_t *numbers = w->numbers[c];
-    int sums[4] = {0};
-    for (int g = 0; g < BLOCK / 4; g++)
-        for (int r = 0; r < 4; r++)
-            for (int i = 0; i < 4; i++) sums[r] += numbers[4 * g + i] * x->q[g][r][i];
-    return (Four){(float)sums[0], (float)sums[1], (float)sums[2], (float)sums[3]};
+/* The weight rows with four token rows. */
+INLINE void dots_of_four(const Weights8 *w, const Inputs4 *x, Four *out, const int kind) {
+    for (int c = 0; c < COLS; c++) {
+        int sums[4] = {0};
+        for (int g = 0; g < BLOCK / 4; g++)
+            for (int r = 0; r < 4; r++)
+                for (int i = 0; i < 4; i++) sums[r] += w->numbers[c][4 * g + i] * x->q[g][r][i];
+        out[c] = (Four){(float)sums[0], (float)sums[1], (float)sums[2], (float)sums[3]};
+    }
 }
 #endif
 
@@ -179,18 +180,23 @@ INLINE void tile_fours(const Product8 *p, int64_t t, int64_t o, const int fours,
     UNROLL for (int c = 0; c < COLS; c++) UNROLL for (int f = 0; f < fours; f++) sums[c][f] = (Four){0};
     for (int64_t b = 0; b < p->blocks; b++) {
         Weights8 w = open_blocks(at, kind);
-        UNROLL for (int c = 0; c < COLS; c++) UNROLL for (int f = 0; f < fours; f++) {
+        UNROLL for (int f = 0; f < fours; f++) {
             const Inputs4 *x = p->quads + (t / 4 + f) * p->blocks + b;
-            Four scale = load_four(x->scale) * w.scale[c];
-            sums[c][f] = fused_four(dots_of_four(&w, c, x, kind), scale, sums[c][f]);
-            if (kind != INT8_Q8_0) sums[c][f] = fused_four(w.least[c] - (Four){0}, load_four(x->sum), sums[c][f]);
+            Four dots[COLS];
+            dots_of_four(&w, x, dots, kind);
+            UNROLL for (int c = 0; c < COLS; c++) {
+                sums[c][f] = fused_four(dots[c], load_four(x->scale) * w.scale[c], sums[c][f]);
+                if (kind != INT8_Q8_0) sums[c][f] = fused_four(w.least[c] - (Four){0}, load_four(x->sum), sums[c][f]);
+            }
         }
         next_blocks(m, at, kind);
     }
-    for (int f = 0; f < fours; f++)
-        for (int r = 0; r < 4; r++)
-            for (int c = 0; c < COLS && o + c < m->outputs; c++)
-                p->y[(t + 4 * f + r) * m->outputs + o + c] = sums[c][f][r] + (m->bias ? m->bias[o + c] : 0.0f);
+    float totals[COLS][8]; /* a copy: sums whose lanes are taken one by one are stored in every turn of the loop above */
+    UNROLL for (int c = 0; c < COLS; c++) UNROLL for (int f = 0; f < fours; f++)
+        memcpy(totals[c] + 4 * f, &sums[c][f], sizeof sums[c][f]);
+    for (int r = 0; r < 4 * fours; r++)
+        for (int c = 0; c < COLS && o + c < m->outputs; c++)
+            p->y[(t + r) * m->outputs + o + c] = totals[c][r] + (m->bias ? m->bias[o + c] : 0.0f);
 }
 
 /* All token rows by tiles of eight, four, two and one: code for every number would take long to compile. */

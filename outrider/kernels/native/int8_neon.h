@@ -49,14 +49,19 @@ INLINE Four dots(const Weights8 *w, const Inputs *x, const int kind) {
     return vreinterpretq_f32_s32(all) - START;
 }
 
-/* Weight row c with four token rows. */
-INLINE Four dots_of_four(const Weights8 *w, const int c, const Inputs4 *x, const int kind) {
-    int32x4_t sum = vreinterpretq_s32_f32(vdupq_n_f32(START));
-#define LANE(part, first, lane) sum = vdotq_laneq_s32(sum, vld1q_s8(x->q[first + lane][0]), part[c], lane)
-    LANE(w->low, 0, 0), LANE(w->low, 0, 1), LANE(w->low, 0, 2), LANE(w->low, 0, 3);
-    LANE(w->high, 4, 0), LANE(w->high, 4, 1), LANE(w->high, 4, 2), LANE(w->high, 4, 3);
+/* The weight rows with four token rows, which are loaded once for all of them. */
+INLINE void dots_of_four(const Weights8 *w, const Inputs4 *x, Four *out, const int kind) {
+    int32x4_t sums[COLS];
+    UNROLL for (int c = 0; c < COLS; c++) sums[c] = vreinterpretq_s32_f32(vdupq_n_f32(START));
+#define LANE(part, first, lane)                                                                                        \
+    {                                                                                                                  \
+        int8x16_t inputs = vld1q_s8(x->q[first + lane][0]);                                                            \
+        UNROLL for (int c = 0; c < COLS; c++) sums[c] = vdotq_laneq_s32(sums[c], inputs, part[c], lane);               \
+    }
+    LANE(w->low, 0, 0) LANE(w->low, 0, 1) LANE(w->low, 0, 2) LANE(w->low, 0, 3)
+    LANE(w->high, 4, 0) LANE(w->high, 4, 1) LANE(w->high, 4, 2) LANE(w->high, 4, 3)
 #undef LANE
-    return vreinterpretq_f32_s32(sum) - START;
+    UNROLL for (int c = 0; c < COLS; c++) out[c] = vreinterpretq_f32_s32(sums[c]) - START;
 }
 
 /* One token row with four weight rows, in machine instructions: a compiler copies registers and parts of them to and

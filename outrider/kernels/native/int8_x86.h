@@ -68,13 +68,15 @@ INLINE Four dots(const Weights8 *w, const Inputs *x, const int kind) {
     return halves_added(_mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3])));
 }
 
-/* Weight row c with four token rows: four numbers of the weight row at a time for all of them, and the next four. */
-INLINE Four dots_of_four(const Weights8 *w, const int c, const Inputs4 *x, const int kind) {
-    __m256i sums = _mm256_setzero_si256();
-    UNROLL for (int g = 0; g < BLOCK / 4; g += 2) {
-        const __m256i both = _mm256_set_epi32(g + 1, g + 1, g + 1, g + 1, g, g, g, g);
-        __m256i inputs = _mm256_loadu_si256((const __m256i *)x->q[g]);
-        sums = add_signed(sums, _mm256_permutevar8x32_epi32(w->numbers[c], both), inputs, kind);
+/* The weight rows with four token rows: four numbers of a weight row at a time for all of them, and the next four. */
+INLINE void dots_of_four(const Weights8 *w, const Inputs4 *x, Four *out, const int kind) {
+    UNROLL for (int c = 0; c < COLS; c++) {
+        __m256i sums = _mm256_setzero_si256();
+        UNROLL for (int g = 0; g < BLOCK / 4; g += 2) {
+            const __m256i both = _mm256_set_epi32(g + 1, g + 1, g + 1, g + 1, g, g, g, g);
+            __m256i inputs = _mm256_loadu_si256((const __m256i *)x->q[g]);
+            sums = add_signed(sums, _mm256_permutevar8x32_epi32(w->numbers[c], both), inputs, kind);
+        }
+        out[c] = halves_added(sums);
     }
-    return halves_added(sums);
 }
