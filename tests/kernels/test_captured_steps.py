@@ -72,7 +72,7 @@ def by_lists() -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (triton_backend, "pays_split_list", lambda num_requests, window: True),
         (triton_backend, "MIN_LAYERS_TO_LIST", 1),
-        (attention_splits, "least_listed_split", lambda programs, sms, padded_dim: 16),
+        (attention_splits, "least_listed_split", lambda *shape: 16),
         (attention_splits, "decode_config", lambda *shape: attention_splits.DecodeConfig(block_n=16, max_rows=16)),
     ]  # fmt: skip
     with ExitStack() as stack:
