@@ -98,7 +98,7 @@ class SpreadRouting:
     The first router's call begins a step and draws for all layers at once, by few kernels, because small ones for every
     layer would slow the step."""
 
-    _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of a 64-bit mixer
+    _ODD = (-7046029254386353131, -4658895280553007687)  # multipliers of a 64-bit mixer
     _PLACES = 1 << 14  # of the table
     _STEP = 5_851  # places from one step to the next
 
@@ -117,7 +117,7 @@ class SpreadRouting:
         strides = [n for n in range(1, max(2, rule.num_experts)) if math.gcd(n, rule.num_experts) == 1]
         keys = (torch.tensor(list(self._place)) + 1)[:, None] * self._ODD[0]
         bits = keys + torch.arange(self._PLACES) * self._ODD[1]
-        for shift, odd in zip((30, 27), self._ODD, strict=False):
+        for shift, odd in zip((30, 27), self._ODD, strict=True):
             bits = (bits ^ (bits >> shift)) * odd
         first = ((bits >> 3) & 0xFFFFFF) % rule.num_experts
         # Strides are coprime to the experts: no id comes twice.

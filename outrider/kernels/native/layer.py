@@ -113,7 +113,8 @@ class LayerStep:
 
 
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor) -> Tensor | None:
-    """residual += delta, then attention and MLP of it; returns what the MLP adds, in delta's memory.
+    """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
+    adds, in delta's memory.
 
     None, with nothing done, if the C code does not take this.
     """

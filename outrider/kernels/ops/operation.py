@@ -80,9 +80,8 @@ def is_compiling(device: torch.device) -> bool:
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Imports kernels and prepares their compiler in a thread of its own, so that whoever compiles later need not wait
-    for it. Meanwhile weights can be loaded."""
-
+    """Imports Triton, then prepares its compiler and imports the kernels in threads of their own, so that whoever
+    compiles later need not wait for that. Meanwhile weights can be loaded."""
     if device.type == "cuda" and find_spec("triton") is not None:
         with suppress(ImportError):
             import_module("triton")  # whole: of two threads that import it, one would find half of it

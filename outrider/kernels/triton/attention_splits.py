@@ -19,10 +19,12 @@ from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
 MANY_ROWS = 16  # queries times the query heads of one key/value head
-KEYS_OF_A_ROW, LONGEST_LEAST = 32, 1024  # in a list: each split leaves the sums of its rows to be written and read
+# Least keys of a listed split for each row of its tile, and the most that this asks for: a split's sums of all rows are
+# written and read again.
+KEYS_OF_A_ROW, LONGEST_LEAST = 32, 1024
 MOST_SPLITS = tl.constexpr(64)  # of a request
 LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
-VERY_LONG_SPLIT = 4096  # keys
+VERY_LONG_SPLIT = 4096  # keys; longer splits are read by `long_warps`
 _MANY = tl.constexpr(16)
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
@@ -128,8 +130,8 @@ def plan_launch(
 def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) -> int:
     """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
     request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
-    rows: of a tile, where they are many. Measured on an H200 with equal, mixed and skewed lengths, many rows with heads
-    of 128 and of 512, where splits of 512 keys stay the better choice for short contexts."""
+    rows: those of a tile if they are many, else 0. Measured on an H200 with equal, mixed and skewed lengths, many rows
+    with heads of 128 and of 512, where splits of 512 keys stay the better choice for short contexts."""
     shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
     if padded_dim <= 128:

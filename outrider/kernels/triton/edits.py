@@ -113,7 +113,7 @@ def _edit(
 @triton.jit
 def _add_bias(
     own, edited, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
-    count_stride,    LIST: tl.constexpr,
+    count_stride, LIST: tl.constexpr,
 ):
     """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
     ids, size = rows.arena + tl.load(rows.bias_start + of), tl.load(rows.bias_len + of).to(tl.int32)

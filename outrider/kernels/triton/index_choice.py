@@ -34,7 +34,9 @@ MAX_SCORES = 1 << 26  # scores that exist at a time
 SEGMENT = 1024  # positions; twice as many where there would be more than two for each multiprocessor
 MIDDLE_BINS, LAST_BINS = 4096, 256  # of the second and the third level
 _MIDDLE_BITS, _LAST_BITS = tl.constexpr(12), tl.constexpr(8)
-_FOUND = tl.constexpr(4)  # numbers that kernels leave for the next one
+# Numbers of a token row that a kernel leaves for the next: the bin of the last chosen score and how many of the best
+# lie in it, then the leading and middle bits of that score and how many of the best have them.
+_FOUND = tl.constexpr(4)
 _MOST_GROUPS = tl.constexpr(64)  # of bins
 MAX_POSITIONS = 1 << 22
 _NONE = tl.constexpr(NOT_CHOSEN)
@@ -45,7 +47,7 @@ _VARYING = ["num_splits", "top_k", "num_segments"]
 
 @triton.jit
 def _last_bin(bins, missing, COUNTS: tl.constexpr):
-    """(the bin of the best score but `missing` - 1, how many of the best lie in it), by groups of bins first."""
+    """(the bin in which the best `missing` scores end, how many of them lie in it), by groups of bins first."""
     GROUPS: tl.constexpr = _MOST_GROUPS if COUNTS >= _MOST_GROUPS * _MOST_GROUPS else 16
     SIZE: tl.constexpr = COUNTS // GROUPS
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)

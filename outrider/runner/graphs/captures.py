@@ -183,8 +183,9 @@ class StepGraphs:
             self._stand_ins.clear()
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory that all captures share, whichever comes first: as much as the largest takes."""
-        self._reserved, device = torch.cuda.CUDAGraph(), self._step.state.device  # with no graph it would be given back
+        """Memory that all captures share, whichever comes first: as much as the largest takes. A graph of its own keeps
+        it, since memory of a pool without graphs is given back."""
+        self._reserved, device = torch.cuda.CUDAGraph(), self._step.state.device
         self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
 
     def capture_at_start(self, keys: Iterable[GraphKey]) -> None:

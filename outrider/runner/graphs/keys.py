@@ -41,7 +41,7 @@ class GraphKey:
     has_prompts: bool = False  # requests may have any number of tokens
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
-    longest: int | None = None  # no context has more tokens; None: than any may have
+    longest: int | None = None  # tokens of the longest context that it serves; None: it serves every length
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
@@ -248,7 +248,7 @@ class GraphKeys:
         yield from self.wide_prompts(takes_checkpoints=takes_checkpoints)
 
     def largest(self) -> GraphKey:
-        """The one of those with the most tokens."""
+        """The key with the most tokens of those that start-up captures."""
         return self.largest_with_prompts() or next(chain(self.with_parameters(takes_checkpoints=False),
                                                          self.decoding(takes_checkpoints=False)))
 

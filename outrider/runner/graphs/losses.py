@@ -18,7 +18,7 @@ DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each o
 PAUSE = 20  # times a capture's duration in which no other is made while requests run
 LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
 DRAFT_SECONDS = 0.3e-3  # of one more draft, roughly
-LENGTH_SECONDS = 0.1e-3  # of a step that looks for what it need not look for behind short contexts, roughly
+LENGTH_SECONDS = 0.1e-3  # that a step behind short contexts takes longer on a graph for long ones, roughly
 
 
 @dataclass(frozen=True)

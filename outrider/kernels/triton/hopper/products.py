@@ -137,11 +137,11 @@ def _product_kernel(
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Of 128 token rows and so many outputs."""
+    """A tile of 128 token rows."""
 
-    block_n: int
+    block_n: int  # outputs
     num_stages: int
-    seconds: float  # relative time of one
+    seconds: float  # of one tile, relative to the wide one
 
 
 WIDE, NARROW = HOPPER_TILES = HopperTile(256, 4, 1.0), HopperTile(128, 6, 0.55)
