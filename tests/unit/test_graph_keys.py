@@ -17,7 +17,7 @@ from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
-from outrider.runner.graphs.mixed_costs import useful_sizes
+from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes
 from outrider.runner.results import read_result
@@ -286,3 +286,11 @@ def test_sizes_that_take_longer_than_larger_ones_are_left_out() -> None:
     """Whoever asks for as many tokens as fit into a time gets the larger size."""
     assert useful_sizes({64: 5.0, 128: 6.0, 192: 9.0, 256: 9.5, 320: 8.0}) == {64: 5.0, 128: 6.0, 320: 8.0}
     assert list(useful_sizes({64: 1.0, 128: 1.0})) == [64, 128]
+
+
+def test_sizes_are_measured_up_to_twice_the_bound_or_twice_the_smallest_step() -> None:
+    """A model whose weights take longer than the bound computes many tokens of a prompt in hardly more time."""
+    sizes = [64, 128, 256, 512, 1024]
+    assert seconds_up_to(10.0, sizes, lambda size: size / 10) == {64: 6.4, 128: 12.8, 256: 25.6}
+    assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 16)) == [64, 128, 256, 512, 1024]
+    assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 8)) == [64, 128, 256, 512]

@@ -7,7 +7,7 @@ The measured steps are captured ones and are kept, so that no step of these size
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,15 +29,24 @@ CALLS = 4  # of a kernel between two looks at the clock
 @torch.inference_mode()
 def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
                          takes_checkpoints: bool) -> MixedStepCosts:
-    """Costs of steps with prompts, up to the first size that takes far more than `max_seconds`."""
-    found: dict[int, float] = {}
-    for size in mixed_sizes(GraphSizes.from_limits(limits)):
-        found[size] = best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
-        if found[size] > MEASURED_BOUNDS * max_seconds:
-            break
-    useful = useful_sizes(found)
+    """Costs of steps with prompts that are to take no more than `max_seconds`."""
+    def seconds_of(size: int) -> float:
+        return best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
+
+    useful = useful_sizes(seconds_up_to(max_seconds, mixed_sizes(GraphSizes.from_limits(limits)), seconds_of))
     reading, row_seconds = read_costs(step)
     return MixedStepCosts(tuple(useful), tuple(useful.values()), reading, row_seconds, attend_costs(step))
+
+
+def seconds_up_to(max_seconds: float, sizes: Sequence[int], seconds_of: Callable[[int], float]) -> dict[int, float]:
+    """Seconds by size, up to the first size that takes far more than `max_seconds`: or, where reading the weights alone
+    takes longer, far more than the first size. Prompts then get as much time as decoding."""
+    found: dict[int, float] = {}
+    for size in sizes:
+        found[size] = seconds_of(size)
+        if found[size] > MEASURED_BOUNDS * max(max_seconds, found[sizes[0]]):
+            break
+    return found
 
 
 def useful_sizes(found: dict[int, float]) -> dict[int, float]:
