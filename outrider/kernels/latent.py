@@ -152,10 +152,11 @@ def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tenso
     """[rows, top_k] the visible positions of the highest scores [rows, positions], ascending, then NOT_CHOSEN.
 
     A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection: it
-    may be NaN."""
+    may be NaN. It stays below what is visible, which may be -inf."""
     num_keys = scores.shape[1]
     is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
-    ranked = torch.where(is_visible, scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    finite = scores.clamp_min(torch.finfo(scores.dtype).min)
+    ranked = torch.where(is_visible, finite, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     count = (contexts.stop - contexts.first)[:, None]
     best = torch.where(torch.arange(top_k, device=scores.device) < count, ranked, num_keys).sort(dim=1).values
     return torch.where(best < num_keys, best, NOT_CHOSEN)

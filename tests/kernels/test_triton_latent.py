@@ -166,6 +166,25 @@ def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
     assert torch.equal(chosen, wanted) and chosen[0].tolist() == list(range(1, 10))
 
 
+@pytest.mark.parametrize(("bits", "spread_bits"), [(0x3F800000, 3), (0x3F800000, 300), (-0x40800000, 5000), (5, 4)])
+def test_scores_that_differ_in_their_last_bits_are_told_apart(device: torch.device, bits: int,
+                                                              spread_bits: int) -> None:
+    """Around 1, -1 and among the smallest numbers there are; beside infinities, in each of the levels of bins."""
+    numbers = torch.arange(5 * 70, device=device).view(5, 70) * 7919 % spread_bits
+    scores = (bits + numbers).to(torch.int32).view(torch.float32)
+    scores[:, 8::9], scores[:, 3::17] = -torch.inf, torch.inf
+    scores[0, 10:50] = -torch.inf
+    first, stop = (torch.tensor(ends, device=device) for ends in ([10, 0, 3, 9, 4], [50, 70, 69, 22, 4]))
+    contexts = TokenContexts(torch.zeros(1, 1, device=device), torch.zeros(5, device=device), first, stop)
+    order = scores.view(torch.int32) ^ ((scores.view(torch.int32) >> 31) & 0x7FFFFFFF)
+    bins = [torch.zeros(5, count, dtype=torch.int32, device=device) for count in (4096, 4096, 256)]
+    for row, (low, high) in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
+        bins[0][row] += torch.bincount((order[row, low:high] >> 20) + 2048, minlength=4096)
+    chosen = torch.full((5, 13), -99, device=device)
+    index_choice.choose_by_scores(scores, tuple(bins), contexts, chosen, 16, 2, False)
+    assert torch.equal(chosen, latent.best_positions(scores, contexts, 13))
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_choice_by_fp8_keys_is_the_twins(device: torch.device, rows: int) -> None:
     """Scales and keys are NaN wherever nothing may be read."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
 from outrider.kernels import latent, latent_inputs, ops
-from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from outrider.mixers.latent.base import IndexedPositions, SharedPositions
 from outrider.models.config import ConfigError
 from outrider.models.loader import load_weights
@@ -137,6 +137,13 @@ def test_the_choice_is_the_naive_one(monkeypatch: pytest.MonkeyPatch, budget: in
         keys = inputs["by_request"][contexts.request_of[row]]
         span = int(contexts.first[row]), int(contexts.stop[row])
         assert chosen[row].tolist() == naive_choice(inputs["q"][row], inputs["weights"][row], keys, *span, 7)
+
+
+def test_scores_of_minus_infinity_are_better_than_what_is_not_visible() -> None:
+    contexts = TokenContexts(torch.zeros(2, 1), torch.tensor([0, 1]), torch.tensor([2, 4]), torch.tensor([7, 6]))
+    scores = torch.full((2, 8), -torch.inf)
+    scores[0, 5] = 1.0
+    assert latent.best_positions(scores, contexts, 3).tolist() == [[2, 3, 5], [4, 5, NOT_CHOSEN]]
 
 
 def test_a_short_context_is_attended_whole() -> None:
