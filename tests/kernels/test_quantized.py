@@ -153,6 +153,34 @@ def test_eight_activation_bits_round_the_token_rows_and_nothing_else(
     assert QuantizedProduct(rows, bias).rounding_error() == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_eight_activation_bits_keep_what_is_not_finite(kind: str, bad: float) -> None:
+    """NaN is not the largest of its block by any comparison of numbers; it must not become an ordinary number."""
+    need_native()
+    product = QuantizedProduct(make(kind, 9, 96)[0], None, activation_bits=8)
+    for n in (1, 3, 4, 8, 13):
+        x = torch.randn(n, 96)
+        good = product(x)
+        for row in {0, n // 2, n - 1}:
+            for column in (0, 33, 95):
+                spoilt = x.clone()
+                spoilt[row, column] = bad
+                got = product(spoilt)
+                assert not got[row].isfinite().any()
+                assert torch.equal(got[torch.arange(n) != row], good[torch.arange(n) != row])
+
+
+def test_eight_activation_bits_take_the_smallest_numbers_for_zero() -> None:
+    need_native()
+    product = QuantizedProduct(make("Q4_1", 9, 64)[0], None, activation_bits=8)
+    x = torch.randn(5, 64)
+    zeros = x.clone()
+    x[:, :32] *= 1e-41
+    zeros[:, :32] = 0
+    assert torch.equal(product(x), product(zeros))
+
+
 def test_rounded_activations_are_close() -> None:
     x = torch.randn(3, 96)
     steps = x.view(3, 3, 32).abs().amax(-1, keepdim=True) / 127

@@ -4,6 +4,7 @@
  * rounding the token rows is the only loss, and every machine gives nearly the same numbers.
  */
 #include "native.h"
+#include <float.h>
 
 #define BLOCK 32
 #define COLS 4 /* weight rows of a tile: their sums of one block are one vector of four lanes */
@@ -29,17 +30,27 @@ typedef struct {
     int64_t blocks, tokens;
 } Product8;
 
+/* The scale is NaN where an input is NaN: as integers, sizes of numbers are in the order of the numbers, and NaN is the
+ * largest. Where no float32 number is 127 / largest, the inputs count for zero. */
 INLINE void round_inputs(const float *x, Inputs *out) {
     const vf bias = splat(0x1.8p23f); /* a number added to it is rounded to an integer, in the lowest bits */
-    vf sizes = {0};
-    UNROLL for (int i = 0; i < BLOCK; i += VL) sizes = vmax((vf)((vi)load(x + i) & 0x7fffffff), sizes);
-    float largest = max_lanes(sizes), inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    int32_t whole[BLOCK], sum = 0;
+    vi sizes = {0};
+    UNROLL for (int i = 0; i < BLOCK; i += VL) {
+        vi size = (vi)load(x + i) & 0x7fffffff, is_larger = size > sizes;
+        sizes = (is_larger & size) | (~is_larger & sizes);
+    }
+    int32_t lanes[VL], most = 0, whole[BLOCK], sum = 0;
+    memcpy(lanes, &sizes, sizeof sizes);
+    UNROLL for (int i = 0; i < VL; i++) most = lanes[i] > most ? lanes[i] : most;
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    float inverse = 127.0f / largest;
+    if (!(inverse <= FLT_MAX)) inverse = 0.0f;
     UNROLL for (int i = 0; i < BLOCK; i += VL) {
         vi integers = (vi)(load(x + i) * inverse + bias) - (vi)bias;
         memcpy(whole + i, &integers, sizeof integers);
     }
-    for (int i = 0; i < BLOCK; i++) out->q[i] = (int8_t)whole[i], sum += whole[i];
+    for (int i = 0; i < BLOCK; i++) out->q[i] = (int8_t)whole[i], sum += out->q[i];
     out->scale = largest / 127.0f;
     out->sum = out->scale * (float)sum;
 }
