@@ -12,8 +12,9 @@ from outrider.core.structured import OwnFailure
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
 
-# Parameters that forbid tokens. The last two leave others by themselves; a bias is bounded, so it forbids none.
-FORBIDDING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
+# Parameters that can forbid every token, and others that always leave some. A bias is bounded: it forbids none.
+FORBID_ALL = ("allowed_token_ids", "bad_words")
+FORBID_SOME = ("structured_outputs", "min_tokens")
 
 
 class SampleOutput:
@@ -60,9 +61,10 @@ class SampleOutput:
     def _explained(self, error: str | None) -> str | None:
         """The device does not say why there was nothing to choose. Where parameters forbid tokens, they are the likely
         cause: logits that are not finite fail other requests too."""
-        forbid = [name for name in FORBIDDING if getattr(self._params, name)]
-        if error is None or isinstance(error, OwnFailure) or not set(forbid) & set(FORBIDDING[:2]):
+        can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
+        if error is None or isinstance(error, OwnFailure) or not can_be_theirs:
             return error
+        forbid = [name for name in FORBID_ALL + FORBID_SOME if getattr(self._params, name)]
         return OwnFailure(f"no token is allowed: {', '.join(forbid)} of this request leave none to choose (or the "
                           "model's logits are not finite)")
 
