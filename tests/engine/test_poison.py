@@ -46,8 +46,11 @@ def test_nobody_writes_the_null_page(family: str) -> None:
 
 def test_a_page_that_changes_group_is_cleared() -> None:
     """The second line: where masks fail, another group's bytes would be read as something else."""
-    settings = {"num_pages": 13, "max_model_len": 64, "enable_prefix_caching": False}
+    settings = {"num_pages": 7, "max_model_len": 64, "enable_prefix_caching": False}
+    short, long = (Ask(prompt_of(length, length), SamplingParams(seed=1, max_tokens=7)) for length in (3, 50))
     with Rig(tiny_model("gemma3"), **settings) as rig:
-        rig.run(ASKS)
+        rig.run([short] * 3)  # a page for each of them, in each of the two groups
+        assert not [page for batch in rig.batches for page in batch.clear_pages]
+        rig.run([long])  # needs four of the group without a window
         cleared = [page for batch in rig.batches for page in batch.clear_pages]
         assert cleared and NULL_PAGE not in cleared

@@ -14,6 +14,7 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.mixers.latent import base as latent_mixer
+from outrider.runner.graphs.keys import EVERY_LENGTH
 from tests.covering import grid
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
@@ -143,7 +144,7 @@ def test_captured_steps_behind_short_contexts_ask_no_indexer(family: str, drafte
             plain = (0, 1, 3)  # no captured step of these tests takes the parameters of the others
             assert tokens_of(rig.run([ASKS[i] for i in plain])) == [expected(family)[i] for i in plain]
             met = {key.longest for key in captured.met if not key.has_prompts}
-            assert met == {None, TOP_K - K}
+            assert met == {EVERY_LENGTH, TOP_K - K}
         lengths.clear()
 
 

@@ -49,7 +49,7 @@ def forget(cache: CacheManager, group: int, column: int) -> None:
     assert page is not None and not cache.pool.is_held(page)
     del cache.pool._cached[page]
     cache.pool._forget(page)
-    cache.pool._blank.append(page)
+    cache.pool._add_blank(page)
 
 
 def admitted(cache: CacheManager, request_id: int = 9) -> tuple[int, list[list[bool]]]:

@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
-from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.keys import EVERY_LENGTH, GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
 from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
@@ -191,21 +191,21 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
         assert made.wider(usual, set(later)) is not None, "there once nobody has waited for a while"
     assert {key.longest for key in at_start} == {37} and not at_start & set(later)
     plain = GraphKeys(LIMITS, drafter, takes_parameters=True)
-    assert [replace(key, longest=None) for key in made.decoding(takes_checkpoints=False)] == list(
+    assert [replace(key, longest=EVERY_LENGTH) for key in made.decoding(takes_checkpoints=False)] == list(
         plain.decoding(takes_checkpoints=False))
-    is_long = [key.longest is None for key in later]
+    is_long = [key.longest == EVERY_LENGTH for key in later]
     assert is_long == sorted(is_long) and sum(is_long) == 2 * len(made.sizes.at_start), "the first to be captured"
     assert len(plain_later := list(plain.usual(takes_checkpoints=False))) == is_long.count(False)
-    assert {key.longest for key in plain_later} == {None}
-    assert {key.longest for key in made.behind_long_contexts()} == {None}
+    assert {key.longest for key in plain_later} == {EVERY_LENGTH}
+    assert {key.longest for key in made.behind_long_contexts()} == {EVERY_LENGTH}
     likely = set(made.likely(takes_checkpoints=False))
     assert {key.longest for key in likely} == {37} and not likely & at_start
     assert served(made, replace(batch_of([1] * 9), bounds=[9] * 9)) in likely
     prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
-    assert prompt.longest is None
+    assert prompt.longest == EVERY_LENGTH
     for nothing in (3, 131, None):  # no context is so short, or all are
         unlimited = GraphKeys(LIMITS, drafter, whole_len=nothing)
-        assert served(unlimited, short).longest is None and not list(unlimited.behind_long_contexts())
+        assert served(unlimited, short).longest == EVERY_LENGTH and not list(unlimited.behind_long_contexts())
 
 
 def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:

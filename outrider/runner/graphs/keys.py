@@ -9,6 +9,7 @@ which proposes d again.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,6 +22,8 @@ from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 from outrider.spec.base import Drafter
+
+EVERY_LENGTH = sys.maxsize  # tokens: more than any context has
 
 
 class SamplerForm(enum.Enum):
@@ -41,7 +44,7 @@ class GraphKey:
     has_prompts: bool = False  # requests may have any number of tokens
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
-    longest: int | None = None  # tokens of the longest context that it serves; None: it serves every length
+    longest: int = EVERY_LENGTH  # tokens of the longest context that it serves
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
@@ -52,7 +55,7 @@ class GraphKey:
         else:
             has_room &= self.tokens * other.requests >= other.tokens * self.requests
         has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints
-        has_room &= self.longest is None or (other.longest is not None and self.longest >= other.longest)
+        has_room &= self.longest >= other.longest
         return own == others and has_room
 
 
@@ -65,7 +68,7 @@ class GraphKeys:
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = limits.max_len if whole_len is None else whole_len - limits.max_drafts
-        self._short = short if 0 < short < limits.max_len else None
+        self._short = short if 0 < short < limits.max_len else EVERY_LENGTH
         self.sizes = GraphSizes.from_limits(limits)
         self._drafter = drafter
         self._takes_prompts = takes_prompts
@@ -101,8 +104,8 @@ class GraphKeys:
         return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form,
                         sampler=sampler, longest=self._longest(max(batch.bounds)))
 
-    def _longest(self, bound: int) -> int | None:
-        return self._short if self._short is not None and bound <= self._short else None
+    def _longest(self, bound: int) -> int:
+        return self._short if bound <= self._short else EVERY_LENGTH
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
@@ -136,7 +139,7 @@ class GraphKeys:
         """The cheapest of the captured keys that serves whatever `key` serves."""
         covering = [wide for wide in captured if wide.covers(key)]
         return min(covering, key=lambda wide: (wide.tokens, wide.propose, wide.requests, wide.takes_checkpoints,
-                                               wide.longest is None), default=None)  # fmt: skip
+                                               wide.longest), default=None)  # fmt: skip
 
     def plan(self, key: GraphKey) -> StepPlan:
         """The plan of a captured step, beside its shape."""
@@ -166,7 +169,7 @@ class GraphKeys:
     def behind_long_contexts(self) -> Iterator[GraphKey]:
         """Some decode steps that do more than those of start-up, of each kind."""
         sizes = self.sizes.at_start
-        for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short is not None else ():
+        for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short < EVERY_LENGTH else ():
             for drafts in {0, self.limits.max_drafts}:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
@@ -215,7 +218,7 @@ class GraphKeys:
     def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Decode steps that wider ones serve until there is time to capture them, the least important first, and those
         behind long contexts, which none serves."""
-        for is_long in (False, True) if self._short is not None else (False,):
+        for is_long in (False, True) if self._short < EVERY_LENGTH else (False,):
             for requests in reversed(self.sizes.requests):
                 if (requests in self.sizes.at_start) == is_long:
                     for drafts in {0, self.limits.max_drafts}:
@@ -255,5 +258,5 @@ class GraphKeys:
     def shape(self, key: GraphKey) -> CapturedShape:
         make = CapturedShape.with_prompts if key.has_prompts else CapturedShape.decoding
         return make(key.requests, key.tokens, self.limits.max_drafts if key.has_drafts else 0,
-                    window=self.limits.max_drafts, max_len=self.limits.max_len if key.longest is None else key.longest,
+                    window=self.limits.max_drafts, max_len=min(key.longest, self.limits.max_len),
                     takes_checkpoints=key.takes_checkpoints)
