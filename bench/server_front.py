@@ -1,4 +1,4 @@
-"""What HTTP costs: events of a server whose engine costs next to nothing, and a model's streams beside offline ones.
+"""Measures what HTTP costs: a server whose engine does next to nothing, and a model's streams beside offline ones.
 
     python bench/server_front.py [--streams 32] [--tokens 200] [--model smollm2]
 

@@ -1,4 +1,4 @@
-"""What Triton's compiler does once in a process before it compiles anything, done early and in threads of its own.
+"""Starts Triton's compiler early, in threads of its own: it has work to do once before it compiles anything.
 
 It hashes itself, 400 MB, and it compiles, in C, what asks the driver: about half a second each. Importing all kernels
 takes as long, so none of them is imported here.

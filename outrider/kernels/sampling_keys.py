@@ -1,4 +1,4 @@
-"""What the sampler passes to its kernels beside logits: the values that decide a draw, and where token counts are."""
+"""SamplingKeys and CountTable, which the sampler passes to its kernels: values that decide a draw, and token counts."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_env_plans_with_the_bits_that_loading_keeps(tmp_path: Path, tied: bool) 
 
 
 def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wanted between layers is the same, whether the layers around it are done in one call or one by one."""
+    """Hidden states between layers are the same, whether the layers around them are done in one call or one by one."""
     counts: list[int] = []
     decoder_layer = native.decoder_layer
     monkeypatch.setattr(native, "decoder_layer", lambda bound, *args: counts.append(bound.count) or decoder_layer(

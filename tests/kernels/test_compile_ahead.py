@@ -422,7 +422,7 @@ class Script:
         return made
 
     def begin_early(self, case: int) -> tuple[list[Any], list[Any]]:
-        """What has been compiled before the last launches, and all in all."""
+        """Returns the kernels that were compiled before the last launches, and all of them."""
         self.log.write_text("")
         *first, last = [list(group) for _, group in groupby(enumerate(self.launch(case)), lambda pair: pair[0] // 4)]
         with precompile.compiling_ahead(workers=NUM_FORKS):
@@ -455,7 +455,7 @@ class Script:
         return type(ended.value).__name__, own
 
     def keys_in_a_fork(self) -> list[str]:
-        """Of a kernel: here, and in a fork that has met none of its functions before; and what the fork would make."""
+        """Returns a kernel's key here, in a fork that got it with its task, and as that fork would make it itself."""
         stand_in, functions = precompile._stand_in(self.x), (_times.function, _same)
         task = precompile._Launch(_times.function, (stand_in, stand_in, 5), {"NUMBER": 1}).pickled()
         found = []

@@ -14,7 +14,7 @@ from outrider.engine import torch_libraries
 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What is loaded, where torch lies in `tmp_path` and has not been imported."""
+    """Returns the libraries that are loaded if torch lies in `tmp_path` and has not been imported."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_cpu.so").touch()
     spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)

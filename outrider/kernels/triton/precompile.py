@@ -265,7 +265,7 @@ class _Compilation:
 
 
 def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-    """What tells arguments apart at least as far as the compiler does."""
+    """Yields the class of each argument. Arguments that the compiler tells apart have different ones."""
     for param, value in zip(function.params, args, strict=False):
         try:
             yield str(value) if param.is_constexpr else argument_class(value)
@@ -378,7 +378,7 @@ def _specialization(value: Any) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    """The same to the compiler, without tensors."""
+    """Returns an argument that the compiler takes for this one, and that holds no tensor."""
     if isinstance(value, TensorDescriptor):
         return replace(value, base=_stand_in(value.base))
     if isinstance(value, tuple):

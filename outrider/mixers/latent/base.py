@@ -170,8 +170,8 @@ class BoundLatentLayer:
         return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim)
 
     def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
-        """What this returns for q, times each head's matrix [heads, values, latent]: [tokens, heads, values]. None
-        where no kernel does both."""
+        """Attends, and multiplies each head's result with its matrix [heads, values, latent]: [tokens, heads, values].
+        None where no kernel does both."""
         given = (q, self.cache["latent"], *self._seen(), self.plan.num_positions, self.layer.scale, to_values)
         return ops.latent_values(*given) if ops.latent_values.has_kernel(*given) else None
 

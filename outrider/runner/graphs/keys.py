@@ -163,7 +163,7 @@ class GraphKeys:
                     yield self.shortened(GraphKey(requests, requests * (1 + drafts), propose, True, own))
 
     def shortened(self, key: GraphKey) -> GraphKey:
-        """The same step behind short contexts, if it does less there."""
+        """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
