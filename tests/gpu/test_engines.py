@@ -127,7 +127,7 @@ def test_many_requests_by_lists_of_splits(drafter: str, monkeypatch: pytest.Monk
 
     folder = folder_of("llama")
     monkeypatch.setattr(triton_backend, "MIN_LAYERS_TO_LIST", 1)
-    monkeypatch.setattr(attention_splits, "least_listed_split", lambda programs, sms, padded_dim: 32)
+    monkeypatch.setattr(attention_splits, "least_listed_split", lambda *shape: 32)
     with GpuRig(loaded(folder), speculative_config=DRAFTERS[drafter]("llama"), max_num_seqs=16) as rig:
         for asked in (asks() * 2, asks()):  # all at once, then fewer than a list is made for
             expected = reference(folder)

@@ -250,7 +250,9 @@ def test_few_requests_that_may_be_very_long_get_fewer_warps() -> None:
 def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, HAS_WINDOW: tl.constexpr):
     at = tl.arange(0, 128)
     length = tl.load(lengths + at)
-    base, size, active = split_geometry(length, 1, window, 0, split_size, coarse_size, num_splits, 16, HAS_WINDOW)
+    first_key = length * 0  # of the lengths' shape, as the compiler needs: the base takes its shape from it
+    base, size, active = split_geometry(length, 1, window, first_key, split_size, coarse_size, num_splits, 16,
+                                        HAS_WINDOW)  # fmt: skip
     tl.store(out + at, base)
     tl.store(out + 128 + at, size)
     tl.store(out + 256 + at, active)

@@ -71,7 +71,10 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, acti
 
 
 @pytest.mark.parametrize("method", ["rows", "few", "tiles"])
-def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, method: str) -> None:
+@pytest.mark.parametrize("is_half", [False, True], ids=["", "half"])
+def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, method: str, is_half: bool) -> None:
+    """It is added to a sum that has been rounded, which float32 cannot show; float16 can, also in the interpreter."""
+    dtype = torch.float16 if is_half else dtype
     case = Case(device, dtype, 7)
     added = draw(device, dtype, 7, 34, seed=9)
     found = moe.experts(case.x, case.ids, case.weights, case.gate_up, case.down, case.activation, added, method=method,

@@ -125,7 +125,7 @@ def _mix_rows_kernel(
             acc += w.to(tl.float32) * value[None, :]
     result = tl.sum(acc, axis=1)
     if HAS_ADDED:
-        result += kept
+        result = result.to(out.dtype.element_ty).to(tl.float32) + kept  # as if the sum had been stored
     tl.store(out + token * out_stride + row, result.to(out.dtype.element_ty), mask=in_rows)
 
 
