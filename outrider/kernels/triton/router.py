@@ -68,12 +68,10 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr, HAS_EXPERT_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     exists = expert < E
-    if HAS_BIAS:
-        correction = tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
     logit = tl.load(logits + token * logits_stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
@@ -82,7 +80,7 @@ def _route_kernel(
         score = score / tl.sum(score, axis=0)
     ranked = score
     if HAS_BIAS:
-        ranked += correction
+        ranked += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
     # What is not a number ranks last among the experts there are: ids stay in range, and distinct, in dead token rows.
     ranked = tl.where(ranked == ranked, ranked, _LOWEST)
     ranked = tl.where(exists, ranked, float("-inf"))
