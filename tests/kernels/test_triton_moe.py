@@ -71,7 +71,7 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_tokens: int, acti
 
 
 @pytest.mark.parametrize("method", ["rows", "few", "tiles"])
-@pytest.mark.parametrize("is_half", [False, True], ids=["", "half"])
+@pytest.mark.parametrize("is_half", [False, True], ids=["given", "half"])
 def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, method: str, is_half: bool) -> None:
     """It is added to a sum that has been rounded, which float32 cannot show; float16 can, also in the interpreter."""
     dtype = torch.float16 if is_half else dtype
