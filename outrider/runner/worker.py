@@ -166,8 +166,10 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
         return LocalRunner(step, padding)
     runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
     with status_line("compiling kernels and capturing steps"), enough_memory("captured steps", CAPTURE_ADVICE):
+        if step_memory is None:
+            runner.begin_compiling(takes_checkpoints=parts.takes_checkpoints)
         runner.capture_decoding(takes_checkpoints=parts.takes_checkpoints,
-                                step_bytes=None if step_memory is None else step_memory.activation_bytes)
+                                reserved_bytes=0 if step_memory is None else step_memory.activation_bytes)
     return runner
 
 

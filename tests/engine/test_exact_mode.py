@@ -26,6 +26,8 @@ from outrider.core.params import SamplingParams
 from outrider.kernels import native, ops
 from outrider.kernels.native.products import CpuProduct
 from outrider.mixers import cached
+from outrider.mixers.base import Mixer
+from outrider.mixers.batch import BatchView
 from outrider.models.base import Model
 from outrider.spec.base import Drafter
 from outrider.spec.eagle import head_drafter
@@ -252,8 +254,11 @@ def test_what_cannot_be_exact_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_mixer_from_outside_is_refused_until_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OwnMixer:
+    class OwnMixer(Mixer):
         def __init__(self, *_: Any) -> None: ...
+
+        def bind(self, view: BatchView) -> dict[int, Any]:
+            return {}
 
     monkeypatch.setitem(cached._MIXERS, FullSpec, OwnMixer)
     with pytest.raises(ValueError, match="exact=True: OwnMixer cannot be exact: it has no method set_exact"):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from outrider.core.params import SamplingParams
+from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.latent import base as latent_mixer
-from outrider.runner.graphs.keys import EVERY_LENGTH
 from tests.covering import grid
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of

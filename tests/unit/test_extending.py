@@ -17,7 +17,6 @@ import torch
 from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
 from outrider.cache.kinds import base as kinds_base
-from outrider.core import Limits
 from outrider.formats import KeptFormat, StoredWeight, register_format
 from outrider.formats import registry as formats_registry
 from outrider.kernels import ops
@@ -26,6 +25,7 @@ from outrider.layers.base import DecoderLayer, find_modules
 from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import Linear
 from outrider.mixers import cached
+from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
 from outrider.mixers.paged import registry as backends
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, PagedMixer
@@ -200,7 +200,7 @@ class JoinedLayer:
         return None
 
 
-class JoinedMixer:
+class JoinedMixer(Mixer):
     calls = 0
 
     def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
@@ -211,8 +211,6 @@ class JoinedMixer:
     def bind(self, view: BatchView) -> dict[int, JoinedLayer]:
         plan = self._backend.plan(view, self._group)
         return {layer.index: JoinedLayer(self._backend, layer, joined, plan) for layer, joined in self._layers}
-
-    def prepare_capture(self, device: torch.device, limits: Limits) -> None: ...
 
 
 def test_a_cache_kind_and_its_mixer_serve_the_layers_that_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:

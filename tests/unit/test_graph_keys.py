@@ -13,9 +13,10 @@ import torch
 from outrider.core import Admission, CheckpointWrite, HiddenReport, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
+from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
-from outrider.runner.graphs.keys import EVERY_LENGTH, GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
 from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
@@ -203,7 +204,7 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     assert served(made, replace(batch_of([1] * 9), bounds=[9] * 9)) in likely
     prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
     assert prompt.longest == EVERY_LENGTH
-    for nothing in (3, 131, None):  # no context is so short, or all are
+    for nothing in (3, 131, EVERY_LENGTH):  # no context is so short, or all are
         unlimited = GraphKeys(LIMITS, drafter, whole_len=nothing)
         assert served(unlimited, short).longest == EVERY_LENGTH and not list(unlimited.behind_long_contexts())
 

@@ -14,11 +14,11 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
-from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.latent import NUM_COUNTERS, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Operation
+from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
 
@@ -192,13 +192,16 @@ class BoundLatentLayer:
         self.chosen.latest = None if latest is None else latest[token_rows]
 
 
-class LatentMixer:
+class LatentMixer(Mixer):
     """A model's latent layers with their parts of the pool."""
 
     def __init__(self, layers: Sequence[LatentLayer], pool: DevicePool, backend: Any) -> None:
         self._layers = [(layer, pool.layer(layer.index), pool.layout.groups_of(layer.index)[0]) for layer in layers]
         self._groups = {group.index: group for _, _, group in self._layers}
         self._operations = ORDINARY
+        # Up to these lengths an indexer would choose every position, and is not asked.
+        lengths = [own.attends_to.top_k for own in layers if isinstance(own.attends_to, IndexedPositions)]
+        self.whole_len = min(lengths, default=EVERY_LENGTH)
 
     @staticmethod
     def is_capturable(spec: LatentSpec) -> bool:
@@ -229,15 +232,6 @@ class LatentMixer:
         for layer, _, _ in self._layers:
             if isinstance(layer.attends_to, IndexedPositions) and layer.attends_to.lasts_for_drafting:
                 later[layer.index].keep_choice(earlier[layer.index], token_rows)
-
-    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
-        """Captured steps share no buffers."""
-
-    @property
-    def whole_len(self) -> int | None:
-        """Up to here every position is chosen, and no indexer is asked."""
-        asked = (layer.attends_to for layer, _, _ in self._layers)
-        return min((own.top_k for own in asked if isinstance(own, IndexedPositions)), default=None)
 
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:

@@ -15,6 +15,7 @@ import torch
 from outrider.cache.groups import Group
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Limits
+from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
 from outrider.mixers.paged.masks import CAUSAL, Mask, check_mask
 from outrider.mixers.pool import DevicePool
@@ -142,7 +143,7 @@ class PagedLayer:
         return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
 
 
-class PagedMixer:
+class PagedMixer(Mixer):
     """A model's attention layers with their keys and values in the pool."""
 
     def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:

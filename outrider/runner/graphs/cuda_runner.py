@@ -107,15 +107,18 @@ class CudaRunner:
         self.num_padded_steps = 0
 
     @torch.inference_mode()
-    def capture_decoding(self, *, takes_checkpoints: bool = False, step_bytes: int | None = None) -> None:
-        """Captures the usual steps without prompts, while other kernels are compiled. step_bytes: what the largest step
-        takes; None: nobody has asked yet, nor begun to compile what steps run."""
-        if step_bytes is None:
-            compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
+    def begin_compiling(self, *, takes_checkpoints: bool = False) -> None:
+        """Begins to compile the kernels of all steps. Measuring the memory of steps begins this too."""
+        compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
+
+    @torch.inference_mode()
+    def capture_decoding(self, *, takes_checkpoints: bool = False, reserved_bytes: int = 0) -> None:
+        """Captures the usual steps without prompts, while other kernels are compiled. reserved_bytes: what the largest
+        step takes, for captures of steps with prompts."""
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
         if self.graphs is not None:
-            if step_bytes and self.graphs.keys.largest_with_prompts() is not None:
-                self.graphs.reserve(step_bytes)
+            if reserved_bytes and self.graphs.keys.largest_with_prompts() is not None:
+                self.graphs.reserve(reserved_bytes)
             self.graphs.capture_at_start(self.graphs.keys.decoding_at_start(takes_checkpoints=takes_checkpoints))
 
     @torch.inference_mode()

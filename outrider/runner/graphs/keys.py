@@ -9,12 +9,12 @@ which proposes d again.
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.rows import RowState
@@ -22,8 +22,6 @@ from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 from outrider.spec.base import Drafter
-
-EVERY_LENGTH = sys.maxsize  # tokens: more than any context has
 
 
 class SamplerForm(enum.Enum):
@@ -61,13 +59,13 @@ class GraphKey:
 
 class GraphKeys:
     def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True,
-                 takes_parameters: bool = False, whole_len: int | None = None) -> None:
+                 takes_parameters: bool = False, whole_len: int = EVERY_LENGTH) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. whole_len: the most tokens of contexts behind which steps do
         less; decode steps have graphs of their own there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
-        short = limits.max_len if whole_len is None else whole_len - limits.max_drafts
+        short = whole_len - limits.max_drafts
         self._short = short if 0 < short < limits.max_len else EVERY_LENGTH
         self.sizes = GraphSizes.from_limits(limits)
         self._drafter = drafter

@@ -1,0 +1,48 @@
+"""Mixer: the base class of what serves the layers of one kind, over a batch and its cache."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from outrider.core import Limits
+from outrider.mixers.batch import BatchView
+from outrider.mixers.pool import DevicePool
+
+EVERY_LENGTH = sys.maxsize  # tokens: more than any context has
+
+
+class Mixer(ABC):
+    """Layers of one kind, with their views of the pool and their backend."""
+
+    whole_len: int = EVERY_LENGTH  # in tokens: behind shorter contexts the layers do less than behind longer ones
+
+    @abstractmethod
+    def __init__(self, layers: Sequence[Any], pool: DevicePool, backend: Any) -> None: ...
+
+    @staticmethod
+    def is_capturable(spec: Any) -> bool:
+        """Whether steps over layers with this cache spec can be captured; otherwise they run eagerly."""
+        return True
+
+    def set_exact(self, exact: bool) -> None:
+        """Choose arithmetic whose bits do not depend on the other token rows. A mixer that cannot is refused."""
+        raise ValueError(f"exact=True: {type(self).__name__} cannot be exact: it has no method set_exact")
+
+    @abstractmethod
+    def bind(self, view: BatchView) -> Mapping[int, Any]:
+        """Bind every layer to a step over this view. `Attend.mixer` hands out the values."""
+
+    def bind_rows(self, view: BatchView) -> Mapping[int, Any]:
+        """Bind the layers that can read what all tokens of the step wrote to a view of each request's last tokens."""
+        return {}
+
+    def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:  # noqa: B027
+        """Let layers bound to a further drafting pass go on with what an earlier pass found for `token_rows`."""
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
+        """Allocate the buffers that captured steps share. Called before any capture."""
