@@ -172,6 +172,16 @@ def test_steps_are_split_only_where_a_grammar_samples() -> None:
         assert {batch.form for batch in rig.batches} == {StepForm.WHOLE}, "after the last grammar has ended"
 
 
+def test_a_text_that_has_all_of_its_form_ends_beside_a_mate_with_min_tokens() -> None:
+    """The sampler forbids the mate to stop; the text of a form ends however short it is."""
+    short = Ask(prompt_of(3, 5), greedy(20, structured_outputs=form(choice=["red"]), min_tokens=12))
+    mate = Ask(prompt_of(5, 6), greedy(9, min_tokens=9))
+    with rig_of() as rig:
+        (alone,), (_,) = tokens_of(rig.run_one_by_one([short, mate]))
+        assert alone == [*b"red", END]
+        assert tokens_of(rig.run([short, mate]))[0] == [alone]
+
+
 def test_forced_tokens_are_drafts() -> None:
     """Keys and punctuation are the grammar's: with drafts, most tokens of the text come several in a step."""
     with rig_of(speculative_config=NGRAM, overlap=False) as rig:
