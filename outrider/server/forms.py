@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.grammar.schemas import asked_schema, json_options
 from outrider.engine.text import Tokenizer
-from outrider.server.errors import ApiError
+from outrider.server.errors import ApiError, bad_value
 from outrider.server.parsers.formats import FORCED_LIST, REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.parsers.machine import ReasoningRegion, Region
 from outrider.server.protocol import ChatRequest, Tool
@@ -122,14 +123,16 @@ def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | No
 
 def _rules(asked: StructuredOutputsParams) -> str:
     """The form of `asked` as a rule of a grammar."""
+    try:
+        asked = asked.to_plain()
+    except ValueError as error:
+        raise bad_value(error, ChatRequest.model_fields) from None
     if asked.is_json:
-        schema = {"type": "object"} if asked.json is None else (
-            json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
-        return f"form: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
+        return f"form: %json {json.dumps(asked_schema(asked) | {'x-guidance': json_options(asked)})}"
     if asked.choice is not None:
         return "form: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice))
     if asked.regex is not None:
-        escaped = re.sub(r"(?<!\\)/", r"\\/", asked.regex)
+        escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], asked.regex, flags=re.DOTALL)
         return f"form: /{escaped}/"
     raise ApiError(400, "a grammar cannot follow the reasoning of this server's model: use json, regex or choice",
                    param="structured_outputs")

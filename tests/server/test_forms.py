@@ -185,6 +185,29 @@ def test_a_form_follows_the_reasoning(prompt_end: str, texts: list[str]) -> None
     assert not takes(form, "<think>so</think>maybe") and not takes(form, "x yes")
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(("fields", "right", "wrong"), [
+    ({"json": OBJECT}, '{"a": 1, "b": 2}', '{"a":1,"b":2}'),
+    ({"json": OBJECT, "disable_any_whitespace": True}, '{"a":1,"b":2}', '{"a": 1, "b": 2}'),
+    ({"json": OBJECT, "whitespace_pattern": "~?"}, '{"a":~1,~"b":2}', '{"a": 1, "b": 2}'),
+    ({"json": OBJECT, "disable_additional_properties": True}, '{"a": 1}', '{"a": 1, "c": 2}'),
+    ({"regex": "a/b"}, "a/b", "a\\/b"), ({"regex": r"a\/b"}, "a/b", "a\\/b"), ({"regex": r"a\\/b"}, r"a\/b", "a/b"),
+])  # fmt: skip
+def test_all_of_a_form_holds_behind_reasoning(fields: dict[str, Any], right: str, wrong: str) -> None:
+    asked = body(structured_outputs=fields)
+    for reasoning, thoughts in ((None, ""), ("qwen3", "<think>so</think>")):
+        form = chat_form(asked, None, reasoning, "", chat_tokenizer())
+        assert form is not None and takes(form, thoughts + right) and not takes(form, thoughts + wrong)
+
+
+@pytest.mark.parametrize("schema", ["no JSON", "[1]", '{"a":' * 200 + "1" + "}" * 200])
+def test_a_schema_behind_reasoning_that_is_none(schema: str) -> None:
+    with pytest.raises(ApiError, match="structured_outputs.json"):
+        chat_form(body(structured_outputs={"json": schema}), None, "qwen3", "", chat_tokenizer())
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),

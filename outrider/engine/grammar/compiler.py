@@ -19,6 +19,7 @@ import numpy as np
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.grammar.deep_thread import run_deep
 from outrider.engine.grammar.matcher import TokenMatcher
+from outrider.engine.grammar.schemas import subschemas
 from outrider.engine.text import Tokenizer
 
 COMPILE_SECONDS = 10.0
@@ -151,8 +152,6 @@ class GrammarCompiler:
         """The smallest part of a schema that fails in the same way by itself, as a path of keys."""
         if asked.json is None:
             return ""
-        from outrider.engine.grammar.texts import subschemas
-
         schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         place, num_left = "", MAX_PROBES
