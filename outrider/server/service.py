@@ -123,8 +123,9 @@ class Service:
         except ValueError as error:
             message = str(error)
             if body.structured_outputs is None:
-                message = message.replace("structured_outputs.json", "response_format.json_schema.schema")
-                message = message.replace("structured_outputs.grammar", "tools")
+                # Behind reasoning a schema is part of a grammar too.
+                own = "tools" if body.response_format is None else "response_format.json_schema.schema"
+                message = message.replace("structured_outputs.json", own).replace("structured_outputs.grammar", own)
             raise bad_value(ValueError(message), type(body).model_fields) from None
 
     def checked_asks(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams,

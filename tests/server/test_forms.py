@@ -208,6 +208,13 @@ def test_a_schema_behind_reasoning_that_is_none(schema: str) -> None:
         chat_form(body(structured_outputs={"json": schema}), None, "qwen3", "", chat_tokenizer())
 
 
+def test_a_schema_that_fails_is_named_as_the_client_gave_it(served: Served, parsed: Served) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "nothing"}}}
+    for own in (served, parsed):
+        error = own.error("/v1/chat/completions", messages=CHAT, response_format=asked)
+        assert "Invalid type" in error["message"] and error["param"] == "response_format"
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),
