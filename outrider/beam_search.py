@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import INT32, Count, Range, check_fields, shown, unknown_name
+from outrider.core.fields import INT32, Count, Range, check_fields, check_names, shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
@@ -28,9 +28,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> BeamSearchParams:
-        for name in fields:
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"BeamSearchParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
+        check_names("BeamSearchParams", cls, fields)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -138,6 +138,16 @@ def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str]
     return f"unknown {what} {shown(word)}{hint or ';'} {'Known' if hint else 'known'} are {', '.join(listed)}{more}"
 
 
+def check_names(owner: str, kind: Any, given: Iterable[str], refused: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for the first given name that is no field of the dataclass `kind`. Called before the generated
+    __init__, which could only say "unexpected keyword". refused: why known names have no field."""
+    for name in given:
+        if refused and name in refused:
+            raise ValueError(f"{owner}: {name} is not supported: {refused[name]}")
+        if name not in kind.__dataclass_fields__:
+            raise ValueError(f"{owner}: {unknown_name('field', name, kind.__dataclass_fields__)}")
+
+
 def declared_fields(kind: Any) -> dict[str, Any]:
     """The declared type of every field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)

@@ -20,8 +20,8 @@ from outrider.core.fields import (
     Text,
     TokenId,
     check_fields,
+    check_names,
     shown,
-    unknown_name,
 )
 from outrider.core.structured import StructuredOutputsParams
 
@@ -85,12 +85,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
-        # Before the generated __init__, which could only say "unexpected keyword".
-        for name in fields:
-            if name in REFUSED_FIELDS:
-                raise ValueError(f"SamplingParams: {name} is not supported: {REFUSED_FIELDS[name]}")
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"SamplingParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
+        check_names("SamplingParams", cls, fields, REFUSED_FIELDS)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from outrider.core.fields import Count, OneOf, check_fields, unknown_name
+from outrider.core.fields import Count, OneOf, check_fields, check_names
 from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.step import HiddenReport
@@ -39,11 +39,7 @@ class PoolingParams:
     dimensions: Count | None = None  # the first so many of each vector; None: all
 
     def __new__(cls, *args: Any, **fields: Any) -> PoolingParams:
-        for name in fields:
-            if name in REFUSED_FIELDS:
-                raise ValueError(f"PoolingParams: {name} is not supported: {REFUSED_FIELDS[name]}")
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"PoolingParams: {unknown_name('field', name, cls.__dataclass_fields__)}")
+        check_names("PoolingParams", cls, fields, REFUSED_FIELDS)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from outrider.core.fields import NotEmpty, Text, check_fields, unknown_name
+from outrider.core.fields import NotEmpty, Text, check_fields, check_names
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # of a schema: objects and lists inside each other
@@ -52,23 +52,14 @@ class StructuredOutputsParams:
     whitespace_pattern: Text | None = None  # a regular expression of the white space between the parts of JSON
 
     def __new__(cls, *args: Any, **fields: Any) -> StructuredOutputsParams:
-        # Before the generated __init__, which could only say "unexpected keyword".
-        cls._check_names(fields)
+        check_names("structured_outputs", cls, fields, REFUSED_FIELDS)
         return super().__new__(cls)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
         """From a JSON object, whose names may be anything."""
-        cls._check_names(fields)
+        check_names("structured_outputs", cls, fields, REFUSED_FIELDS)
         return cls(**fields)
-
-    @classmethod
-    def _check_names(cls, fields: Mapping[str, Any]) -> None:
-        for name in fields:
-            if name in REFUSED_FIELDS:
-                raise ValueError(f"structured_outputs: {name} is not supported: {REFUSED_FIELDS[name]}")
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"structured_outputs: {unknown_name('field', name, cls.__dataclass_fields__)}")
 
     def __post_init__(self) -> None:
         check_fields("structured_outputs.", self)

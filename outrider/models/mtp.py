@@ -130,11 +130,6 @@ def register_mtp(model_class: type[Model], describe: Callable[..., MTPDescriptio
     _FAMILIES[model_class] = describe
 
 
-def build_mtp(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> MTPHead:
-    """The target's first module, which is its only one in nearly all checkpoints."""
-    return MTPHead(describe_mtp(target), target, first_layer=first_layer, dtype=dtype, device=device)
-
-
 def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> list[MTPHead]:
     """All modules of the target, in the order of the drafts that they make."""
     first = describe_mtp(target)

@@ -47,9 +47,7 @@ class Acceptance:
         self._rates: dict[int, Rates] = {}
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        rates = self._rates.get(request_id)
-        if rates is None:
-            rates = self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k)
+        rates = self._rates_of(request_id, idle=0)
         rates.observe(num_drafted, num_accepted, DECAY)
         rates.gains = []
         self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
@@ -77,10 +75,7 @@ class Acceptance:
     def is_probe_due(self, request_id: int) -> bool:
         """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself
         at any time, and without drafts nobody would notice."""
-        rates = self._rates.get(request_id)
-        if rates is None:
-            rates = self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k)
-            rates.idle = PROBE_AFTER * 3 // 4  # a new request is tried soon
+        rates = self._rates_of(request_id, idle=PROBE_AFTER * 3 // 4)  # a new request is tried soon
         rates.fade(FORGETTING)
         rates.gains = []
         rates.idle += 1
@@ -88,3 +83,9 @@ class Acceptance:
             return False
         rates.idle = 0
         return True
+
+    def _rates_of(self, request_id: int, *, idle: int) -> Rates:
+        """The request's rates; a new request's begin after `idle` steps without drafts."""
+        if request_id not in self._rates:
+            self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k, idle=idle)
+        return self._rates[request_id]

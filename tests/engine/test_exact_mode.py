@@ -131,10 +131,10 @@ def scripted(family: str) -> Drafter:
 
 
 def mtp(family: str) -> Drafter:
-    from outrider.models.mtp import build_mtp
+    from outrider.models.mtp import build_mtp_modules
 
     target = model_of(family)
-    head = build_mtp(target, first_layer=target.num_layers, dtype=target.dtype, device=CPU)
+    (head,) = build_mtp_modules(target, first_layer=target.num_layers, dtype=target.dtype, device=CPU)
     generator = torch.Generator().manual_seed(6)
     for slot in head.weights().values():
         slot.store(torch.empty(slot.shape, dtype=torch.float64).normal_(0.5, 0.25, generator=generator))

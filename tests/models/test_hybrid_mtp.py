@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
-from outrider.models.mtp import MTPHead, build_mtp
+from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources.folder import read_config
 from outrider.spec.base import DraftBuild
 from outrider.spec.mtp import mtp_drafter
@@ -297,4 +297,4 @@ def test_modules_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], 
     (folder / "config.json").write_text(json.dumps(config))
     target = load(folder)
     with pytest.raises(ConfigError, match=message):
-        build_mtp(target, first_layer=6, dtype=torch.float32, device=torch.device("cpu"))
+        build_mtp_modules(target, first_layer=6, dtype=torch.float32, device=torch.device("cpu"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.models.base import Model
-from outrider.models.mtp import build_mtp
+from outrider.models.mtp import build_mtp_modules
 from tests.engine.harness import random_model, save_folder
 from tests.spec.hybrid_rig import VOCAB
 
@@ -48,8 +48,8 @@ def save_latent(family: str, path: Path, **changes: Any) -> Path:
 
     config = FAMILIES[family] | changes
     save_folder(path, config)
-    head = build_mtp(random_model(config, torch.float32, 0), first_layer=config["num_hidden_layers"],
-                     dtype=torch.float32, device=torch.device("cpu"))
+    (head,) = build_mtp_modules(random_model(config, torch.float32, 0), first_layer=config["num_hidden_layers"],
+                                dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(6)
     tensors = {name: torch.empty(slot.shape).normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
                for name, slot in head.weights().items()}

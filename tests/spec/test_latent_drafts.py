@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.models.config import ConfigError
-from outrider.models.mtp import build_mtp
+from outrider.models.mtp import build_mtp_modules
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from tests.engine.harness import Ask, greedy, prompt_of
@@ -213,4 +213,4 @@ def test_modules_that_cannot_be_served_are_refused() -> None:
                           ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0 .* no multi-token")):
         target = build_model(config | changes, dtype=torch.float64, device="cpu")
         with pytest.raises(ConfigError, match=says):
-            build_mtp(target, first_layer=3, dtype=torch.float64, device=torch.device("cpu"))
+            build_mtp_modules(target, first_layer=3, dtype=torch.float64, device=torch.device("cpu"))

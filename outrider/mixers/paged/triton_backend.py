@@ -111,6 +111,10 @@ class Plan:
         return self.tiles[heads]
 
 
+# Of attention kernels: queries, keys, values, page table, query starts, lengths.
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class TritonBackend(Backend):
     name = "triton"
     serves_rows = True
@@ -177,13 +181,19 @@ class TritonBackend(Backend):
         view = plan.view
         tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
         if plan.decode_max_query:
-            decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
-                             max_length=view.max_length.tokens, splits=plan.splits_for(layer, q.element_size()),
-                             longest=plan.longest, **options)
+            self._decode(layer, plan, tensors, options)
         tiles = plan.tiles_for(layer, cache)
         if tiles is not None:
-            prefill_attention(*tensors, view.live_int32, tiles, fill_padding=not plan.decode_max_query, **options)
+            self._prefill(plan, tiles, tensors, options | {"fill_padding": not plan.decode_max_query})
         return out.view(-1, layer.num_heads * layer.head_dim)
+
+    def _decode(self, layer: AttentionLayer, plan: Plan, tensors: Tensors, options: dict[str, Any]) -> None:
+        decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
+                         max_length=plan.view.max_length.tokens,
+                         splits=plan.splits_for(layer, tensors[0].element_size()), longest=plan.longest, **options)
+
+    def _prefill(self, plan: Plan, tiles: QueryTiles, tensors: Tensors, options: dict[str, Any]) -> None:
+        prefill_attention(*tensors, plan.view.live_int32, tiles, **options)
 
 
 class ExactTritonBackend(TritonBackend):
@@ -193,16 +203,9 @@ class ExactTritonBackend(TritonBackend):
     def plan(self, view: BatchView, group: Group) -> Plan:
         return replace(super().plan(view, group), choose_tile=exact_tiles_config)
 
-    def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
-                                   "key_starts": plan.key_starts}
-        view = plan.view
-        tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
-        if plan.decode_max_query:
-            exact_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
-                            max_length=view.max_length.tokens, **options)
-        tiles = plan.tiles_for(layer, cache)
-        if tiles is not None:
-            exact_attention(*tensors, view.live_int32, tiles=tiles, fill_padding=not plan.decode_max_query, **options)
-        return out.view(-1, layer.num_heads * layer.head_dim)
+    def _decode(self, layer: AttentionLayer, plan: Plan, tensors: Tensors, options: dict[str, Any]) -> None:
+        exact_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
+                        max_length=plan.view.max_length.tokens, **options)
+
+    def _prefill(self, plan: Plan, tiles: QueryTiles, tensors: Tensors, options: dict[str, Any]) -> None:
+        exact_attention(*tensors, plan.view.live_int32, tiles=tiles, **options)
