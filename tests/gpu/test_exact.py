@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.core.outputs import RequestOutput  # noqa: E402
 from outrider.kernels.triton.exact_linear import HOPPER_ROWS, chain_columns, exact_linear  # noqa: E402
 from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
-from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_hopper  # noqa: E402
+from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_product  # noqa: E402
 from tests.engine.harness import Ask  # noqa: E402
 from tests.gpu.rig import GpuRig, asks, loaded  # noqa: E402
 from tests.gpu.test_engines import DRAFTERS, folder_of  # noqa: E402
@@ -62,7 +62,7 @@ def test_products_of_many_token_rows_have_the_bits_of_few(n: int, k: int) -> Non
     if is_hopper(x.device):
         for tile in HOPPER_TILES[chain_columns(n, k) < k :]:
             out = torch.full((2500, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-            launch_hopper(x, weight, out, chain_columns(n, k), tile)
+            launch_product(x, weight, out, chain_columns(n, k), tile)
             assert torch.equal(out, parts)
 
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 from outrider.kernels.triton import attention, precompile  # noqa: E402
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, fits_hopper  # noqa: E402
+from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache  # noqa: E402
 from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
 from tests.kernels.barriers import overwritten_barriers  # noqa: E402
@@ -91,7 +91,7 @@ def test_takes_what_it_can_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) 
     others = [(8, make_cache(dtype=torch.float32)), (8, make_cache(96)), (8, make_cache(page=8)), (258, make_cache()),
               (8, make_cache()[..., :64]), (8, make_cache().flip(3).transpose(2, 3).contiguous().transpose(2, 3))]
     for num_heads, cache in others:
-        assert not fits_hopper(num_heads, cache)
+        assert not takes_cache(num_heads, cache)
         assert isinstance(choose_prefill(num_heads, cache), PrefillConfig)
 
 

@@ -39,16 +39,13 @@ def _gated_kernel(
     tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=valid)
 
 
-def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, pdl: bool | None) -> torch.Tensor:
+def _gated(kernel: str, x: torch.Tensor, gelu: bool, pdl: bool | None) -> torch.Tensor:
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, fused = x.shape
     require(fused % 2 == 0, kernel, "x", f"needs an even number of columns, has {fused}")
     width = fused // 2
-    if out is None:
-        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    else:
-        require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if num_tokens == 0 or width == 0:
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))
@@ -59,14 +56,14 @@ def _gated(kernel: str, x: torch.Tensor, out: torch.Tensor | None, gelu: bool, p
     return out
 
 
-def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
+def silu_mul(x: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]."""
-    return _gated("silu_mul", x, out, gelu=False, pdl=pdl)
+    return _gated("silu_mul", x, gelu=False, pdl=pdl)
 
 
-def gelu_tanh_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
+def gelu_tanh_mul(x: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, 2 * width] -> gelu_tanh(x[:, :width]) * x[:, width:]."""
-    return _gated("gelu_tanh_mul", x, out, gelu=True, pdl=pdl)
+    return _gated("gelu_tanh_mul", x, gelu=True, pdl=pdl)
 
 
 @kernel
@@ -81,15 +78,12 @@ def _relu2_kernel(x, out, x_stride, out_stride, width, COLUMNS: tl.constexpr, PD
     tl.store(out + token * out_stride + column, (value * value).to(out.dtype.element_ty), mask=valid)
 
 
-def relu2(x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool | None = None) -> torch.Tensor:
+def relu2(x: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, width] -> the square of relu(x)."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor("relu2", "x", x, (None, None), x.device, FLOATS)
     num_tokens, width = x.shape
-    if out is None:
-        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    else:
-        require_tensor("relu2", "out", out, (num_tokens, width), x.device, (x.dtype,))
+    out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if num_tokens == 0 or width == 0:
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))

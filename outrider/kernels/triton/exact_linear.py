@@ -30,7 +30,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.hopper.products import HOPPER_TILES, fits_hopper, launch_hopper
+from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_product, takes_product
 from outrider.kernels.triton.launch import is_collecting, kernel
 from outrider.kernels.triton.thin_linear import is_small, prefetch_rows
 
@@ -202,15 +202,15 @@ def exact_linear(
     pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
     chain = min(k, chain_columns(n, k) if chain is None else chain)
     sizes = n, k, num_sms(device), x.element_size()
-    on_hopper = tile is None and fits_hopper(x, weight, bias, out.dtype)
+    on_hopper = tile is None and takes_product(x, weight, bias, out.dtype)
     if on_hopper and num_rows >= HOPPER_ROWS:
-        launch_hopper(x, weight, out, chain)
+        launch_product(x, weight, out, chain)
     else:
         tile = tile or exact_tile(num_rows, *sizes)
         _launch(x, weight, bias, out, tile, chain, _is_shared(num_rows, tile), pdl)
     if is_collecting():  # later steps have other numbers of token rows
         for each_tile in HOPPER_TILES[chain < k :] if on_hopper else ():
-            launch_hopper(x, weight, out, chain, each_tile)
+            launch_product(x, weight, out, chain, each_tile)
         tiles = [(exact_tile(rows, *sizes), rows) for rows in _SAMPLED_ROWS]
         for each, is_shared in {(each, _is_shared(rows, each)) for each, rows in tiles}:
             _launch(x, weight, bias, out, each, chain, is_shared, pdl)

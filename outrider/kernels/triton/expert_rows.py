@@ -138,12 +138,12 @@ def expert_rows_config(k: int) -> ThinConfig:
 
 def expert_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: int, pdl: bool,
-    shared: torch.Tensor | None = None, config: ThinConfig | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared expert's weight [rows, k]
     rows for all token rows follow. Arguments are checked by the caller."""
     k, (num_tokens, top_k) = weight.shape[2], ids.shape
-    config = config or expert_rows_config(k)
+    config = expert_rows_config(k)
     num_shared = 0 if shared is None else num_tokens
     out = torch.empty(ids.numel() + num_shared, n, dtype=x.dtype, device=x.device)
     _expert_rows_kernel[(cdiv(n, config.block_n), len(out))](
@@ -157,13 +157,13 @@ def expert_rows(
 
 def mix_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, pdl: bool,
-    shared: torch.Tensor | None = None, added: torch.Tensor | None = None, config: ThinConfig | None = None,
+    shared: torch.Tensor | None = None, added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[tokens, n]: the results of `expert_rows` times weight [experts, n, k], added up by their shares [tokens, top_k]
     float32, with the shared expert's weight [n, k] and with `added` [tokens, n]. Arguments are checked by the
     caller."""
     (_, n, k), (num_tokens, top_k) = weight.shape, ids.shape
-    config = config or expert_rows_config(k)
+    config = expert_rows_config(k)
     out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)
     kept = out if added is None else added
     _mix_rows_kernel[(cdiv(n, config.block_n), num_tokens)](

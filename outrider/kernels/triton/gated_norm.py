@@ -53,7 +53,7 @@ def _gated_norm_kernel(
 
 def gated_norm(
     y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, gate_first: bool, *,
-    out: torch.Tensor | None = None, pdl: bool | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """y and z [tokens, size] -> [tokens, size] in z's dtype: rms_norm(y * silu(z)) * weight over groups of columns with
     `gate_first`, else rms_norm(y) * weight * silu(z). weight [size], or [group_size] for all groups."""
@@ -66,10 +66,7 @@ def gated_norm(
     require(ok, name, "group_size", f"is {group_size}, expected a part of {size} columns and at most {_MAX_GROUP}")
     is_shared = weight.shape[0] == group_size
     require_tensor(name, "weight", weight, (group_size if is_shared else size,), y.device, FLOATS)
-    if out is None:
-        out = torch.empty(num_tokens, size, dtype=z.dtype, device=y.device)
-    else:
-        require_tensor(name, "out", out, (num_tokens, size), y.device, (z.dtype,))
+    out = torch.empty(num_tokens, size, dtype=z.dtype, device=y.device)
     if num_tokens == 0:
         return out
     columns, num_groups = next_power_of_two(group_size), size // group_size

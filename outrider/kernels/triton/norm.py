@@ -56,7 +56,7 @@ def _rms_norm_kernel(
 
 def _launch(
     kernel: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-    out: torch.Tensor | None, pdl: bool | None, post_weight: torch.Tensor | None = None, factor: float = 1.0,
+    pdl: bool | None, post_weight: torch.Tensor | None = None, factor: float = 1.0,
 ) -> torch.Tensor:
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
@@ -67,10 +67,7 @@ def _launch(
         require_tensor(kernel, "post_weight", post_weight, (width,), x.device, FLOATS)
     if residual is not None:
         require_tensor(kernel, "residual", residual, (num_tokens, width), x.device, (x.dtype,))
-    if out is None:
-        out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    else:
-        require_tensor(kernel, "out", out, (num_tokens, width), x.device, (x.dtype,))
+    out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
     columns = next_power_of_two(width)
@@ -83,25 +80,21 @@ def _launch(
     return out
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *,
-    out: torch.Tensor | None = None, pdl: bool | None = None,
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, width] -> x / rms(x) * weight."""
-    return _launch("rms_norm", x, None, weight, eps, out, pdl)
+    return _launch("rms_norm", x, None, weight, eps, pdl)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *,
-    out: torch.Tensor | None = None, pdl: bool | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool | None = None
 ) -> torch.Tensor:
     """Adds x [tokens, width] to residual in place and returns the norm of the sum."""
-    return _launch("add_rms_norm", x, residual, weight, eps, out, pdl)
+    return _launch("add_rms_norm", x, residual, weight, eps, pdl)
 
 
 def norm_add_norm(
     x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-    factor: float = 1.0, *, out: torch.Tensor | None = None, pdl: bool | None = None,
+    factor: float = 1.0, *, pdl: bool | None = None,
 ) -> torch.Tensor:
     """residual [tokens, width] becomes factor * residual + rms_norm(x, post_weight), in place; returns its norm."""
-    return _launch("norm_add_norm", x, residual, weight, eps, out, pdl, post_weight, factor)
+    return _launch("norm_add_norm", x, residual, weight, eps, pdl, post_weight, factor)

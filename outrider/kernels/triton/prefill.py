@@ -33,7 +33,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, fits_hopper, launch_hopper
+from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, launch_prefill, takes_cache
 from outrider.kernels.triton.launch import kernel
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
@@ -169,7 +169,7 @@ def prefill_config(head_dim: int) -> PrefillConfig:
 def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
     """The fastest kernel there is for this card, these heads and this cache [pages, page tokens, kv heads, dim]."""
     head_dim = k_cache.shape[3]
-    return CONFIGS[head_dim] if fits_hopper(num_heads, k_cache) else prefill_config(head_dim)
+    return CONFIGS[head_dim] if takes_cache(num_heads, k_cache) else prefill_config(head_dim)
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,9 @@ def prefill_attention(
         return out
     search = 0 if tiles.indices is not None else search_width(shape.num_requests)
     if isinstance(config, HopperConfig):
-        launch_hopper(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tiles.requests,
-                      tiles.indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
-                      num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding)
+        launch_prefill(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tiles.requests,
+                       tiles.indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
+                       num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding)
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,

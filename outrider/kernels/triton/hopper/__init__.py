@@ -1,5 +1,5 @@
-"""Prefill attention for Hopper cards, written in Gluon: warps that fetch pages, and groups of warps that attend."""
+"""Kernels for Hopper cards, written in Gluon: warps that fetch, and groups of warps that multiply."""
 
-from outrider.kernels.triton.hopper.prefill import CONFIGS, HopperConfig, fits_hopper, launch_hopper
+from outrider.kernels.triton.hopper.prefill import CONFIGS, HopperConfig, launch_prefill, takes_cache
 
-__all__ = ["CONFIGS", "HopperConfig", "fits_hopper", "launch_hopper"]
+__all__ = ["CONFIGS", "HopperConfig", "takes_cache", "launch_prefill"]

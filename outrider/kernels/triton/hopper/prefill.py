@@ -136,7 +136,7 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and not knobs.runtime.interpret
 
 
-def fits_hopper(num_heads: int, k_cache: torch.Tensor) -> bool:
+def takes_cache(num_heads: int, k_cache: torch.Tensor) -> bool:
     """Whether the kernel takes this cache [pages, page tokens, kv heads, dim], values laid out alike."""
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     page_stride, token_stride, head_stride, stride = k_cache.stride()
@@ -155,7 +155,7 @@ def _describe_pages(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
                             [1, min(page_size, block_n), COLUMNS.value], gl.NVMMASharedLayout(128, 16, rank=3))
 
 
-def launch_hopper(
+def launch_prefill(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, key_starts: torch.Tensor | None,
     tile_requests: torch.Tensor, tile_indices: torch.Tensor | None, counter: torch.Tensor, out: torch.Tensor,
@@ -166,7 +166,7 @@ def launch_hopper(
     request's own, and a program looks through `search` of them."""
     name = "prefill_attention"
     require(scale > 0, name, "scale", f"is {scale}, expected more than 0")
-    require(fits_hopper(shape.num_heads, k_cache) and k_cache.stride() == v_cache.stride(), name, "tiles",
+    require(takes_cache(shape.num_heads, k_cache) and k_cache.stride() == v_cache.stride(), name, "tiles",
             "were built for a kernel that does not take this cache")
     _prefill_kernel[(min(num_tiles * shape.num_kv_heads, num_sms(q.device)),)](
         q, _describe_pages(k_cache, config.block_n), _describe_pages(v_cache, config.block_n), page_table,

@@ -147,7 +147,7 @@ class HopperTile:
 WIDE, NARROW = HOPPER_TILES = HopperTile(256, 4, 1.0), HopperTile(128, 6, 0.55)
 
 
-def fits_hopper(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
+def takes_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
     """Whether the kernel serves this product, with any number of token rows."""
     return (
         bias is None and x.dtype == out_dtype == torch.bfloat16 and is_hopper(x.device)
@@ -163,8 +163,8 @@ def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTi
     return min(HOPPER_TILES, key=lambda tile: tile.seconds * cdiv(cdiv(num_rows, 128) * cdiv(n, tile.block_n), sms))
 
 
-def launch_hopper(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, chain: int,
-                  tile: HopperTile | None = None) -> None:
+def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, chain: int,
+                   tile: HopperTile | None = None) -> None:
     """Arguments as `exact_linear` checked them, and such that they fit."""
     num_rows, (n, k) = x.shape[0], weight.shape
     sms = num_sms(x.device)
