@@ -262,6 +262,62 @@ def child(arguments: list[str], seconds: float) -> list[dict[str, Any]]:
     return rows if done.returncode == 0 else [*rows, {"problem": done.stderr[-700:]}]
 
 
+class Report:
+    """Rows of results, printed as they come and kept in a file, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._lines = path, list[str]()
+
+    def note(self, row: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(row))
+        print(self._lines[-1][:1500], flush=True)
+        if self._path is not None:
+            self._path.write_text("\n".join(self._lines) + "\n")
+
+
+def compile_variant(dim: int, name: str) -> None:
+    for shape in {case.shape for case in CASES if case.shape.dim == dim}:
+        run(make_batch(shape, [(64, 64, 64)], poisons=False), shape, variants(dim)[name], on_device=True)
+    torch.cuda.synchronize()
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    return (row.get("problem") is None and row["rms_host"] < 1e-2 and row["rms_device"] < 1e-2 and row["repeats"]
+            and row["chunked"] and math.isfinite(row["host"] + row["device"]))
+
+
+def check_and_compile(report: Report, *, checks: bool, compiles: bool) -> None:
+    """Many at once, while times could not be taken."""
+    first = child(["--check", "0"], 60) if checks else []
+    if any("problem" in row for row in first):
+        for row in first:
+            report.note(row)
+        sys.exit("The first check failed, so the others are not tried.")
+    tasks = [("--compile", str(dim), name) for dim in DIMS for name in variants(dim)] if compiles else []
+    with ThreadPoolExecutor(15) as pool:
+        ready = [pool.submit(child, list(arguments), 80) for arguments in tasks]
+        checked = [pool.submit(child, ["--check", str(i)], 80) for i in range(len(CHECKS) if checks else 0)]
+        for index, future in enumerate(checked):
+            for row in future.result():
+                report.note({"good": is_good(row), "index": index, "of": str(CHECKS[index]), **row})
+        for arguments, future in zip(tasks, ready, strict=True):
+            for row in future.result():
+                report.note({"compile": arguments, **row})
+
+
+def take_times(report: Report, ends: float) -> None:
+    table: dict[str, dict[str, str]] = {}
+    for dim in DIMS:
+        left = ends - time.monotonic()
+        for row in child(["--time", str(dim)], min(60, left)) if left > 5 else []:
+            report.note({"dim": dim, **row})
+            if "case" in row:
+                mark = "" if row["error"] < 1e-2 else " WRONG"
+                table.setdefault(row["case"], {})[row["variant"]] = f"{row['tflops']:.0f}{mark}"
+    for case_name, columns in table.items():
+        print(f"{case_name:28} " + "  ".join(f"{k}: {v}" for k, v in columns.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -272,57 +328,19 @@ def main() -> None:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--seconds", type=float, default=240)
     options = parser.parse_args()
+    began, report = time.monotonic(), Report(options.out)
     if options.check is not None:
         shape, config = CHECKS[options.check]
         print(json.dumps({"check": str(shape), "config": str(config), **check(shape, config)}), flush=True)
-        return
-    if options.compile is not None:
-        dim, name = int(options.compile[0]), options.compile[1]
-        for shape in {case.shape for case in CASES if case.shape.dim == dim}:
-            run(make_batch(shape, [(64, 64, 64)], poisons=False), shape, variants(dim)[name], on_device=True)
-        torch.cuda.synchronize()
-        return
-    if options.time is not None:
+    elif options.compile is not None:
+        compile_variant(int(options.compile[0]), options.compile[1])
+    elif options.time is not None:
         time_dim(options.time)
-        return
-    began = time.monotonic()
-    lines: list[str] = []
-
-    def note(row: dict[str, Any]) -> None:
-        lines.append(json.dumps(row))
-        print(lines[-1][:1500], flush=True)
-        if options.out is not None:
-            options.out.write_text("\n".join(lines) + "\n")
-
-    first = child(["--check", "0"], 60) if not options.no_checks else []
-    if any("problem" in row for row in first):
-        for row in first:
-            note(row)
-        sys.exit("The first check failed, so the others are not tried.")
-    compiles = [("--compile", str(dim), name) for dim in DIMS for name in variants(dim)] if not options.no_times else []
-    with ThreadPoolExecutor(15) as pool:
-        ready = [pool.submit(child, list(arguments), 80) for arguments in compiles]
-        checks = [] if options.no_checks else [pool.submit(child, ["--check", str(i)], 80) for i in range(len(CHECKS))]
-        for index, future in enumerate(checks):
-            for row in future.result():
-                is_good = row.get("problem") is None and row["rms_host"] < 1e-2 and row["rms_device"] < 1e-2 \
-                    and row["repeats"] and row["chunked"] and math.isfinite(row["host"] + row["device"])
-                note({"good": is_good, "index": index, "of": str(CHECKS[index]), **row})
-        for arguments, future in zip(compiles, ready, strict=True):
-            for row in future.result():
-                note({"compile": arguments, **row})
-    print(f"# checks took {time.monotonic() - began:.0f} s", flush=True)
-    if not options.no_times:
-        table: dict[str, dict[str, str]] = {}
-        for dim in DIMS:
-            left = options.seconds - (time.monotonic() - began)
-            for row in child(["--time", str(dim)], min(60, left)) if left > 5 else []:
-                note({"dim": dim, **row})
-                if "case" in row:
-                    mark = "" if row["error"] < 1e-2 else " WRONG"
-                    table.setdefault(row["case"], {})[row["variant"]] = f"{row['tflops']:.0f}{mark}"
-        for case_name, columns in table.items():
-            print(f"{case_name:28} " + "  ".join(f"{k}: {v}" for k, v in columns.items()), flush=True)
+    else:
+        check_and_compile(report, checks=not options.no_checks, compiles=not options.no_times)
+        print(f"# checks took {time.monotonic() - began:.0f} s", flush=True)
+        if not options.no_times:
+            take_times(report, began + options.seconds)
 
 
 if __name__ == "__main__":
