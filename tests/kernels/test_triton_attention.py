@@ -26,6 +26,7 @@ from outrider.kernels.triton.attention_splits import (  # noqa: E402
     split_geometry,
 )
 from outrider.kernels.triton.prefill import (  # noqa: E402
+    CountedTiles,
     PrefillChoice,
     PrefillConfig,
     choose_prefill,
@@ -315,7 +316,8 @@ def test_the_device_finds_the_tiles(device: torch.device, dtype: torch.dtype) ->
     *tensors, live = batch.args
     decode_attention(*tensors, short_live, scale=0.3, max_query=2, max_length=64, config=SMALL, out=out)
     tiles = device_query_tiles(batch.query_starts, batch.q.shape[0], 2, 4, 1, batch.q.shape[2])
-    assert tiles.queries == 32 and tiles.requests.tolist() == [0, 0, 1, 1, 1, 3, 3, 4]
+    assert isinstance(tiles.order, CountedTiles) and tiles.queries == 32
+    assert tiles.order.starts.tolist() == [0, 0, 1, 1, 1, 3, 3, 4]
     prefill_attention(*tensors, live, tiles, scale=0.3, out=out, fill_padding=False)
     assert_close(out, expected(batch))
 

@@ -35,7 +35,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, find_tile, search_width
+from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, find_tile
 
 SPLIT_KEYS = 256
 _PROGRAMS_PER_SM = 2  # that share the splits of few requests
@@ -209,19 +209,20 @@ def exact_attention(
     is_shared = num_programs > 1
     part_out, part_state = _parts(shape, max_query * num_parts if is_shared else 0, q.device)
     counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(count * shape.num_kv_heads * num_tiles)))
-    is_searched = tiles is not None and tiles.indices is None
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    listed = lengths if tiles is None else tiles.requests
+    tile_requests, tile_indices, search = lengths, lengths, 0
+    if tiles is not None:
+        tile_requests, tile_indices, search = tiles.order.arguments(name, count, shape.num_requests, q.device)
     _exact_kernel[(shape.num_kv_heads, count, num_programs * num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
-        listed, listed if tiles is None or tiles.indices is None else tiles.indices, out, part_out, part_state,
+        tile_requests, tile_indices, out, part_out, part_state,
         counters, scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles, max_query,
         num_parts, num_programs, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
         D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         KEYS=split_keys, SHARED=is_shared, LISTED=tiles is not None,
-        SEARCH=search_width(shape.num_requests) if is_searched else 0, HAS_WINDOW=window is not None,
+        SEARCH=search, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )  # fmt: skip

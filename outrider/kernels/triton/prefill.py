@@ -173,12 +173,40 @@ def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
 
 
 @dataclass(frozen=True)
-class QueryTiles:
-    """Which request and which part of its queries each tile is: device tensors, built once per step. Listed by the
-    host, or, where only the device knows, as the number of tiles before each request's own."""
+class ListedTiles:
+    """The host has listed the tiles."""
 
-    requests: torch.Tensor  # [tiles] int32, or tiles before each request [requests + 1] int32
-    indices: torch.Tensor | None  # [tiles] int32; None: counted by the device
+    requests: torch.Tensor  # [tiles] int32: the request of each tile
+    indices: torch.Tensor  # [tiles] int32: which of its request's tiles it is
+
+    def arguments(
+        self, name: str, num_tiles: int, num_requests: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(tile_requests, tile_indices, SEARCH) of the kernels."""
+        for argument, each in (("requests", self.requests), ("indices", self.indices)):
+            require_tensor(name, f"tiles.{argument}", each, (num_tiles,), device, (torch.int32,))
+        return self.requests, self.indices, 0
+
+
+@dataclass(frozen=True)
+class CountedTiles:
+    """The device has counted the tiles, and every program searches for its own."""
+
+    starts: torch.Tensor  # [requests + 1] int32: tiles before each request's own
+
+    def arguments(
+        self, name: str, num_tiles: int, num_requests: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(tile_requests, tile_indices, SEARCH) of the kernels, which read no indices."""
+        require_tensor(name, "tiles.starts", self.starts, (num_requests + 1,), device, (torch.int32,))
+        return self.starts, self.starts, search_width(num_requests)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Which request and which part of its queries each tile is: device tensors, built once per step."""
+
+    order: ListedTiles | CountedTiles
     counter: torch.Tensor  # [1] int32: 0 whenever no kernel runs; programs take tiles by it
     queries: int  # query tokens per tile
     config: PrefillChoice
@@ -197,7 +225,8 @@ def query_tiles(
     table = torch.tensor([*tiles, (0, 0)], dtype=torch.int32).t().contiguous()
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
     requests, counter = table[1].split([len(tiles), 1])
-    return QueryTiles(requests, table[0, :-1], counter, queries=queries, config=config, count=len(tiles))
+    order = ListedTiles(requests, table[0, :-1])
+    return QueryTiles(order, counter, queries=queries, config=config, count=len(tiles))
 
 
 def search_width(num_requests: int) -> int:
@@ -220,7 +249,7 @@ def device_query_tiles(
                               PAD=search_width(num_requests), num_warps=4)
     # A request's last tile may hold one query; the shortest request that has any holds decode_kernel_max_query + 1.
     most = cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
-    return QueryTiles(requests=starts, indices=None, counter=counter, queries=queries, config=config, count=most)
+    return QueryTiles(CountedTiles(starts), counter, queries=queries, config=config, count=most)
 
 
 def prefill_attention(
@@ -237,26 +266,22 @@ def prefill_attention(
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
                             window, softcap, key_starts)
     num_tiles = tiles.count
-    listed = num_tiles if tiles.indices is not None else shape.num_requests + 1
-    require_tensor(name, "tiles.requests", tiles.requests, (listed,), q.device, (torch.int32,))
-    if tiles.indices is not None:
-        require_tensor(name, "tiles.indices", tiles.indices, (num_tiles,), q.device, (torch.int32,))
+    tile_requests, tile_indices, search = tiles.order.arguments(name, num_tiles, shape.num_requests, q.device)
     group, config = shape.heads_per_kv, tiles.config
     require(tiles.queries == max(1, config.block_m // group), name, "tiles", "were built for other head counts")
     if out is None:
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
     if shape.num_tokens == 0 or num_tiles == 0:
         return out
-    search = 0 if tiles.indices is not None else search_width(shape.num_requests)
     if isinstance(config, HopperConfig):
-        launch_prefill(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tiles.requests,
-                       tiles.indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
+        launch_prefill(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests,
+                       tile_indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
                        num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding)
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
         lengths if key_starts is None else key_starts,
-        tiles.requests, tiles.requests if tiles.indices is None else tiles.indices, out,
+        tile_requests, tile_indices, out,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),

@@ -158,12 +158,11 @@ def _describe_pages(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
 def launch_prefill(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, key_starts: torch.Tensor | None,
-    tile_requests: torch.Tensor, tile_indices: torch.Tensor | None, counter: torch.Tensor, out: torch.Tensor,
+    tile_requests: torch.Tensor, tile_indices: torch.Tensor, counter: torch.Tensor, out: torch.Tensor,
     shape: AttentionShape, config: HopperConfig, *, scale: float, softcap: float | None, window: int | None,
     num_tiles: int, tile_queries: int, search: int, fill_padding: bool,
 ) -> None:
-    """Arguments as `prefill_attention` checked them. tile_indices None: tile_requests counts the tiles before each
-    request's own, and a program looks through `search` of them."""
+    """Arguments as `prefill_attention` checked them; tile_requests, tile_indices and search as tiles give them."""
     name = "prefill_attention"
     require(scale > 0, name, "scale", f"is {scale}, expected more than 0")
     require(takes_cache(shape.num_heads, k_cache) and k_cache.stride() == v_cache.stride(), name, "tiles",
@@ -171,7 +170,7 @@ def launch_prefill(
     _prefill_kernel[(min(num_tiles * shape.num_kv_heads, num_sms(q.device)),)](
         q, _describe_pages(k_cache, config.block_n), _describe_pages(v_cache, config.block_n), page_table,
         query_starts, lengths, live, lengths if key_starts is None else key_starts, tile_requests,
-        tile_requests if tile_indices is None else tile_indices, counter, out,
+        tile_indices, counter, out,
         scale, softcap or 1.0, window or 0, shape.num_tokens if fill_padding else 0, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv), D=shape.head_dim,
