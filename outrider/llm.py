@@ -40,16 +40,8 @@ class LLM(Front):
         config = config_for("LLM", model, settings)
         self._start(start_engine(config), config.model)
 
-    @classmethod
-    def around(cls, engine: Engine, name: str = "this model") -> LLM:
-        """A front for an engine that is already built; it belongs to the front from now on."""
-        self = cls.__new__(cls)
-        self._start(engine, name)
-        return self
-
     def _start(self, engine: Engine, name: str) -> None:
-        self.engine = engine
-        self._name = name
+        super()._start(engine, name)
         self._loop = RequestLoop(engine)
 
     def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,

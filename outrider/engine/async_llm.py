@@ -38,16 +38,8 @@ class AsyncLLM(Front):
         config = config_for("AsyncLLM", model, settings).for_streams()
         self._start(start_engine(config), config.model)
 
-    @classmethod
-    def around(cls, engine: Engine, name: str = "this model") -> AsyncLLM:
-        """A front for an engine that is already built; it belongs to the front from now on."""
-        self = cls.__new__(cls)
-        self._start(engine, name)
-        return self
-
     def _start(self, engine: Engine, name: str) -> None:
-        self.engine = engine  # read-only outside its thread
-        self._name = name
+        super()._start(engine, name)  # the engine is read-only outside its thread
         self._ids = count()
         self._owner = EngineThread(engine)
 

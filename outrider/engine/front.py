@@ -11,6 +11,7 @@ from outrider.config import EngineArgs
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
+from outrider.engine.engine import Engine
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
 NOT_SERVED = {
@@ -44,6 +45,16 @@ class Front:
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An engine with the settings of EngineArgs."""
         return cls(**asdict(engine_args))
+
+    @classmethod
+    def around(cls, engine: Engine, name: str = "this model") -> Self:
+        """A front for an engine that is already built; it belongs to the front from now on."""
+        self = cls.__new__(cls)
+        self._start(engine, name)
+        return self
+
+    def _start(self, engine: Engine, name: str) -> None:
+        self.engine, self._name = engine, name
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

@@ -59,7 +59,7 @@ def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_sc
     """logits [tokens, experts], float32 or float64. bias [experts] counts for the choice and not for the weights;
     expert_scale [experts] multiplies the weights of chosen experts at the end.
     """
-    logits = _widened(logits)
+    logits = reference.widened(logits)
     scores = logits.softmax(dim=-1) if rule.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     # A dead token row may hold anything; what is not a number ranks last, so its ids are in range and distinct.
@@ -99,9 +99,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     chunk = max(1, MAX_GATHERED // (gate_up[0].numel() + down[0].numel()))
     parts = []
     for rows, chosen in zip(token.split(chunk), flat.split(chunk), strict=True):
-        projected = torch.einsum("ph,pnh->pn", _widened(x[rows]), _widened(gate_up[chosen]))
-        hidden = _widened(activate(projected, activation).to(x.dtype))
-        parts.append(torch.einsum("pw,phw->ph", hidden, _widened(down[chosen])).to(x.dtype))
+        projected = torch.einsum("ph,pnh->pn", reference.widened(x[rows]), reference.widened(gate_up[chosen]))
+        hidden = reference.widened(activate(projected, activation).to(x.dtype))
+        parts.append(torch.einsum("pw,phw->ph", hidden, reference.widened(down[chosen])).to(x.dtype))
     out = combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
     return out if added is None else out.add_(added)
 
@@ -110,9 +110,9 @@ def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor
                         shared_gate_up: Tensor, shared_down: Tensor) -> Tensor:
     """`experts` plus the result of one expert that every token row takes: shared_gate_up [2 x width, hidden], or
     [width, hidden] without a gate, and shared_down [hidden, width]; its width may be another one."""
-    wide = _widened(x)
-    hidden = _widened(activate(wide @ _widened(shared_gate_up).t(), activation).to(x.dtype))
-    shared = (hidden @ _widened(shared_down).t()).to(x.dtype)
+    wide = reference.widened(x)
+    hidden = reference.widened(activate(wide @ reference.widened(shared_gate_up).t(), activation).to(x.dtype))
+    shared = (hidden @ reference.widened(shared_down).t()).to(x.dtype)
     return experts(x, ids, weights, gate_up, down, activation, shared)
 
 
@@ -139,9 +139,9 @@ def activate(projected: Tensor, activation: str) -> Tensor:
 
 def combine(made: Tensor, weights: Tensor) -> Tensor:
     """made [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden], added in the order of k on every device."""
-    total = _widened(made[:, 0]) * weights[:, :1]
+    total = reference.widened(made[:, 0]) * weights[:, :1]
     for slot in range(1, made.shape[1]):
-        total = total + _widened(made[:, slot]) * weights[:, slot, None]
+        total = total + reference.widened(made[:, slot]) * weights[:, slot, None]
     return total.to(made.dtype)
 
 
@@ -149,7 +149,3 @@ def distinct_experts(ids: Tensor, num_experts: int) -> Tensor:
     """Number of distinct experts that the token rows chose, as a device scalar. The weights of each are read."""
     taken = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     return taken.scatter_(0, ids.reshape(-1), 1).sum()
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

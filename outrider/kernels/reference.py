@@ -17,7 +17,8 @@ MAX_GATHERED = 1 << 24
 MAX_WIDENED = 8192  # weight rows widened at a time
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """The tensor in float32, if it is narrower: sums are made in float32 at least."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -26,7 +27,7 @@ def _widened(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    wide = _widened(x)
+    wide = widened(x)
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
 
 
@@ -39,10 +40,10 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
     """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z), on y or on the result.
 
     weight [size], or [group_size] for all groups. In z's dtype."""
-    gate = F.silu(_widened(z))
-    x = _widened(y) * gate if gate_first else _widened(y)
+    gate = F.silu(widened(z))
+    x = widened(y) * gate if gate_first else widened(y)
     groups = x.unflatten(1, (-1, group_size))
-    x = (F.rms_norm(groups, (group_size,), None, eps) * _widened(weight).view(-1, group_size)).flatten(1)
+    x = (F.rms_norm(groups, (group_size,), None, eps) * widened(weight).view(-1, group_size)).flatten(1)
     return (x if gate_first else x * gate).to(z.dtype)
 
 
@@ -51,13 +52,13 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [tokens, 2 x width], gate first: silu(gate) * up."""
-    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    gate, up = widened(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """Like silu_mul, with the tanh form of gelu."""
-    gate, up = _widened(gate_up).chunk(2, dim=-1)
+    gate, up = widened(gate_up).chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
@@ -146,7 +147,7 @@ def rope_write(
     angles = cos[positions], sin[positions]
     for part, weight in ((q, q_norm), (k, k_norm)):
         normed = part if weight is None else rms_norm(part, weight, eps)
-        part.copy_(rotate(_widened(normed), *angles, rotary_dim or dim))
+        part.copy_(rotate(widened(normed), *angles, rotary_dim or dim))
     k, v = contain_non_finite(k, v)
     write_slots(k_cache, k, slots)
     write_slots(v_cache, v, slots)
@@ -211,9 +212,9 @@ def _attend(
     kv_heads = k_cache.shape[2]
     shape = (tokens, visible.shape[1], kv_heads, dim)
     seen = visible[:, :, None, None]
-    k = torch.where(seen, _widened(k_cache[table].reshape(shape)), 0.0)
-    v = torch.where(seen, _widened(v_cache[table].reshape(shape)), 0.0)
-    grouped = _widened(q).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    k = torch.where(seen, widened(k_cache[table].reshape(shape)), 0.0)
+    v = torch.where(seen, widened(v_cache[table].reshape(shape)), 0.0)
+    grouped = widened(q).reshape(tokens, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("thgd,tshd->thgs", grouped, k) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -232,7 +233,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     """The product of 16-bit operands in float32; wider ones stay as they are."""
-    parts = [F.linear(_widened(x), _widened(rows)) for rows in weight.split(MAX_WIDENED)]
+    parts = [F.linear(widened(x), widened(rows)) for rows in weight.split(MAX_WIDENED)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

@@ -13,7 +13,7 @@ from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed, copy_stream, widened
+from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed, copy_stream
 from outrider.layers.rotary import FREQUENCIES, Angles, RopeParams, Rotary, rope_table, rotate, yarn_mscale
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 
@@ -23,5 +23,5 @@ __all__ = [
     "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2",
     "Mamba2Shape", "MoE", "Module", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
     "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "mix_rows", "rope_table",
-    "rotate", "widened", "yarn_mscale",
+    "rotate", "yarn_mscale",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from outrider.kernels import ops
+from outrider.kernels.reference import widened
 from outrider.layers.base import Module, Parameter
 from outrider.mixers import HeadNorms
 
@@ -118,7 +119,3 @@ class HeadNorm(Module):
         x = widened(qk) if self.q.offset else qk
         normed = ops.rms_norm(x.reshape(-1, self.q.size), self.ones, self.eps).view(x.shape)
         return (normed * self.scale).to(qk.dtype)
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

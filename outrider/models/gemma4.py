@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
 from outrider.kernels.moe import RouteRule
+from outrider.kernels.reference import widened
 from outrider.layers import (
     Angles,
     DecoderLayer,
@@ -35,7 +36,6 @@ from outrider.layers import (
     mix_rows,
     rope_table,
     rotate,
-    widened,
 )
 from outrider.mixers import Attend, HeadNorms, PagedLayer, WantedRows
 from outrider.models.base import Decoder, DecoderNames
