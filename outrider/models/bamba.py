@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers import GatedMLP, LayerNames, Mamba2, Mamba2Shape, PreNormLayer, Rotary, SelfAttention, TokenMixer
+from outrider.layers import GatedMLP, LayerNames, Mamba2, Mamba2Shape, PreNormLayer, SelfAttention, TokenMixer
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits
@@ -25,8 +25,7 @@ class Bamba(HybridDecoder):
         config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
-        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(partial_rope(config, sizes.head_dim, ROTARY_FACTOR), max_len)]
         attending = set(config.get("attn_layer_indices", list[int], []))
         if attending - set(range(sizes.num_layers)):
             raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from outrider.kernels import ops
-from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, Rotary, copy_stream
+from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, RopeParams, Rotary, copy_stream
 from outrider.mixers import Attend, AttentionLayer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
@@ -107,6 +107,9 @@ class Decoder(Model):
     def make_norm(self) -> RMSNorm:
         sizes = self.sizes
         return RMSNorm(sizes.hidden_size, sizes.eps, dtype=self.dtype, device=self.device, offset=self.norm_offset)
+
+    def make_rotary(self, rope: RopeParams, max_len: int | None) -> Rotary:
+        return Rotary(rope, max_len=max_len or self.max_positions, dtype=self.dtype, device=self.device)
 
     def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
         sizes, scale = self.sizes, self.sizes.head_dim**-0.5

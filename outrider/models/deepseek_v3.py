@@ -19,7 +19,6 @@ from outrider.layers import (
     MoE,
     PreNormLayer,
     RopeParams,
-    Rotary,
     Router,
     yarn_mscale,
 )
@@ -49,7 +48,7 @@ class DeepseekV3(Decoder):
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, config.required("qk_rope_head_dim", int))
-        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(rope, max_len)]
         self.shape = self._read_shape()
         self._scale = (self.shape.nope_dim + rope.rotary_dim) ** -0.5 * _sharpening(rope)
         self.is_sparse = read_sparse_layers(config)

@@ -18,7 +18,6 @@ from outrider.layers import (
     Module,
     RMSNorm,
     RopeParams,
-    Rotary,
     SelfAttention,
     Unnormed,
 )
@@ -97,10 +96,7 @@ class Gemma3(Decoder):
         sizes = Sizes.read(config, head_dim=256, is_tied=True)
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
         self.softcap = config.optional("final_logit_softcapping", float)
-        self.rotaries = [
-            Rotary(read_rope(config, kind, sizes), max_len=max_len or sizes.max_positions, dtype=dtype, device=device)
-            for kind in ROPES
-        ]
+        self.rotaries = [self.make_rotary(read_rope(config, kind, sizes), max_len) for kind in ROPES]
         scalar = config.get("query_pre_attn_scalar", float, 256.0)
         if scalar <= 0:
             raise config.refusal("query_pre_attn_scalar", "it must be greater than 0")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers import AttentionMLPLayer, GatedMLP, HeadNorm, RMSNorm, Rotary, SelfAttention
+from outrider.layers import AttentionMLPLayer, GatedMLP, HeadNorm, RMSNorm, SelfAttention
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
@@ -66,8 +66,7 @@ class Llama(Decoder):
         config.must_equal("hidden_act", "silu", default="silu")
         sizes = Sizes.read(config, head_dim=self.default_head_dim)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        rope = read_rope(config, sizes.head_dim)
-        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
         self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(self.windows(config))]
         qkv_bias, out_bias, mlp_bias = self.biases(config)
         self.layers = [

@@ -23,7 +23,6 @@ from outrider.layers import (
     MoE,
     RMSNorm,
     RopeParams,
-    Rotary,
     Router,
     SelfAttention,
     TokenMixer,
@@ -120,7 +119,7 @@ class NemotronH(HybridDecoder):
         self.shape = read_shape(config)
         # A rope of no dimensions: layers are given angles and ignore them.
         nothing = RopeParams("default", theta=1.0, rotary_dim=0, original_len=sizes.max_positions)
-        self.rotaries = [Rotary(nothing, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(nothing, max_len)]
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         layers = [self.layer(index, kind) for index, kind in enumerate(kinds)]
         mixers = [layer.token_mixer for layer in layers]

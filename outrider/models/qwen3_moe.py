@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.layers import Experts, FeedForward, GatedMLP, HeadNorm, MoE, PreNormLayer, Rotary, Router, SelfAttention
+from outrider.layers import Experts, FeedForward, GatedMLP, HeadNorm, MoE, PreNormLayer, Router, SelfAttention
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
@@ -26,8 +26,7 @@ class Qwen3Moe(Decoder):
         config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        rope = read_rope(config, sizes.head_dim)
-        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
         window = read_window(config)
         self.attention_layers = [self.attention_layer(index, window) for index in range(sizes.num_layers)]
         bias = config.get("attention_bias", bool, False)

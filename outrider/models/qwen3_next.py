@@ -24,7 +24,6 @@ from outrider.layers import (
     Linear,
     MoE,
     PreNormLayer,
-    Rotary,
     Router,
     SelfAttention,
     TokenMixer,
@@ -80,8 +79,7 @@ class Qwen3Next(HybridDecoder):
         config = with_values(config, {"intermediate_size": config.get("intermediate_size", int, 0)})
         sizes = Sizes.read(config, head_dim=256)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
-        self.rotaries = [Rotary(rope, max_len=max_len or sizes.max_positions, dtype=dtype, device=device)]
+        self.rotaries = [self.make_rotary(partial_rope(config, sizes.head_dim, ROTARY_FACTOR), max_len)]
         kinds = read_kinds(config)
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._delta(index) if kind == LINEAR else self._attention(index) for index, kind in enumerate(kinds)]
