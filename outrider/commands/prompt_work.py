@@ -47,8 +47,7 @@ class PromptWork:
         self.token_operations = 2 * sum(linear.in_features * linear.out_features for linear in linears)
         for moe in find_modules([model], MoE):
             self.token_operations += 2 * moe.router.rule.top_k * _expert_size(moe.experts, model.dtype.itemsize)
-        self._attention = [layer for layer in getattr(model, "attention_layers", ())
-                           if isinstance(layer, AttentionLayer)]
+        self._attention = [layer for layer in model.attention_layers if isinstance(layer, AttentionLayer)]
 
     def total(self, lengths: Sequence[int]) -> float:
         pairs = {window: sum(visible_pairs(length, window) for length in lengths)

@@ -7,14 +7,15 @@ through `attend`, and token rows of different requests never meet anywhere else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from outrider.kernels import ops
 from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, RopeParams, Rotary, copy_stream
-from outrider.mixers import Attend, AttentionLayer, WantedRows
+from outrider.mixers import Attend, AttentionLayer, RecurrentMixer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
 
@@ -43,6 +44,7 @@ class Model(LayeredModule, ABC):
     device: torch.device
     embed_tokens: Embedding
     lm_head: Linear
+    recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
 
     @abstractmethod
     def forward(

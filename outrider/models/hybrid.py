@@ -7,7 +7,6 @@ from typing import Any
 
 from outrider.cache.groups import LayerCache
 from outrider.layers import RopeParams
-from outrider.mixers import RecurrentMixer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, read_rope
 
@@ -16,8 +15,6 @@ MTP_PREFIX = "mtp."  # prefix of a drafter's tensors in the checkpoint, which th
 
 
 class HybridDecoder(Decoder):
-    recurrent_layers: dict[int, RecurrentMixer]  # by layer index
-
     def cache_layers(self) -> list[LayerCache]:
         claims = [LayerCache(index, mixer.spec) for index, mixer in self.recurrent_layers.items()]
         return sorted(super().cache_layers() + claims, key=lambda claim: claim.layer)

@@ -10,7 +10,7 @@ from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.base import AttentionLayer, Backend
 from outrider.mixers.paged.masks import CAUSAL
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
@@ -61,8 +61,7 @@ class StepParts:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
         state = RowState(limits, self.layout.groups, device)
         return DeviceStep(model, pool, state, self.backend, limits.max_len,
-                          recurrent=RecurrentRows(getattr(model, "recurrent_layers", {}), limits, pool,
-                                                  exact=self.exact),
+                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact),
                           grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
                           synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
@@ -94,7 +93,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    has_masks = any(getattr(layer, "mask", CAUSAL) != CAUSAL for layer in model.attention_layers)
+    has_masks = any(isinstance(layer, AttentionLayer) and layer.mask != CAUSAL for layer in model.attention_layers)
     backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
                            has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,

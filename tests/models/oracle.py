@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.mixers.paged.base import AttentionLayer
-from outrider.mixers.recurrent.base import RecurrentMixer, RecurrentState
+from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
@@ -244,7 +244,7 @@ class DenseAttend:
         self.owner = {c.layer: c.layer if c.reads is None else c.reads for c in model.cache_layers()}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self.mixers: dict[int, RecurrentMixer] = getattr(model, "recurrent_layers", {})
+        self.mixers = model.recurrent_layers
         self.states: dict[int, RecurrentState] = {}
 
     def mixer(self, layer: int) -> Any:
