@@ -180,7 +180,8 @@ class StopStrings:
         return Stopped("".join(out), None, len(pieces))
 
     def finish(self, tail: str = "") -> Stopped:
-        """After the last token: `tail` is what the detokenizer held back. Nothing is held back any more."""
+        """Called after the last token. `tail` is the text that the detokenizer held back; none is held back any
+        more."""
         text, stop = self._check(tail)
         if stop is None:
             text, self._held = text + self._held, ""

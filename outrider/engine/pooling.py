@@ -37,7 +37,7 @@ class PooledOutput:
         self._parts: list[Vectors] = []
 
     def take(self, result: RequestResult) -> OutputIncrement:
-        """After a preemption the prompt is computed again, and what was gathered before is forgotten."""
+        """Gather hidden states. After a preemption the prompt is computed again, so those from before are dropped."""
         if result.epoch != self._epoch:
             self._epoch, self._parts = result.epoch, []
         if result.hidden is not None:

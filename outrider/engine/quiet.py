@@ -10,8 +10,9 @@ Got = TypeVar("Got")
 
 
 def wait_for(take: Callable[[float | None], Got | None], idle: Callable[[float], float | None]) -> Got:
-    """What `take` has, at last. It gets the seconds that it may wait, None for as long as it takes. `idle` gets the
-    seconds that nothing came, does a little, and returns after how many more it wants to be called; None: no more."""
+    """Call `take` until it returns something, and return that. `take` gets the seconds that it may wait; None: without
+    end. Between its calls `idle` gets the seconds since anything came, does a little work, and returns after how many
+    seconds it wants to be called again; None: never."""
     begin = time.perf_counter()
     pause = idle(0.0)
     while pause is not None:

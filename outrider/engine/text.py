@@ -180,7 +180,7 @@ class Tokenizer:
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,
                             **options: Any) -> str | list[int]:
-        """As the method of this name of a transformers tokenizer."""
+        """Does what the method of this name of a transformers tokenizer does."""
         text = self.render_chat(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 def load_torch_libraries_ahead() -> None:
-    """In a thread of its own, beside what is read meanwhile: linking the largest library takes 0.3 s without Python.
+    """Load torch's largest library in a thread of its own, while others are read: linking it takes 0.3 s without
+    Python.
 
     Only for a torch that is built for CPUs alone: one for CUDA finds its libraries in several places, by code that runs
     when it is imported. Whatever fails here, the import does itself, and tells."""

@@ -348,7 +348,7 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
-    """In the order of ROPES. A kind that no layer has gets the other's head size; nobody asks for it."""
+    """The rotaries in the order of ROPES. A kind that no layer has gets the other's head size; nobody asks for it."""
     given = text.section("rope_parameters") if text.values.get("rope_parameters") else ConfigReader({}, text.source)
     rotaries: list[Rotary] = []
     for kind in ROPES:

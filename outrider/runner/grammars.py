@@ -107,15 +107,15 @@ class GrammarRows:
     # One step, in order
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """Before the forward of a split step: drafts that grammars force, and a look at the rows, which the device
-        answers when the step before is over."""
+        """Called before the forward of a split step. Stores the drafts that grammars force, and asks for the rows' last
+        tokens and drafts, which the device copies when the step before is over."""
         self._state.take_host_drafts(self._guesses, keeps_longer=True)
         self._guesses = []
         self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)
 
     def turn(self, batch: ScheduledBatch) -> None:
-        """Between the halves of a split step: matchers follow the run of the step before, then write the masks of this
-        step's logit rows. Masks after a draft that is not allowed are left as they are: no run gets there."""
+        """Called between the halves of a split step. Matchers follow the run of the step before, then write the masks
+        of this step's logit rows. Masks after a draft that is not allowed are left as they are: no run gets there."""
         wanted: list[tuple[Matcher, list[int], int]] = []
         cells: list[int] = []
         lengths: list[tuple[RowGrammar, int]] = []  # of the text before each mask
@@ -134,8 +134,8 @@ class GrammarRows:
             self._write(wanted, cells, lengths)
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """After a split step whose run can be read at once: the result with the drafts that wait counted anew, since
-        grammars have cut some and forced others."""
+        """Called after a split step whose run can be read at once. Returns the result with the waiting drafts counted
+        anew, because grammars have cut some and forced others."""
         rows, counts = [row for row, _ in self._drafting(batch)], {}
         for row, text in zip(rows, read_later(self._state, rows, self._run)(), strict=True):
             if text.is_alive:

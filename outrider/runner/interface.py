@@ -107,7 +107,8 @@ class Matcher(Protocol):
         """The first drafts, as far as the grammar allows them and the text goes on after them."""
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most so many drafts: those given, as far as they are allowed, then the tokens that the grammar forces."""
+        """At most `most` drafts: the given ones, as far as they are allowed, then the tokens that the grammar
+        forces."""
 
 
 class Grammars(Protocol):

@@ -91,8 +91,8 @@ class SamplingRows:
 
 
 def _float_fields(params: SamplingParams) -> list[float]:
-    """In the order of FLOAT_FIELDS. A greedy row has no filters: they cannot change its token, and a batch of
-    greedy requests must not pay for them."""
+    """The values of FLOAT_FIELDS, in their order. A greedy row has no filters: they cannot change its token, and a
+    batch of greedy requests must not pay for them."""
     top_p, min_p = (1.0, 0.0) if params.is_greedy else (params.top_p, params.min_p)
     (min_p,) = struct.unpack("f", struct.pack("f", min_p))
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
@@ -100,7 +100,7 @@ def _float_fields(params: SamplingParams) -> list[float]:
 
 
 def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, vocab: int) -> list[int]:
-    """In the order of INT_FIELDS."""
+    """The values of INT_FIELDS, in their order."""
     params = admission.params
     top_k = 0 if params.is_greedy else max(params.top_k, 0)
     min_tokens = params.min_tokens if params.edits_early_stops else 0  # stages run for all rows if one asks for them

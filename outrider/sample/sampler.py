@@ -139,7 +139,8 @@ def _edit(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 
 def kernels_serve(needs: StepNeeds) -> bool:
-    """Not the log-probabilities of a whole vocabulary, and not lists that found no place on the device."""
+    """Whether kernels can sample a step with these needs. They cannot report a whole vocabulary's log-probabilities,
+    nor read lists that found no place on the device."""
     num = needs.max_logprobs
     return needs.are_lists_placed and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 

@@ -52,7 +52,8 @@ class FixedDrafts:
 
 
 def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
-    """At most k drafts: no more than the request allows and, where that is known, than wait on the device."""
+    """The number of drafts, at most k: no more than the request allows and, where the host knows how many wait on the
+    device, no more than those."""
     most = request.max_drafts
     if most is not None and most < k:
         k = most

@@ -13,7 +13,7 @@ NO_DETAILS = "<non-verbose/>"  # what errors end with where details are left out
 
 
 class TokenMatcher:
-    """Not for several threads at once."""
+    """Follows one output through its grammar. One thread at a time may use it."""
 
     def __init__(self, inner: Any, tokenizer: Any, eos_ids: Collection[int]) -> None:
         """inner: an LLMatcher of its own. tokenizer: the LLTokenizer it was made with."""
@@ -43,8 +43,8 @@ class TokenMatcher:
         return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most so many drafts: those given, as far as they are allowed, then what the grammar leaves no choice
-        about. Forced text is split as the tokenizer splits it: masks allow other splits, but the model has learned
+        """At most `most` drafts: the given ones, as far as they are allowed, then the tokens that the grammar forces.
+        Forced text is split as the tokenizer splits it: masks allow other splits, but the model has learned
         this one."""
         known = self.allowed_prefix(drafts[:most])
         if len(known) >= most or self.error is not None:

@@ -69,7 +69,7 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
 
 
 def finish_compiling(device: torch.device) -> None:
-    """Until all kernels that `precompiling` has met are compiled and loaded."""
+    """Wait until all kernels that `precompiling` has met are compiled and loaded."""
     if device.type == "cuda" and has_triton():
         import_module("outrider.kernels.triton").finish_compiling()
 

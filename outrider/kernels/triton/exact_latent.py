@@ -98,7 +98,7 @@ def _attention(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, max_count: int,
     scale: float, latent_dim: int, split: int, pdl: bool | None,
 ) -> torch.Tensor:
-    """In pieces of as many token rows as have room for the results of their splits."""
+    """Attend for a piece of the token rows at a time: as many as have room for the results of their splits."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
     config = exact_latent_config(width, q.element_size(), split)

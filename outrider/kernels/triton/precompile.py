@@ -81,7 +81,7 @@ def is_compiling() -> bool:
 
 
 def finish_compiling() -> None:
-    """Until every kernel of `compiling_ahead` is compiled and loaded."""
+    """Wait until every kernel of `compiling_ahead` is compiled and loaded."""
     while _unfinished:
         compilation = _unfinished.pop()
         try:
@@ -146,7 +146,8 @@ def _find(module: str, name: str) -> Any:
 
 
 def _compile_pickled(task: bytes) -> None:
-    """In a fork. A function's key depends on which others Triton has met before: only this process's is looked for."""
+    """Runs in a fork. A function's key depends on which others Triton has met before, so the parent's key is used,
+    under which the parent will look for the kernel."""
     name, key, args, options = pickle.loads(task)
     function = _find(*name)
     function.hash = key
@@ -226,7 +227,7 @@ class _Compilation:
                 self._given[number] = same
 
     def wait_for(self, function: Any) -> None:
-        """Until no fork compiles a kernel of this function any more. It is loaded when it is launched."""
+        """Wait until no fork compiles a kernel of this function any more. A launch then loads the kernel."""
         with self._lock:
             while self._forks is not None and any(same[0].function is function for same in self._given.values()):
                 self._receive(self._forks)

@@ -101,5 +101,5 @@ def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: 
 
 
 def _writes_keys_and_values(layer: AttentionLayer, norms: HeadNorms | None) -> bool:
-    """Not so for layers whose values are normed or made of keys, or that write no cache."""
+    """Whether the C code can write the layer's cache. It can neither norm values nor make them from keys."""
     return layer.writes and (norms is None or (norms.has_v and not norms.norms_v))

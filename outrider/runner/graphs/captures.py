@@ -243,7 +243,7 @@ class StepGraphs:
         return None
 
     def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
-        """After `run_empty` of the same key. Builds everything anew."""
+        """Capture the key's step with buffers of its own. `run_empty` must have run the same key before."""
         step, shape, plan = self._step, self.keys.shape(key), self.keys.plan(key)
         ints, graph = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph()
         if key.form is StepForm.WHOLE:

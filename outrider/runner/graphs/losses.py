@@ -38,7 +38,7 @@ class StepTimes:
 
 
 class Losses:
-    """What steps have lost so far, by the graph that they lacked."""
+    """Seconds that steps have lost so far because they lacked a graph, by the key of that graph."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times = StepTimes()
