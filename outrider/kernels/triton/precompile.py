@@ -33,7 +33,7 @@ from triton.runtime import JITFunction, build, driver
 from triton.runtime.cache import FileCacheManager
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
-LONG = ("_latent_attention_kernel", "_choice_kernel")  # as measured; the name of one that is gone does no harm
+LONG = ("_latent_attention_kernel",)  # as measured
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
