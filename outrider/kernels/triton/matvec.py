@@ -111,10 +111,15 @@ def _matvec_kernel(
         prefetch_rows(weight, row, weight_stride, N, K)
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
     up_row = weight_row + N * weight_stride if GATED else weight_row
-    # The first columns of the weight are read while the kernel before still runs, which has not written them.
-    column = tl.arange(0, BLOCK_K)
-    w = load_weight(weight_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0)
-    u = load_weight(up_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0) if GATED else w
+    none = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    sums = (none, none, none, none), (none, none, none, none)
+    FIRST: tl.constexpr = BLOCK_K if PDL else 0
+    # The first columns of the weight are read while the kernel before still runs, which has not written them. Where
+    # none runs, a loop over all columns alike asks for more of them at a time.
+    if PDL:
+        column = tl.arange(0, BLOCK_K)
+        w = load_weight(weight_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0)
+        u = load_weight(up_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0) if GATED else w
     wait_for_inputs(PDL)
     # Loads are not moved across the sums of `_finish`, so what is added is asked for here.
     added0 = _load_added(residual, row, in_rows, HAS_RESIDUAL)
@@ -125,9 +130,9 @@ def _matvec_kernel(
         added2 = _load_added(residual + 2 * residual_stride, row, in_rows, HAS_RESIDUAL)
     if ROWS > 3:
         added3 = _load_added(residual + 3 * residual_stride, row, in_rows, HAS_RESIDUAL)
-    none = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    sums = _add_columns((none, none, none, none), (none, none, none, none), w, u, x, x_stride, column, K, ROWS, GATED)
-    for start in range(BLOCK_K, K, BLOCK_K):
+    if PDL:
+        sums = _add_columns(sums[0], sums[1], w, u, x, x_stride, column, K, ROWS, GATED)
+    for start in range(FIRST, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         w = load_weight(weight_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0)
         u = load_weight(up_row + column[None, :], in_rows, column < K, K % BLOCK_K == 0) if GATED else w
