@@ -237,16 +237,6 @@ def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
             assert len({(cut.is_split, cut.config, cut.block_m) for cut in cuts}) == 1
 
 
-def test_few_requests_that_may_be_very_long_get_fewer_warps() -> None:
-    def warps(requests: int, longest: int, max_length: int = 300, window: int | None = None) -> int:
-        return plan_launch(requests, 16, 8, 128, 2, 132, max_query=1, max_length=max_length, window=window,
-                           longest=longest).config.num_warps  # fmt: skip
-
-    assert warps(8, 4096) == warps(1, 32768) == warps(8, 32768, window=512) == 8
-    assert warps(8, 32768) == warps(8, 32768, max_length=32768) == 4, "whatever this step's bound"
-    assert warps(64, 131072) == 4, "as ever"
-
-
 @triton.jit
 def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, HAS_WINDOW: tl.constexpr):
     at = tl.arange(0, 128)

@@ -228,7 +228,7 @@ def decode_attention(
     scale: float, window: int | None = None, softcap: float | None = None,
     key_starts: torch.Tensor | None = None, max_query: int, max_length: int, splits: SplitList | None = None,
     split_size: int | None = None, num_splits: int | None = None, out: torch.Tensor | None = None,
-    fill_padding: bool = True, config: DecodeConfig | None = None, longest: int | None = None, pdl: bool | None = None,
+    fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
@@ -236,7 +236,6 @@ def decode_attention(
     key_starts [requests] is the first key each request may see; `splits` is what `list_splits` made of the same
     batch. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per
     split, for results that do not depend on the grid; `num_splits` overrides the number chosen from the bounds.
-    `longest`: keys that any request may ever have, if known.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
@@ -248,10 +247,8 @@ def decode_attention(
         require(split_size is None and num_splits is None and config is None, name, "splits", "plan the launch already")
         require(splits.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "splits",
                 "were listed for another batch")
-    plan = _plan(
-        *heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window, split_size=split_size,
-        num_splits=num_splits, config=config, longest=longest,
-    ) if splits is None else splits.plan  # fmt: skip
+    plan = _plan(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
+                 split_size=split_size, num_splits=num_splits, config=config) if splits is None else splits.plan
     require(split_size is None or split_size % plan.config.block_n == 0, name, "split_size",
             f"is {split_size}, expected a multiple of {plan.config.block_n}")
     if out is None:

@@ -8,7 +8,7 @@ have nothing to do come last and cost next to nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +24,6 @@ MANY_ROWS = 16  # queries times the query heads of one key/value head
 KEYS_OF_A_ROW, LONGEST_LEAST = 32, 1024
 MOST_SPLITS = tl.constexpr(64)  # of a request
 LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginning, in which more tiles are asked for
-VERY_LONG_SPLIT = 4096  # keys; longer splits are read by `long_warps`
 _MANY = tl.constexpr(16)
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
@@ -42,7 +41,6 @@ class DecodeConfig:
     min_split: int = COARSE_SPLIT  # keys
     early_values: bool = False  # values are fetched together with their keys
     long_stages: int = 0  # stages for splits of many keys; 0: no other than for few
-    long_warps: int | None = None  # warps where splits of very many keys are expected, if not num_warps
 
 
 def decode_config(
@@ -57,7 +55,7 @@ def decode_config(
     if padded_dim <= 128:
         if num_requests <= 8:
             return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True,
-                                long_stages=5, long_warps=4)
+                                long_stages=5)
         # A key tile waits for its page ids, so the compiler spends three of the stages before the first buffer pays.
         return DecodeConfig(block_n=32, max_rows=64)
     if padded_dim <= 256:
@@ -91,10 +89,8 @@ class LaunchPlan:
 def plan_launch(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, sms: int, *, max_query: int,
     max_length: int, window: int | None, split_size: int | None = None, num_splits: int | None = None,
-    config: DecodeConfig | None = None, is_listed: bool = False, longest: int | None = None,
+    config: DecodeConfig | None = None, is_listed: bool = False,
 ) -> LaunchPlan:
-    """`longest`: keys of the longest request that there may ever be. Fewer warps read long splits faster and short ones
-    more slowly; a result's bits depend on them, so a step's own bound must not choose."""
     padded_dim, group = max(16, next_power_of_two(head_dim)), num_heads // num_kv_heads
     # With a fixed split size results must not depend on the number of requests, so neither may the tiles.
     by_requests = num_requests if split_size is None else None
@@ -119,9 +115,6 @@ def plan_launch(
         # Two programs for each multiprocessor; in a list idle ones do no harm.
         most = max(4, _LISTED_WARPS // (programs * config.num_warps)) if is_listed else 2 * sms // programs
         num_splits, is_split = max(1, min(cdiv(keys, least), most, MOST_SPLITS.value)), most > 1
-        expects_long = longest is not None and window is None and cdiv(longest, max(1, most)) > VERY_LONG_SPLIT
-        if expects_long and config.long_warps is not None:
-            config = replace(config, num_warps=config.long_warps)
     about = max(least, COARSE_SPLIT, cdiv(keys, num_splits))  # keys of a split
     return LaunchPlan(config, block_m, q_tile, num_tiles, num_splits, least, COARSE_SPLIT, is_split,
                       about > LONG_SPLIT.value)

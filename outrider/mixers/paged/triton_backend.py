@@ -77,7 +77,6 @@ class Plan:
     decode_max_query: int  # most tokens of such a request; 0 if there is none
     prefill: NoPrefill | HostPrefill | DevicePrefill
     may_list: bool  # whether the group has enough layers for a list of splits, a drafter's included
-    longest: int  # keys that any request of the engine may have
     choose_tile: Callable[[int, torch.Tensor], PrefillChoice] = choose_prefill
     tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
     split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
@@ -143,8 +142,7 @@ class TritonBackend(Backend):
                 max_query, prefill = most, DevicePrefill(most)
                 live = torch.where(view.query_starts_int32.diff() <= most, live, 0)
         return Plan(view, view.page_table(group), view.slots(group), live, max_query, prefill,
-                    may_list=len(group.layers) >= MIN_LAYERS_TO_LIST,
-                    longest=view.page_tables[group.index].shape[1] * group.page_tokens)
+                    may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -190,7 +188,7 @@ class TritonBackend(Backend):
     def _decode(self, layer: AttentionLayer, plan: Plan, tensors: Tensors, options: dict[str, Any]) -> None:
         decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
                          max_length=plan.view.max_length.tokens,
-                         splits=plan.splits_for(layer, tensors[0].element_size()), longest=plan.longest, **options)
+                         splits=plan.splits_for(layer, tensors[0].element_size()), **options)
 
     def _prefill(self, plan: Plan, tiles: QueryTiles, tensors: Tensors, options: dict[str, Any]) -> None:
         prefill_attention(*tensors, plan.view.live_int32, tiles, **options)
