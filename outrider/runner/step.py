@@ -272,5 +272,7 @@ class DeviceStep:
             drafter.skip(step)
             return
         drafts = drafter.propose(step)
+        if self.synthetic is not None and not drafter.attention_layers:  # one with layers always guesses
+            drafts = self.synthetic.fill(drafts)
         ops.store_drafts(rows, drafts.tokens, drafts.counts, guesses, drafts=state.drafts, num_drafts=state.num_drafts,
                          proposed=committed.counts[:, PROPOSED])

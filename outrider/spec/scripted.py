@@ -71,6 +71,14 @@ class SyntheticAcceptance:
         rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(max_drafts)]
         self._thresholds = torch.tensor([round(rate * 2**32) for rate in rates], dtype=torch.int64, device=device)
 
+    @staticmethod
+    def fill(drafts: Drafts) -> Drafts:
+        """As many drafts as were asked for, also where a lookup found fewer: the acceptance that is set says how long
+        runs are, not what the text repeats."""
+        most = drafts.tokens.shape[1]
+        is_draft = torch.arange(most, device=drafts.tokens.device) < drafts.counts[:, None]
+        return Drafts(torch.where(is_draft, drafts.tokens, 0), torch.full_like(drafts.counts, most))
+
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
         """Returns the sampled tokens [L] with the draft where it is to be accepted, and with another token where it is

@@ -11,11 +11,12 @@ import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Axis, Limits
+from outrider.core.params import SamplingParams
 from outrider.mixers.paged.registry import make_backend
 from outrider.models.sources.base import ModelSource
 from outrider.models.sources.folder import FolderSource
 from outrider.runner.device import pick_device, pick_dtype
-from tests.engine.harness import Rig, tiny_model
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "dtype must be one of auto, float32.*got 'int8'"),
@@ -118,3 +119,15 @@ def test_a_synthetic_mean_run_becomes_rates_by_position() -> None:
     assert SpeculativeConfig.parse(given | {"synthetic_rates": [1, 0.5, 0]}).synthetic_rates == (1.0, 0.5, 0.0)
     with pytest.raises(ValueError, match="synthetic_acceptance_length must be in 1 to 4, got 9"):
         SpeculativeConfig.parse(given | {"synthetic_acceptance_length": 9})
+
+
+@pytest.mark.parametrize("params", [greedy(61), SamplingParams(temperature=1.0, seed=3, max_tokens=61)])
+def test_a_synthetic_mean_run_does_not_depend_on_what_the_text_repeats(params: SamplingParams) -> None:
+    """Rates 1, 0.5 and 0: the first draft of every step is accepted, though lookups of long matches find none."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "auto": False, "rejection_sample_method": "synthetic",
+              "synthetic_acceptance_length": 2.5, "prompt_lookup_min": 9, "prompt_lookup_max": 9}
+    with Rig(tiny_model("llama"), speculative_config=drafts, max_model_len=128) as rig:
+        outputs = rig.run([Ask(prompt_of(i, 5), params) for i in range(8)])
+    assert all(len(output.outputs[0].token_ids) == 61 for output in outputs)
+    runs = [len(own.run) for result in rig.results for own in result.requests if own.num_drafted == 3]
+    assert set(runs) <= {2, 3} and len(runs) > 100 and abs(sum(runs) / len(runs) - 2.5) < 0.15
