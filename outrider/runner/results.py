@@ -51,13 +51,14 @@ def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
         return None
     nums = [params.logprobs for params in result.params]
     asked = [num for num in nums if num is not None]
-    host = HostLogprobs(result.logprobs.to("cpu"), min(asked) if min(asked) < 0 else max(asked))
+    sampled = [1 + drafts if samples else 0
+               for drafts, samples in zip(scheduled.num_drafts, scheduled.samples, strict=True)]  # logit rows
+    host = HostLogprobs(result.logprobs.to("cpu"), min(asked) if min(asked) < 0 else max(asked), sum(sampled))
     reported: list[list[TokenLogprobs] | None] = []
     first = 0  # logit row
-    for num, length, drafts, samples in zip(nums, lengths, scheduled.num_drafts, scheduled.samples, strict=False):
+    for num, length, count in zip(nums, lengths, sampled, strict=False):
         reported.append(None if num is None else host.between(first, first + length, num))
-        if samples:
-            first += 1 + drafts
+        first += count
     return reported
 
 

@@ -19,14 +19,43 @@ from outrider.core.params import MAX_LOGPROBS_ALL
 
 @dataclass(frozen=True)
 class LogprobRows:
-    chosen_ids: torch.Tensor  # [L] int64
-    chosen: torch.Tensor  # [L]
-    rank: torch.Tensor  # [L] int64: 1 + the number of likelier tokens
-    top_ids: torch.Tensor  # [L, N] int64, likeliest first
-    top: torch.Tensor  # [L, N]
+    """Log-probabilities [L logit rows] of the chosen token and of the N likeliest. Two tensors hold all of it: every
+    tensor that goes to the host costs it time in every step."""
+
+    ids: torch.Tensor  # [L, 2 + N] int64: the chosen token's rank, the chosen token, the likeliest first
+    values: torch.Tensor  # [L, 1 + N]: of the chosen token, of the likeliest first
+
+    @classmethod
+    def of(cls, chosen_ids: torch.Tensor, chosen: torch.Tensor, rank: torch.Tensor, top_ids: torch.Tensor,
+           top: torch.Tensor) -> LogprobRows:
+        """From chosen tokens, their log-probabilities and ranks [L], the likeliest tokens and theirs [L, N]."""
+        return cls(torch.cat([rank[:, None], chosen_ids[:, None], top_ids], dim=1),
+                   torch.cat([chosen[:, None], top], dim=1))
+
+    @property
+    def num_top(self) -> int:
+        """The likeliest tokens of each logit row."""
+        return self.values.shape[1] - 1
+
+    @property
+    def rank(self) -> torch.Tensor:
+        """[L] 1 + the number of likelier tokens"""
+        return self.ids[:, 0]
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        return self.values[:, 0]
+
+    @property
+    def top_ids(self) -> torch.Tensor:
+        return self.ids[:, 2:]
+
+    @property
+    def top(self) -> torch.Tensor:
+        return self.values[:, 1:]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LogprobRows:
-        return LogprobRows(*map(change, (self.chosen_ids, self.chosen, self.rank, self.top_ids, self.top)))
+        return LogprobRows(change(self.ids), change(self.values))
 
     def to(self, device: torch.device | str) -> LogprobRows:
         return self.map(lambda field: field.to(device))
@@ -35,9 +64,7 @@ class LogprobRows:
     def join(parts: list[LogprobRows]) -> LogprobRows:
         if len(parts) == 1:
             return parts[0]
-        return LogprobRows(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in LogprobRows.__dataclass_fields__)
-        )
+        return LogprobRows(torch.cat([part.ids for part in parts]), torch.cat([part.values for part in parts]))
 
 
 def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> LogprobRows:
@@ -48,7 +75,7 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
     at = chosen_ids[:, None]
     rank = (logits > logits.gather(1, at)).sum(dim=1) + 1
     top_ids = _top_ids(logits, logits.shape[1] if num == MAX_LOGPROBS_ALL else min(num, logits.shape[1]))
-    return LogprobRows(chosen_ids, logprobs.gather(1, at).squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
+    return LogprobRows.of(chosen_ids, logprobs.gather(1, at).squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
 
 
 def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
@@ -71,13 +98,14 @@ class HostLogprobs:
     """Log-probabilities as tuples of the host. Whole tensors are converted at once: a step has hundreds of logit rows,
     and reading them one by one would take longer than the step."""
 
-    def __init__(self, rows: LogprobRows, num: int) -> None:
-        """At most the `num` likeliest of each logit row, -1 for all; `rows` must be on the CPU."""
-        assert rows.chosen.device.type == "cpu", "copy the log-probabilities to the host first"
-        width = rows.top_ids.shape[1] if num == MAX_LOGPROBS_ALL else min(num, rows.top_ids.shape[1])
-        ids = torch.cat([rows.chosen_ids[:, None], rows.top_ids[:, :width]], dim=1)
-        values = torch.cat([rows.chosen[:, None], rows.top[:, :width]], dim=1)
-        fields = zip(map(tuple, ids.tolist()), map(tuple, values.tolist()), rows.rank.tolist(), repeat(None))
+    def __init__(self, rows: LogprobRows, num: int, count: int | None = None) -> None:
+        """At most the `num` likeliest of each of the first `count` logit rows, -1 for all; `rows` must be on the
+        CPU."""
+        assert rows.values.device.type == "cpu", "copy the log-probabilities to the host first"
+        width = rows.num_top if num == MAX_LOGPROBS_ALL else min(num, rows.num_top)
+        ids, values = rows.ids.numpy()[:count], rows.values.numpy()[:count]  # whose tolist is the faster one
+        fields = zip(map(tuple, ids[:, 1 : 2 + width].tolist()), map(tuple, values[:, : 1 + width].tolist()),
+                     ids[:, 0].tolist(), repeat(None))
         self._entries: list[TokenLogprobs] = list(map(_entry, fields))
         self._num = num
 

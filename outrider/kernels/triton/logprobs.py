@@ -183,8 +183,8 @@ def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.
 
 @kernel(do_not_specialize=["num_spans", "width"], do_not_specialize_on_alignment=["tokens"])
 def _report_kernel(
-    inputs, tokens, scratch, chosen_out, rank_out, top_ids, top, logit_stride, edited_stride, num_spans, num_tiles,
-    num_counts, vocab, width, SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,
+    inputs, tokens, scratch, ids, values, logit_stride, edited_stride, num_spans, num_tiles, num_counts, vocab, width,
+    SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,
     PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -203,11 +203,14 @@ def _report_kernel(
         most = tl.max(greatest, axis=0)
         total = tl.sum(tl.where(greatest > float("-inf"), sums * tl.exp(greatest - most), 0.0), axis=0)
         norm = most + tl.log(total)
-        chosen = _shaped(own, tl.load(tokens + at), True, shift, heat, threshold, PROCESSED)
+        chosen_token = tl.load(tokens + at)
+        chosen = _shaped(own, chosen_token, True, shift, heat, threshold, PROCESSED)
         count = tl.arange(0, COUNTS)
         greater = tl.load(scratch.greater + at * num_counts + count, mask=count < num_counts, other=0)
-        tl.store(chosen_out + at, chosen - norm)
-        tl.store(rank_out + at, tl.sum(greater, axis=0).to(tl.int64) + 1)
+        own_ids, own_values = ids + at * (2 + width), values + at * (1 + width)
+        tl.store(own_ids, tl.sum(greater, axis=0).to(tl.int64) + 1)
+        tl.store(own_ids + 1, chosen_token)
+        tl.store(own_values, chosen - norm)
 
         found = tl.load(scratch.num_candidates + at)
         index = tl.arange(0, ROOM)
@@ -221,17 +224,15 @@ def _report_kernel(
                 last, last_token = _next_of(logit, token, is_in, last, last_token)
             else:
                 last, last_token = _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE, PROCESSED)
-            tl.store(top_ids + at * width + place, last_token.to(tl.int64))
-            tl.store(top + at * width + place, last - norm)
+            tl.store(own_ids + 2 + place, last_token.to(tl.int64))
+            tl.store(own_values + 1 + place, last - norm)
 
 
 class Logprobs(NamedTuple):
     """Written in logit rows that ask; a logit row that asks for n of the most likely has n of them."""
 
-    chosen: torch.Tensor  # [logit rows] float32
-    rank: torch.Tensor  # [logit rows] int64
-    top_ids: torch.Tensor  # [logit rows, most] int64
-    top: torch.Tensor  # [logit rows, most] float32
+    ids: torch.Tensor  # [logit rows, 2 + most] int64: the token's rank, the token, the most likely tokens
+    values: torch.Tensor  # [logit rows, 1 + most] float32: of the token, of the most likely tokens
 
 
 def token_logprobs(
@@ -247,8 +248,7 @@ def token_logprobs(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    out = Logprobs(empty(num, dtype=torch.float32), empty(num, dtype=torch.int64), empty(num, width, dtype=torch.int64),
-                   empty(num, width, dtype=torch.float32))  # fmt: skip
+    out = Logprobs(empty(num, 2 + width, dtype=torch.int64), empty(num, 1 + width, dtype=torch.float32))
     if num == 0:
         return out
     size = max(1024, next_power_of_two(cdiv(vocab, _GROUPS)))

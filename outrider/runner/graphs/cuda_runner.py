@@ -42,7 +42,7 @@ class PendingStep(Future[StepResult]):
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
-        if result.logprobs is not None and result.logprobs.top.shape[1] <= KERNEL_MAX_LOGPROBS:  # else too much to pin
+        if result.logprobs is not None and result.logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             result = replace(result, logprobs=result.logprobs.map(_to_pinned))
         if result.hidden is not None:
             result = replace(result, hidden=result.hidden.with_vectors(_to_pinned(result.hidden.vectors)))
