@@ -20,7 +20,7 @@ from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import StepTimes
 from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
-from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes
+from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
@@ -264,13 +264,16 @@ def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
 
 
 def test_the_ladders_end_at_the_most_there_may_be() -> None:
-    for most in (1, 3, 8, 64, 200, 256):
-        sizes = GraphSizes.from_limits(replace(LIMITS, max_requests=most))
+    for most, max_drafts in itertools.product((1, 3, 8, 64, 200, 256), (0, 3)):
+        sizes = GraphSizes.from_limits(replace(LIMITS, max_requests=most, max_drafts=max_drafts))
         assert sizes.requests[-1] == sizes.at_start[-1] == sizes.prompt_requests[-1] == most
         assert sizes.prompt_tokens[-1] == LIMITS.max_batched_tokens
         for ladder in (sizes.requests, sizes.at_start, sizes.prompt_requests, sizes.prompt_tokens):
             assert ladder == sorted(set(ladder))
         assert set(sizes.at_start) <= set(sizes.requests), "no size is captured that no batch asks for"
+        assert set(sizes.full_at_start) <= set(sizes.at_start)
+        padded = [requests / next_size(sizes.at_start, requests) for requests in range(33, most + 1)]
+        assert all(share > (1 / 2 if max_drafts else 2 / 3) for share in padded)
 
 
 def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:

@@ -32,11 +32,14 @@ class GraphSizes:
         most, most_tokens = limits.max_requests, limits.max_batched_tokens
         tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
                   *range(5120, most_tokens + 1, 1024))  # fmt: skip
-        at_start = _up_to(most, (1 << i for i in range(most.bit_length())))
+        powers = _up_to(most, (1 << i for i in range(most.bit_length())))
+        at_start = powers
+        if not limits.max_drafts:  # with drafts there are several graphs for each size
+            at_start = _up_to(most, (*powers, *(3 << i for i in range(4, most.bit_length()))))
         return cls(
             requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
             at_start=at_start,
-            full_at_start=at_start[::-2][::-1],
+            full_at_start=powers[::-2][::-1],
             prompt_requests=_up_to(most, (4**i for i in range(10))),
             prompt_tokens=_up_to(most_tokens, tokens),
         )
