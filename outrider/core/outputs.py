@@ -94,9 +94,11 @@ class RequestMetrics:
 
     def observe_drafts(self, num_accepted: int) -> None:
         """Count one step's accepted drafts, which are always the first ones of the draft."""
-        self.accepted_per_position += [0] * (num_accepted - len(self.accepted_per_position))
+        counts = self.accepted_per_position
+        if num_accepted > len(counts):
+            counts += [0] * (num_accepted - len(counts))
         for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+            counts[position] += 1
 
 
 class SampleKey(NamedTuple):

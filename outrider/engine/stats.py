@@ -51,12 +51,13 @@ class EngineStats:
         num_tokens = batch.num_tokens
         self.num_step_tokens += num_tokens
         _count(self.steps_by_tokens, bisect_left(STEP_TOKENS, num_tokens))
-        num_samples = sum(batch.samples)
-        drafted = [k for k in batch.num_drafts if k]  # only requests that sample have drafts
-        for k in drafted:
-            _count(self.chosen, k)
-        if num_samples > len(drafted):
-            _count(self.chosen, 0, num_samples - len(drafted))
+        num_not_drafted = sum(batch.samples)
+        for drafts, times in Counter(batch.num_drafts).items():
+            if drafts:  # only requests that sample have some
+                _count(self.chosen, drafts, times)
+                num_not_drafted -= times
+        if num_not_drafted:
+            _count(self.chosen, 0, num_not_drafted)
 
     def observe_step(self, result: StepResult) -> None:
         self.num_steps += 1
@@ -72,10 +73,8 @@ class EngineStats:
             self.num_drafts += 1
             self.num_draft_tokens += result.num_drafted
             self.num_accepted_tokens += result.num_accepted
-            for position in range(result.num_drafted):
-                _count(self.drafted_per_position, position)
-            for position in range(result.num_accepted):
-                _count(self.accepted_per_position, position)
+            _count_first(self.drafted_per_position, result.num_drafted)
+            _count_first(self.accepted_per_position, result.num_accepted)
 
     @property
     def mean_run_length(self) -> float:
@@ -158,6 +157,14 @@ class StatsLog:
 def _count(counts: list[int], index: int, times: int = 1) -> None:
     counts += [0] * (index + 1 - len(counts))
     counts[index] += times
+
+
+def _count_first(counts: list[int], number: int) -> None:
+    """One more at each of the first places."""
+    if number > len(counts):
+        counts += [0] * (number - len(counts))
+    for position in range(number):
+        counts[position] += 1
 
 
 def _minus(now: list[int], before: list[int]) -> list[int]:

@@ -26,12 +26,14 @@ class Rates:
 
     def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
         """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
-        for j in range(min(accepted + 1, drafted, len(self.tried))):
-            self.tried[j] = self.tried[j] * decay + 1
-            self.hit[j] = self.hit[j] * decay + (j < accepted)
-        for j in range(drafted, len(self.tried)):
-            self.tried[j] *= forgetting
-            self.hit[j] *= forgetting
+        tried, hit = self.tried, self.hit  # of every request, every step: plain statements are the fastest
+        for j in range(min(accepted + 1, drafted, len(tried))):
+            tried[j] = tried[j] * decay + 1
+            hit[j] = hit[j] * decay + (j < accepted)
+        if forgetting < 1:
+            for j in range(drafted, len(tried)):
+                tried[j] *= forgetting
+                hit[j] *= forgetting
 
     def fade(self, factor: float) -> None:
         self.tried = [t * factor for t in self.tried]
@@ -61,15 +63,15 @@ class Acceptance:
         if rates is not None and rates.gains:
             return rates.gains
         shared, gains, reached = self._shared, [], 1.0
-        for j in range(self._k):
-            prior = shared.hit[j] / shared.tried[j]
-            if rates is None:
-                reached *= prior
-            else:
-                reached *= (rates.hit[j] + PRIOR_WEIGHT * prior) / (rates.tried[j] + PRIOR_WEIGHT)
+        if rates is None:
+            for shared_hit, shared_tried in zip(shared.hit, shared.tried, strict=True):
+                reached *= shared_hit / shared_tried
+                gains.append(reached)
+            return gains
+        for shared_hit, shared_tried, hit, tried in zip(shared.hit, shared.tried, rates.hit, rates.tried, strict=True):
+            reached *= (hit + PRIOR_WEIGHT * (shared_hit / shared_tried)) / (tried + PRIOR_WEIGHT)
             gains.append(reached)
-        if rates is not None:
-            rates.gains = gains
+        rates.gains = gains
         return gains
 
     def is_probe_due(self, request_id: int) -> bool:

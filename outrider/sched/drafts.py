@@ -6,6 +6,7 @@ acceptance is learned as steps go by. Knows no drafter by name.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from outrider.core import RequestResult
@@ -85,7 +86,10 @@ class _LearningDrafts:
         self.acceptance.forget(request.id)
 
     def _gains(self, request: Request, is_exact: bool) -> list[float]:
-        return self.acceptance.gains(request.id)[: clamp_drafts(request, self._k, is_exact)]
+        gains = self.acceptance.gains(request.id)
+        if request.max_drafts is None and not is_exact:
+            return gains
+        return gains[: clamp_drafts(request, self._k, is_exact)]
 
 
 class UniformDraftDepth:
@@ -128,10 +132,8 @@ class UniformDrafts(_LearningDrafts):
         count = len(requests)
         if not count:
             return 0
-        expected = [0.0] * self._k  # drafts accepted at each place, over all requests
-        for request in requests:
-            for j, gain in enumerate(self._gains(request, is_exact=False)):
-                expected[j] += gain
+        gains = [self._gains(request, is_exact=False) for request in requests]
+        expected = list(map(sum, zip_longest(*gains, fillvalue=0.0)))  # accepted at each place, over all requests
         reading = self._costs.read([request.bound.at_most for request in requests])
         sampling = self._costs.sample([request.sampler_load for request in requests])  # of one logit row of each
         tokens = float(count)
