@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -113,12 +114,10 @@ class StepGraphs:
         return len(self._captured) - self._num_at_start >= MOST_LATER
 
     def _find_stand_in(self, key: GraphKey) -> _StandIn:
-        wider, times = self.keys.wider(key, self._captured), self.losses.times
-        if wider is None:
-            return _StandIn(None, times.of_launches(key))
-        padding = times.of_padding(key, wider)
-        if key.has_prompts and times.of_launches(key) < padding:
-            return _StandIn(None, times.of_launches(key))
+        wider, launches = self.keys.wider(key, self._captured), self.losses.times.of_launches(key)
+        padding = math.inf if wider is None else self.losses.times.of_padding(key, wider)
+        if wider is None or (key.has_prompts and launches < padding):
+            return _StandIn(None, launches)
         return _StandIn(wider, padding)
 
     def capture_ahead(self, quiet_seconds: float) -> float | None:
@@ -150,7 +149,7 @@ class StepGraphs:
         return None
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
-        """The step as it is captured, uncaptured."""
+        """Run the step that the key's graph would be, without a graph."""
         self._loaded.add(key)
         plan = self.keys.plan(key)
         half = self._step.forward_half(self.keys.shape(key), ints, plan)

@@ -21,7 +21,7 @@ from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
-from outrider.runner.graphs.keys import GraphKey, GraphKeys
+from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.own_sizes import OwnSizes, measure_times
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
@@ -187,41 +187,34 @@ class CudaRunner:
             return self._run_eagerly(batch, key)
         own = self._own_sizes.key_for(key, batch.num_tokens)
         if own is not None:
-            return self._run_unpadded(batch, own, self.graphs.keys)
+            return self._run_uncaptured(batch, own, self.graphs, Uncaptured.OWN_SIZE)
         return self._run_captured(batch, key, self.graphs)
 
-    def _run_unpadded(self, batch: ScheduledBatch, key: GraphKey, keys: GraphKeys) -> PendingStep:
-        """The step as a graph of its own size would be, launched by the host."""
-        self.num_eager += 1
-        shape, plan = keys.shape(key), keys.plan(key)
-        self._count_padding(batch, shape)
-        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
-        half = self.device_step.forward_half(shape, ints, plan)
-        if key.form is StepForm.SPLIT:
-            self.device_step.host_turn(batch)
-        return PendingStep(batch, self._reported(batch, self.device_step.finish_half(half, plan)), Uncaptured.OWN_SIZE)
-
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
+        """A step of exactly this batch, which no graph could serve."""
         self.num_eager += 1
         size = self._padding.size_for(batch)
         self._count_padding(batch, size)
         return PendingStep(batch, self.device_step.run(batch, size), reason)
 
-    def _run_captured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs) -> PendingStep:
-        def host_turn() -> None:
-            self.device_step.host_turn(batch)
-
-        captured = graphs.serve(key)
-        shape = graphs.keys.shape(key) if isinstance(captured, Uncaptured) else captured.shape
+    def _run_uncaptured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs,
+                        reason: Uncaptured) -> PendingStep:
+        """The step that the key's graph would be, launched by the host."""
+        self.num_eager += 1
+        shape = graphs.keys.shape(key)
         self._count_padding(batch, shape)
-        packed = pack_captured(batch, shape)
+        ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
+        result = graphs.run(key, ints, partial(self.device_step.host_turn, batch))
+        return PendingStep(batch, self._reported(batch, result), reason)
+
+    def _run_captured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs) -> PendingStep:
+        captured = graphs.serve(key)
         if isinstance(captured, Uncaptured):
-            self.num_eager += 1
-            ints = to_device(packed, torch.int64, self.device_step.state.device)
-            return PendingStep(batch, self._reported(batch, graphs.run(key, ints, host_turn)), captured)
+            return self._run_uncaptured(batch, key, graphs, captured)
         self.num_replays += 1
-        fill(captured.ints, packed)
-        captured.replay(host_turn)
+        self._count_padding(batch, captured.shape)
+        fill(captured.ints, pack_captured(batch, captured.shape))
+        captured.replay(partial(self.device_step.host_turn, batch))
         return PendingStep(batch, self._reported(batch, captured.result))
 
     def _reported(self, batch: ScheduledBatch, result: DeviceResult) -> DeviceResult:
