@@ -41,12 +41,12 @@ from outrider.kernels.triton.attention import decode_attention  # noqa: E402
 from outrider.kernels.triton.attention_splits import DecodeConfig, decode_config  # noqa: E402
 from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
-from outrider.kernels.triton.thin_linear import ThinConfig, thin_config, thin_linear  # noqa: E402
+from outrider.kernels.triton.thin_linear import ThinConfig, is_small, thin_config, thin_linear  # noqa: E402
 
 VECTOR_CONFIGS = [
     ThinConfig(*c)
     for c in ((2, 1024, 4, 1), (4, 1024, 4, 1), (8, 1024, 4, 1), (16, 1024, 4, 1), (4, 512, 2, 1), (8, 2048, 8, 1),
-              (2, 2048, 8, 1))
+              (2, 2048, 8, 1), (1, 2048, 8, 1), (8, 512, 4, 1))
 ]  # fmt: skip
 TILE_CONFIGS = [
     ThinConfig(*c)
@@ -67,7 +67,8 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
     weights = [randn(n, k) * 0.02 for _ in range(count)]
     x = randn(num_rows, k)
     wanted = x.float() @ weights[0].float().T
-    linear, default = (matvec, matvec_config(k)) if num_rows == 1 else (thin_linear, thin_config(n, 132))
+    vector, tile = matvec_config(n, k, is_small=is_small(weights[0])), thin_config(n, 132)
+    linear, default = (matvec, vector) if num_rows == 1 else (thin_linear, tile)
     configs = [default] + [c for c in (VECTOR_CONFIGS if num_rows == 1 else TILE_CONFIGS) if c != default]
     results: dict[ThinConfig, float] = {}
     error = 0.0
@@ -90,7 +91,8 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
 
 def linear_compiles(n: int, k: int) -> list[Callable[[], Any]]:
     x, weight = randn(4, k), randn(n, k)
-    calls = [lambda c=config: matvec(x[:1], weight, config=c) for config in {matvec_config(k), *VECTOR_CONFIGS}]
+    default = matvec_config(n, k, is_small=is_small(weight))
+    calls = [lambda c=config: matvec(x[:1], weight, config=c) for config in {default, *VECTOR_CONFIGS}]
     calls += [lambda c=config: thin_linear(x, weight, config=c) for config in {thin_config(n, 132), *TILE_CONFIGS}]
     return calls
 

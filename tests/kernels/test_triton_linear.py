@@ -12,7 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.matvec import matvec  # noqa: E402
+from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
 from outrider.kernels.triton.split_linear import split_linear  # noqa: E402
 from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear  # noqa: E402
 
@@ -38,6 +38,26 @@ def test_thin_linear(device: torch.device, dtype: torch.dtype, num_rows: int) ->
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
 def test_matvec(device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
     check_linear(device, dtype, num_rows, partial(matvec, config=FEW_COLUMNS))
+
+
+@pytest.mark.parametrize("block_n", [1, 8])
+def test_matvec_with_one_weight_row_a_program_and_with_many(device: torch.device, dtype: torch.dtype,
+                                                            block_n: int) -> None:
+    check_linear(device, dtype, 1, partial(matvec, config=ThinConfig(block_n, 64, 2, 1)))
+
+
+def test_tiles_of_matvec() -> None:
+    for k in (2560, 3072, 3584):
+        tile = matvec_config(8192, k, is_small=False)
+        assert k % tile.block_k == 0, "no thread is idle"
+        assert tile.num_warps * 32 * 8 <= tile.block_n * tile.block_k
+    assert matvec_config(8192, 2688, is_small=False).block_k == 2048, "nothing wide divides it"
+    assert matvec_config(8192, 2560, is_small=False, is_gated=True) == matvec_config(8192, 2560, is_small=True)
+    assert matvec_config(4096, 2560, is_small=False).block_n == 2, "few outputs make many programs"
+    for k in (4096, 14336):
+        large, small = matvec_config(8192, k, is_small=False), matvec_config(8192, k, is_small=True)
+        assert (large.block_n, small.block_n) == (1, 2)
+        assert (large.block_k, large.num_warps) == (small.block_k, small.num_warps), "the order of the sums"
 
 
 def check_linear(device: torch.device, dtype: torch.dtype, num_rows: int, linear: Callable[..., torch.Tensor]) -> None:

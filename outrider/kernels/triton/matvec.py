@@ -30,6 +30,7 @@ from outrider.kernels.triton.thin_linear import ThinConfig, is_small, load_weigh
 MAX_ROWS = 4
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 TINY_WEIGHT = 7 << 20  # bytes
+_MANY_OUTPUTS = 6144  # the fewest for which tiles of eight weight rows were measured
 GATED = ("silu", "gelu_pytorch_tanh")
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
 
@@ -147,11 +148,19 @@ def _matvec_kernel(
         _finish(acc[3], up[3], added3, row, in_rows, bias, out + 3 * out_stride, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
 
 
-@lru_cache(maxsize=64)
-def matvec_config(k: int) -> ThinConfig:
-    """8 columns for each thread: inputs then need no exchange between threads. Two weight rows a program won at every
-    shape measured: many programs keep more reads on their way than wide ones."""
-    return ThinConfig(2, 2048, 8, 1) if k >= 2048 else ThinConfig(2, 1024, 4, 1)
+@lru_cache(maxsize=256)
+def matvec_config(n: int, k: int, *, is_small: bool, is_gated: bool = False) -> ThinConfig:
+    """The tile for n outputs of k inputs. 8 columns for each thread: inputs then need no exchange between threads. One
+    or two weight rows a program won at nearly every shape measured: many programs keep more reads on their way than
+    wide ones. Not where the columns of a large weight are more than one tile of 2048 and less than two: tiles that
+    divide them leave no thread idle, but do not keep up with the second sum of a gated product."""
+    if k < 2048:
+        return ThinConfig(2, 1024, 4, 1)
+    if is_small:
+        return ThinConfig(2, 2048, 8, 1)
+    if 2048 < k < 4096 and k % 512 == 0 and n >= _MANY_OUTPUTS and not is_gated:
+        return ThinConfig(8, 512, 4, 1)
+    return ThinConfig(1 if k >= 4096 else 2, 2048, 8, 1)
 
 
 def matvec(
@@ -184,8 +193,9 @@ def matvec(
     else:
         require_tensor(name, "out", out, (num_rows, n), device, FLOATS if out_dtype is None else (out_dtype,))
     # A product of many waves that starts early only takes the place of the kernel before it.
-    pdl = is_small(weight) and uses_pdl(device) if pdl is None else pdl
-    config = config or matvec_config(k)
+    small = is_small(weight)
+    pdl = small and uses_pdl(device) if pdl is None else pdl
+    config = config or matvec_config(n, k, is_small=small, is_gated=is_gated)
     added = x if residual is None else residual
     _matvec_kernel[(cdiv(n, config.block_n),)](
         x, weight, x if bias is None else bias, added, out, x.stride(0), weight.stride(0), added.stride(0),
