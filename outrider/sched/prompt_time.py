@@ -7,9 +7,7 @@ costs. Prompts that nobody waits for are computed in full steps.
 
 from __future__ import annotations
 
-from outrider.core.costs import MEASURED_BOUNDS, MixedStepCosts
-
-QUEUE_SHARE = 1 / 40  # of the time that the prompts which wait take: a step may last so long
+from outrider.core.costs import MixedStepCosts
 
 
 class FullStep:
@@ -59,13 +57,9 @@ class PromptTime:
     def __init__(self, max_seconds: float, costs: MixedStepCosts) -> None:
         self._max_seconds, self._costs = max_seconds, costs
 
-    def begin(self, lengths: list[int], num_tokens: int, budget: int, num_waiting: int) -> TimedStep:
-        """A step in which requests of these lengths decode, with num_tokens tokens in all. num_waiting: tokens of
-        prompts that wait. Where they take long, steps may be longer: more tokens of prompts cost less each, and who
-        waits for seconds would wait still longer. Where decoding alone takes more than half of the bound, prompts
-        still get as much time as decoding."""
+    def begin(self, lengths: list[int], num_tokens: int, budget: int) -> TimedStep:
+        """A step in which requests of these lengths decode, with num_tokens tokens in all. Where decoding alone takes
+        more than half of the bound, prompts still get as much time as decoding."""
         reading = self._costs.read(lengths)
         decoding = self._costs.step(num_tokens) + reading
-        queue = num_waiting * self._costs.seconds[-1] / self._costs.tokens[-1]
-        longer = min(QUEUE_SHARE * queue, MEASURED_BOUNDS * self._max_seconds)
-        return TimedStep(self._costs, max(self._max_seconds, longer, 2 * decoding), num_tokens, budget, reading)
+        return TimedStep(self._costs, max(self._max_seconds, 2 * decoding), num_tokens, budget, reading)

@@ -232,8 +232,7 @@ class Scheduler:
         """The room that the requests which decode leave for prompts."""
         if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget)
-        num_waiting = sum(own.admitted_len - own.bound.at_most for own in prefills) + self._waiting.num_tokens()
-        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget, num_waiting)
+        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget)
 
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most

@@ -8,7 +8,6 @@ from itertools import count
 
 from outrider.sched.request import Request
 
-MANY_TOKENS = 1 << 16
 Rank = tuple[int, int]  # priority, number of arrival: the least comes first
 
 
@@ -32,15 +31,6 @@ class WaitingRequests:
     @property
     def next(self) -> Request:
         return self._heap[0][1]
-
-    def num_tokens(self) -> int:
-        """Tokens of the requests that may run. More than MANY_TOKENS are not counted: a queue may be long."""
-        total = 0
-        for _, request in self._heap:
-            total += len(request.token_ids)
-            if total > MANY_TOKENS:
-                break
-        return total
 
     def first(self, most: int) -> list[Request]:
         return [request for _, request in heapq.nsmallest(most, self._heap)]
