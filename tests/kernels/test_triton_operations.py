@@ -41,14 +41,14 @@ COMPARED = {
     ("rope_write", "native"): ["test_native::test_rope_write"],
     ("paged_attention", "native"): ["test_native::test_paged_attention"],
     ("linear", "triton"): [
-        "test_triton_linear::test_matvec", "test_triton_linear::test_split_linear",
-        "test_triton_linear::test_thin_linear",
+        "../gpu/test_few_rows::test_linear", "test_triton_linear::test_matvec",
+        "test_triton_linear::test_split_linear", "test_triton_linear::test_thin_linear",
     ],
     ("linear_wide", "native"): ["test_triton_operations::test_wide_products_by_native_code"],
-    ("linear_wide", "triton"): ["test_triton_operations::test_products_of_one_row"],
+    ("linear_wide", "triton"): ["test_triton_operations::test_products_of_one_row", "../gpu/test_few_rows::test_wide"],
     ("linear_wide", "library"): ["test_triton_operations::test_wide_products_by_the_library"],
     ("gated_linear", "triton"): [
-        "test_triton_operations::test_products_of_one_row",
+        "test_triton_operations::test_products_of_one_row", "../gpu/test_few_rows::test_gated",
         "test_triton_linear::test_gated_linear_is_the_product_then_the_activation",
     ],
     ("relu2_linear", "triton"): ["test_triton_operations::test_products_of_one_row"],

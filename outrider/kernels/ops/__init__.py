@@ -205,6 +205,8 @@ latent_values = Operation(
 
 linear = Operation(
     reference.linear,
+    triton_kernel("outrider.kernels.triton.hopper.few_rows:few_rows_linear", BFLOAT16,
+                  "outrider.kernels.triton.hopper.few_rows:is_fastest"),
     triton_kernel("outrider.kernels.triton.matvec:matvec", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
     triton_kernel("outrider.kernels.triton.split_linear:split_linear", BFLOAT16,
                   "outrider.kernels.triton.split_linear:is_fastest"),
@@ -216,6 +218,8 @@ linear_wide = Operation(
     reference.linear_wide,
     native_kernel("outrider.kernels.native:linear", FLOAT32, conditions.is_few_rows_for_native),
     triton_kernel("outrider.kernels.triton.matvec:matvec_wide", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
+    triton_kernel("outrider.kernels.triton.hopper.few_rows:few_rows_wide", BFLOAT16,
+                  "outrider.kernels.triton.hopper.few_rows:is_fastest_wide"),
     Kernel("library", "cuda", conditions.library_wide, SIXTEEN_BITS),
     exact=exact.linear_wide,
 )
@@ -229,6 +233,8 @@ def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
 gated_linear = Operation(
     _gated_linear,
     triton_kernel("outrider.kernels.triton.matvec:gated_matvec", BFLOAT16, conditions.has_one_row),
+    triton_kernel("outrider.kernels.triton.hopper.few_rows:few_rows_gated", BFLOAT16,
+                  "outrider.kernels.triton.hopper.few_rows:is_fastest_gated"),
     triton_kernel("outrider.kernels.triton.thin_linear:gated_linear", BFLOAT16,
                   "outrider.kernels.triton.thin_linear:is_fastest_gated"),
     name="gated_linear", exact=exact.gated_linear,

@@ -29,7 +29,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 FEW_ROWS, MAX_ROWS = 16, 64  # of a tile: one size or the other
-_SMALL_WEIGHT = 16 << 20  # bytes
+SMALL_WEIGHT = 16 << 20  # bytes
 _LINE = tl.constexpr(128)  # bytes the memory system fetches at once
 _LINES = tl.constexpr(8)  # of a weight row, asked for ahead of time
 _GELU_TANH = tl.constexpr(2)
@@ -125,7 +125,7 @@ def thin_config(n: int, sms: int, num_rows: int = 1) -> ThinConfig:
 
 def is_small(weight: torch.Tensor) -> bool:
     """Whether the weight is read in a few microseconds. Then a product mostly waits, which a library does not avoid."""
-    return weight.numel() * weight.element_size() <= _SMALL_WEIGHT
+    return weight.numel() * weight.element_size() <= SMALL_WEIGHT
 
 
 def is_fastest_gated(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
