@@ -94,7 +94,8 @@ class QuantizedRows:
     def matrix(self, bias: Tensor | None, activation_bits: int = 32) -> native.Matrix:
         """For the native code; with 8 activation bits its products round token rows: see `round_activations`."""
         kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
-        return native.Matrix(self.data, bias, kind + (native.INT8 if activation_bits == 8 else 0), self.shape[1])
+        make = native.int8_matrix if activation_bits == 8 else native.Matrix
+        return make(self.data, bias, kind, self.shape[1])
 
 
 def round_activations(x: Tensor) -> Tensor:
@@ -119,6 +120,8 @@ class QuantizedProduct:
         self._always_native = activation_bits == 8
         self.use_native_for_all(False)
         self.extra_bytes = rows.data.nbytes
+        if self.matrix.data.data_ptr() != rows.data.data_ptr():
+            self.extra_bytes += self.matrix.data.nbytes
 
     def use_native_for_all(self, all_rows: bool) -> None:
         """Whether the native product serves any number of token rows. A token row then has the same bits in each."""

@@ -181,6 +181,42 @@ def test_eight_activation_bits_take_the_smallest_numbers_for_zero() -> None:
     assert torch.equal(product(x), product(zeros))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outputs", [5, 32, 131])
+def test_interleaved_rows_hold_the_same_bytes(kind: str, outputs: int) -> None:
+    """Of 16 weight rows and a block: all scales, all minima, four bytes of numbers of each row, the next four, ..."""
+    need_native()
+    rows, _ = make(kind, outputs, 96)
+    code = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[kind]
+    groups, head = -(-outputs // 16), 4 if kind == "Q4_1" else 2
+    blocks = torch.zeros(groups * 16, 3, rows.data.shape[1] // 3, dtype=torch.uint8)
+    blocks[:outputs] = rows.data.view(outputs, 3, -1)
+    blocks = blocks.view(groups, 16, 3, -1).transpose(1, 2)  # [groups, blocks, rows, bytes]
+    heads, numbers = (part.unflatten(3, (-1, size)).transpose(2, 3).flatten(2)
+                      for part, size in ((blocks[..., :head], 2), (blocks[..., head:], 4)))
+    matrix = native.interleaved(rows.data, None, code, 96)
+    assert matrix.kind == code + native.LANES and matrix.outputs == outputs
+    whole = matrix.data.as_strided((groups, 3, heads.shape[2] + numbers.shape[2]), (3 * 16 * blocks.shape[3],
+                                                                                   16 * blocks.shape[3], 1))
+    assert torch.equal(whole, torch.cat((heads, numbers), 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 32), (131, 96), (24, 1536)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_interleaved_rows_give_the_same_bits(kind: str, shape: tuple[int, int], has_bias: bool) -> None:
+    need_native()
+    rows, _ = make(kind, *shape)
+    bias = torch.randn(shape[0]) if has_bias else None
+    code = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[kind]
+    apart, chosen = native.Matrix(rows.data, bias, code + native.INT8, shape[1]), rows.matrix(bias, 8)
+    if chosen.kind == apart.kind:
+        pytest.skip("weight rows are not interleaved on this machine")
+    for n in (*ROWS, 67):
+        x = torch.randn(n, shape[1] + 3)[:, 3:]
+        assert torch.equal(native.product(x, chosen), native.product(x, apart)), n
+
+
 def test_rounded_activations_are_close() -> None:
     x = torch.randn(3, 96)
     steps = x.view(3, 3, 32).abs().amax(-1, keepdim=True) / 127

@@ -20,7 +20,7 @@ from outrider.core.status_line import status_line
 from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "attention.c", "step.c"))
+SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "int8_lanes.c", "attention.c", "step.c"))
 HEADERS = tuple(
     HERE / name
     for name in ("native.h", "blocks_neon.h", "int8_neon.h", "int8_x86.h", "panel_neon.h", "row_neon.h")
@@ -37,6 +37,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
     "find_exact_least": (_L, [_P]),
+    "interleaved_rows": (_L, []),
+    "interleave": (None, [_P, _P, _I]),
     "dequantize": (None, [_P, _L, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
     "prepare_step": (_I, [_P, _P, _P, _P, _P]),

@@ -12,6 +12,7 @@ from outrider.kernels.native.structures import MATRIX
 # How native.h numbers the ways to store a weight.
 FLOATS, HALVES, Q8_0, Q4_0, Q4_1 = range(5)
 INT8 = 3  # added to a kind of blocks: token rows are rounded to 8 bits
+LANES = 6  # likewise, and weight rows are interleaved
 _DENSE = {torch.float32: FLOATS, torch.bfloat16: HALVES}
 
 
@@ -40,6 +41,23 @@ def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
     outputs, inputs = weight.shape
     is_good = weight.dtype in _DENSE and weight.is_cpu and weight.stride(1) == 1 and is_vector(bias, outputs)
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
+
+
+def int8_matrix(rows: Tensor, bias: Tensor | None, kind: int, inputs: int) -> Matrix:
+    """A weight in blocks, whose products round token rows to 8 bits. Where the C code is faster with interleaved weight
+    rows, they are interleaved in a copy; the results have the same bits."""
+    if not library().interleaved_rows():
+        return Matrix(rows, bias, kind + INT8, inputs)
+    return interleaved(rows, bias, kind, inputs)
+
+
+def interleaved(rows: Tensor, bias: Tensor | None, kind: int, inputs: int) -> Matrix:
+    """A copy of a weight in blocks with 16 weight rows interleaved, the last ones with zeros: see int8_lanes.c."""
+    assert HALVES < kind <= Q4_1
+    copy = torch.empty(-(-rows.shape[0] // 16) * 16, rows.shape[1], dtype=torch.uint8)
+    matrix, rows = Matrix(copy[: rows.shape[0]], bias, kind + LANES, inputs), rows.contiguous()
+    library().interleave(rows.data_ptr(), matrix.packed, torch.get_num_threads())
+    return matrix
 
 
 def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:

@@ -147,8 +147,8 @@ static inline void *kept(void **memory, size_t *size, size_t need) {
 /* ---- structs ---- */
 
 /* How a weight's rows are stored. GGUF's kinds hold blocks of 32 weights, each with a scale in float16. INT8: the
- * product rounds token rows to 8 bits. */
-enum { FLOATS, HALVES, Q8_0, Q4_0, Q4_1, INT8_Q8_0, INT8_Q4_0, INT8_Q4_1 };
+ * product rounds token rows to 8 bits. LANES: so it does, and weight rows are interleaved (see int8_lanes.c). */
+enum { FLOATS, HALVES, Q8_0, Q4_0, Q4_1, INT8_Q8_0, INT8_Q4_0, INT8_Q4_1, LANES_Q8_0, LANES_Q4_0, LANES_Q4_1 };
 
 typedef struct {
     const void *data;
@@ -278,6 +278,8 @@ void share_norm(const float *x, int64_t x_stride, float *residual, int64_t resid
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads);
 /* The same for the kinds INT8, with token rows rounded to 8 bits. */
 void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens);
+/* Likewise for the kinds LANES. */
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens);
 void share_attention(const AttentionWork *work, int64_t *failed);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */

@@ -411,6 +411,10 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
 }
 
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+    if (w->kind >= LANES_Q8_0) {
+        share_lanes_product(w, x, x_stride, y, tokens);
+        return;
+    }
     if (w->kind >= INT8_Q8_0) {
         share_int8_product(w, x, x_stride, y, tokens);
         return;
