@@ -120,8 +120,7 @@ class DeviceStep:
         self._exact = exact
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
-        self._none = torch.zeros(0, dtype=torch.bool, device=state.device)
-        self._folded = self._none  # by the last host writes
+        self._folded = recurrent.nothing  # by the last host writes
         self.clock: NoClock = NO_CLOCK  # of the step that runs
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -141,8 +140,7 @@ class DeviceStep:
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
-        folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
-        self._folded = self._none if folded is None else folded
+        self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
         if scheduled.clear_pages:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
@@ -172,7 +170,7 @@ class DeviceStep:
     def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
-            return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self._none, self._folded)
+            return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded)
         shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
         plan = self.plan(scheduled, shape)
         half = self.forward_half(shape, to_device(ints, torch.int64, self.state.device), plan)
@@ -223,8 +221,8 @@ class DeviceStep:
         if self.drafter is not None:
             self.draft(self.drafter, inputs, hidden, committed, plan)
             self.clock.lap("draft")
-        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, plan.checkpoints,
-                            self._none if written is None else written, self._none)
+        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, plan.checkpoints, written,
+                            self.recurrent.nothing)
 
     def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
         """Both halves, one after the other."""

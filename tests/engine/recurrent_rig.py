@@ -186,7 +186,7 @@ class BackendRig:
                 part.stream.computed += part.known + part.accepted
                 part.stream.pending = part.accepted
         self.check()
-        written = [t for t, was in zip(targets, [] if flags is None else flags.tolist(), strict=True) if was]
+        written = [t for t, was in zip(targets, flags.tolist(), strict=True) if was]
         self.check_checkpoints(targets, written)
         return written
 
@@ -195,7 +195,6 @@ class BackendRig:
         for stream in self.streams.values():
             computed[stream.row] = stream.computed
         flags = self.rows.fold(list(targets), computed)
-        assert flags is not None
         written = [t for t, was in zip(targets, flags.tolist(), strict=True) if was]
         self.check()
         self.check_checkpoints(targets, written)

@@ -131,9 +131,7 @@ class Twins:
                 part.life.computed += part.known + part.accepted
                 part.life.pending = part.accepted
         self.check([part.life for part in parts])
-        if flags[0] is None:
-            return []
-        assert flags[1] is not None and flags[0].tolist() == flags[1].tolist()
+        assert flags[0].tolist() == flags[1].tolist()
         self.num_written += int(flags[0].sum())
         if listed:
             return flags[0].tolist()
@@ -146,7 +144,7 @@ class Twins:
         for life in lives:
             computed[life.row] = life.computed
         flags = [rows.fold(targets, computed) for rows in self.both]
-        assert flags[0] is not None and flags[1] is not None and flags[0].tolist() == flags[1].tolist()
+        assert flags[0].tolist() == flags[1].tolist()
         self.check(lives)
         return flags[0].tolist()
 

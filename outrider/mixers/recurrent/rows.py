@@ -33,6 +33,7 @@ class RecurrentRows:
         self.device = device
         self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
         self.pending = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        self.nothing = torch.zeros(0, dtype=torch.bool, device=device)  # no checkpoint was written
         # Pages of the checkpoint that a row was last given. Captured steps read them here.
         num_pages = kind.capacity(limits).checkpoint_pages
         self._row_pages = torch.zeros(limits.extent(Axis.ROWS), num_pages, dtype=torch.int64, device=device)
@@ -45,17 +46,12 @@ class RecurrentRows:
         tensors = [t for rows in self.layers.values() for t in (rows.state, rows.tail, rows.conv_in, *rows.gates)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def no_targets(self, count: int) -> CheckpointTargets | None:
-        """Targets of the null row that no step reaches, one for each of `count` requests."""
-        none = torch.zeros(count, dtype=torch.int64, device=self.device)
-        return self.row_targets(none, none - 1) if self.layers else None
-
     def warm_up(self) -> None:
         """Compile the kernels that fold rows which ended. All other kernels are compiled by running steps."""
-        targets = self.no_targets(1)
-        if targets is not None and self.backend.finds_runs:
-            none = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.backend.fold_ended(none, none, none, targets)
+        if self.layers and self.backend.finds_runs:
+            null_row = torch.zeros(1, dtype=torch.int64, device=self.device)
+            no_boundary = self.row_targets(null_row, null_row - 1)
+            self.backend.fold_ended(null_row, null_row, null_row, no_boundary)
 
     @property
     def needs_no_counts(self) -> bool:
@@ -70,11 +66,11 @@ class RecurrentRows:
         self._row_pages.zero_()
         self._row_checkpoint.clear()
 
-    def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor | None:
+    def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor:
         """Bring ended rows with pending drafts to their last boundary, before other requests take the rows.
         computed [ROWS]. Returns whether each reached it [folds]."""
         if not folds:
-            return None
+            return self.nothing
         rows = to_device([fold.row for fold in folds], torch.int64, self.device)
         targets = self._make_targets(folds, list(range(len(folds))), len(folds))
         computed, pending = computed[rows], self.pending[rows]
@@ -158,14 +154,14 @@ class RecurrentRows:
             case _:
                 return (self.backend.scan_from_tokens,) * requests
 
-    def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
+    def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor:
         """Store the accepted drafts as pending; they are folded in the row's next step. A request that took no part
         keeps its pending drafts. num_accepted [requests]. Returns which checkpoints were written [targets]."""
         if step is None:
-            return None
+            return self.nothing
         counts = step.counts
         self.pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
-        return step.written
+        return self.nothing if step.written is None else step.written
 
     def _make_targets(self, writes: list[CheckpointWrite], requests: list[int],
                       num_requests: int) -> CheckpointTargets:

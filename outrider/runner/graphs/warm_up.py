@@ -144,24 +144,19 @@ def compiling(step: DeviceStep) -> Iterator[None]:
         yield
 
 
-def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> int:
-    """Every kind of step that captures do not cover, so that no kernel is compiled while requests wait. Returns how
-    many steps it took."""
-    count = 0
+def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> None:
+    """Run every kind of step that captures do not cover, so that no kernel is compiled while requests wait."""
     for lens, bound in _kinds(limits):
-        for propose in _proposals(limits):
+        for propose in sorted({0, limits.max_drafts}):
             run_dead(step, lens, propose=propose, bound=bound)
-            count += 1
     for lens in _expert_tiles(step, limits):
         run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
-        count += 1
     if step.recurrent.layers:
         _run_recurrent(step, limits, takes_checkpoints)
     bound = min(SHORT_CONTEXT, limits.max_len)
     sampled = StepNeeds(any_sampled=True)
     for propose in range(limits.max_drafts + 1):
         run_dead(step, [1], propose=propose, bound=bound, needs=sampled)
-    return count + limits.max_drafts + 1
 
 
 def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) -> None:
@@ -173,10 +168,6 @@ def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) ->
             run_dead(step, lens[: limits.max_batched_tokens], bound=bound, saves=saves)
     if takes_checkpoints:
         step.recurrent.warm_up()
-
-
-def _proposals(limits: Limits) -> tuple[int, ...]:
-    return (0, limits.max_drafts) if limits.max_drafts else (0,)
 
 
 def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
