@@ -104,7 +104,8 @@ async def count_tokens(service: Service, body: MessagesPrompt) -> int:
     """Tokens of the prompt that the messages become."""
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
-    return len(await service.encode_chat(chat_messages(body), tools, None, None))
+    messages = chat_messages(body)
+    return len(await service.encode_chat(messages, tools, None, None, continues_last(messages)))
 
 
 def _tools(body: MessagesPrompt) -> list[Tool]:
@@ -113,9 +114,10 @@ def _tools(body: MessagesPrompt) -> list[Tool]:
 
 
 async def create_message(service: Service, body: MessagesRequest, tenant: str | None) -> Work:
-    choice = body.tool_choice
-    chat = ChatRequest(model=body.model, messages=chat_messages(body), tools=_tools(body) or None, top_p=body.top_p,
+    choice, messages = body.tool_choice, chat_messages(body)
+    chat = ChatRequest(model=body.model, messages=messages, tools=_tools(body) or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
+                       continue_final_message=continues_last(messages),
                        stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
                        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
     conversation = Conversation(service, chat, {"stop": "stop_sequences"})
@@ -135,6 +137,12 @@ def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:
         messages += [ChatMessage(role=message.role, content=message.content)] if isinstance(message.content, str) else (
             _messages(message.role, message.content))
     return messages
+
+
+def continues_last(messages: list[ChatMessage]) -> bool:
+    """Whether the answer goes on in the last message, which then is the assistant's."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _messages(role: Literal["user", "assistant"],
@@ -193,10 +201,10 @@ class _Message:
 
     def _end(self) -> Json:
         stop = self._conversation.stop_reason
-        if self._blocks.has_calls:
-            reason = "tool_use"
-        elif self._conversation.finish_reason == "length":
+        if self._conversation.finish_reason == "length":  # behind a call that is whole another may be cut off
             reason = "max_tokens"
+        elif self._blocks.has_calls:
+            reason = "tool_use"
         else:
             reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}

@@ -105,6 +105,26 @@ def test_a_message_of_the_model_itself(plain: Served) -> None:
     plain.assert_idle()
 
 
+def test_an_answer_goes_on_in_the_last_message_of_the_assistant(plain: Served) -> None:
+    body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    user, begun = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once upon"}
+    whole = plain.post("/v1/messages", messages=[user, begun], **body).json()
+    asked = plain.post("/v1/completions", prompt="[user]hi[assistant]Once upon", **body).json()
+    assert whole["content"][0]["text"] == asked["choices"][0]["text"]
+    counted = plain.post("/v1/messages/count_tokens", messages=[user, begun]).json()["input_tokens"]
+    assert counted == asked["usage"]["prompt_tokens"]
+    plain.assert_idle()
+
+
+def test_a_message_that_was_cut_off_behind_a_call_says_so(served: Served) -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na'
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    say(served, text, 1000, "length")
+    asked = {"max_tokens": 50, "tools": tools, "messages": [{"role": "user", "content": "How?"}]}
+    answer = served.post("/v1/messages", **asked).json()
+    assert answer["content"][0]["type"] == "tool_use" and answer["stop_reason"] == "max_tokens"
+
+
 def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         plain.client().responses.create(model=MODEL, input="x", previous_response_id="resp_1")

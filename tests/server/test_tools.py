@@ -26,7 +26,7 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def say(served: Served, text: str, run: int) -> None:
+def say(served: Served, text: str, run: int, finish_reason: str = "stop") -> None:
     """The model answers with the text, in runs of so many characters."""
 
     async def increments(prompt: dict[str, Any], params: SamplingParams, request_id: str, *,
@@ -34,7 +34,7 @@ def say(served: Served, text: str, run: int) -> None:
         assert params.skip_special_tokens is False
         metrics = RequestMetrics()
         for start in range(0, len(text), run):
-            end = SampleEnd("stop") if start + run >= len(text) else None
+            end = SampleEnd(finish_reason) if start + run >= len(text) else None
             yield [OutputIncrement(SampleKey(request_id, i, 0, metrics), [1], text[start:start + run], end=end)
                    for i in range(params.n)]
 
