@@ -329,6 +329,16 @@ def test_logprobs_of_ties_and_masked_logits(
         assert_equal(made, wanted, asked_of(drawn))
 
 
+def test_logprobs_of_great_logits(device: torch.device) -> None:
+    """A logit_bias may force a choice: beside 1e9 a sum of float32 keeps nothing of how likely each of the few is."""
+    asked = {"logprobs": 4, "logit_bias": {token: 1e9 for token in range(3, 40)}}
+    drawn = some_cases([asked | {"temperature": 0.0}, asked])
+    batch = make_batch(drawn, device=str(device), limits=LIMITS)
+    made, wanted = (sampled_by(kind, batch, logprobs="processed") for kind in ("triton", "reference"))
+    assert made.logprobs is not None and float(made.logprobs.chosen.max()) == pytest.approx(-np.log(37), abs=1e-5)
+    assert_equal(made, wanted, asked_of(drawn))
+
+
 # What cannot be served
 
 

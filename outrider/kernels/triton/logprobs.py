@@ -202,7 +202,7 @@ def _report_kernel(
         sums = tl.load(scratch.tile_sums + at * num_tiles + tile, mask=is_tile, other=0.0)
         most = tl.max(greatest, axis=0)
         total = tl.sum(tl.where(greatest > float("-inf"), sums * tl.exp(greatest - most), 0.0), axis=0)
-        norm = most + tl.log(total)
+        norm = tl.log(total)  # apart from `most`: in a sum with a great logit nothing would be left of it
         chosen_token = tl.load(tokens + at)
         chosen = _shaped(own, chosen_token, True, shift, heat, threshold, PROCESSED)
         count = tl.arange(0, COUNTS)
@@ -210,7 +210,7 @@ def _report_kernel(
         own_ids, own_values = ids + at * (2 + width), values + at * (1 + width)
         tl.store(own_ids, tl.sum(greater, axis=0).to(tl.int64) + 1)
         tl.store(own_ids + 1, chosen_token)
-        tl.store(own_values, chosen - norm)
+        tl.store(own_values, chosen - most - norm)
 
         found = tl.load(scratch.num_candidates + at)
         index = tl.arange(0, ROOM)
@@ -225,7 +225,7 @@ def _report_kernel(
             else:
                 last, last_token = _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE, PROCESSED)
             tl.store(own_ids + 2 + place, last_token.to(tl.int64))
-            tl.store(own_values + 1 + place, last - norm)
+            tl.store(own_values + 1 + place, last - most - norm)
 
 
 class Logprobs(NamedTuple):
