@@ -16,11 +16,13 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+import triton.experimental.gluon.language as gl  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton._C.libtriton import native_specialize_impl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from outrider.kernels.triton import launch  # noqa: E402
@@ -102,11 +104,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.int32
 TENSORS = [tensor(dtype, offset) for dtype in DTYPES for offset in (0, 1, 2, 3, 4, 8, 16)]
 EDGES = (0, 1, 15, 16, 17, 32, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**32, 2**63 - 1, 2**63 - 16)
 NUMBERS = [sign * edge for sign in (1, -1) for edge in EDGES] + [2**63, 2**64 - 16, 2**64 - 1, -(2**31), -(2**31) - 16]
+DESCRIPTORS = [
+    TensorDescriptor(torch.zeros(rows, 64, dtype=dtype), [rows, 64], [64, 1], [block, 64],
+                     gl.NVMMASharedLayout(width, 16))
+    for dtype in (torch.bfloat16, torch.float16) for rows in (64, 80) for block in (16, 64) for width in (64, 128)
+]
 OTHERS = [1.0, 0.0, 16.0, -1.0, 1e300, float("inf"), float("nan"), True, False, None]
 
 
 def test_a_class_holds_only_what_triton_takes_for_the_same() -> None:
-    plain = [*TENSORS, *NUMBERS, *OTHERS, *(random.Random(0).randrange(-(2**40), 2**40) for _ in range(200))]
+    numbers = [random.Random(seed).randrange(-(2**40), 2**40) for seed in range(200)]
+    plain = [*TENSORS, *NUMBERS, *OTHERS, *DESCRIPTORS, *numbers]
     inside = [*TENSORS[:4], 0, 1, 16, 2**31, 1.0, True, None]
     tuples = [make(*pair) for make in (lambda *pair: pair, Pair, OtherPair) for pair in product(inside, repeat=2)]
     nested = [(pair, value) for pair in tuples[::7] for value in (1, 2, None)]
@@ -123,7 +131,8 @@ def test_a_class_holds_only_what_triton_takes_for_the_same() -> None:
 def test_a_launch_finds_the_kernel_that_triton_would_choose(card: Card, options: dict[str, Any]) -> None:
     function = Function(source, **options)
     kernel, draw = TritonKernel(function), random.Random(1)
-    some = [*TENSORS[:16], *NUMBERS[:18], *OTHERS, (1, TENSORS[0]), (16, TENSORS[1]), Pair(1, 3), OtherPair(1, 3)]
+    some = [*TENSORS[:16], *NUMBERS[:18], *OTHERS, *DESCRIPTORS, (1, TENSORS[0]), (16, TENSORS[1]), Pair(1, 3),
+            OtherPair(1, 3)]  # fmt: skip
     launches = 1500
     for _ in range(launches):
         args: list[Any] = [draw.choice(TENSORS[:2]), TENSORS[7], 2, draw.choice(NUMBERS[:5]), 0.5]
@@ -150,6 +159,10 @@ def test_what_a_found_kernel_is_called_with(card: Card) -> None:
         assert called[:9] == (*filled, STREAM, compiled.function, compiled.packed_metadata, None, None, None)
         assert called[9:] == (x.data_ptr(), y.data_ptr(), pair, 32, 1.5, None, None)
     assert function.asked == 1
+    for described in DESCRIPTORS[:2] * 2:  # the launcher describes the tensor to the card
+        kernel[(3,)](x, described, pair, 32, 1.5, LENGTH=64)
+    assert function.asked == 3
+    assert [called[10] for each in function.compiled.values() for called in each.calls] == DESCRIPTORS[:2]
 
 
 def test_devices_have_kernels_of_their_own(card: Card) -> None:

@@ -23,6 +23,7 @@ import torch
 
 import triton
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 
 # Takes a Triton function with the arguments and the options of a launch.
@@ -33,6 +34,7 @@ _wait_for: Callable[[Any], None] | None = None  # see `awaiting`
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _BY_TYPE = (float, bool, NoneType)  # the compiler does not look at their values
+_BY_PARTS = (tuple, TensorDescriptor)
 _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid, by the number of axes that it has
 
 
@@ -99,12 +101,12 @@ class _Memory:
 
     @classmethod
     def of(cls, function: Any, types: tuple[type, ...]) -> _Memory | None:
-        """None if such a launch must go through Triton: under its interpreter, with descriptors of tensors, and where
-        a value that is compiled in has no name, or one that is not has a name."""
+        """None if such a launch must go through Triton: under its interpreter, and where a value that is compiled in
+        has no name, or one that is not has a name."""
         if not isinstance(function, JITFunction):
             return None
         are_constants = [param.is_constexpr for param in function.params]
-        are_known = all(kind in (*_TENSORS, *_BY_TYPE, int) or issubclass(kind, tuple) for kind in types)
+        are_known = all(kind in (*_TENSORS, *_BY_TYPE, int) or issubclass(kind, _BY_PARTS) for kind in types)
         if not are_known or any(are_constants[: len(types)]) or not all(are_constants[len(types) :]):
             return None
         return cls(_looking_at(types), (None,) * (len(are_constants) - len(types)))
@@ -128,7 +130,7 @@ def _looking_at(types: tuple[type, ...]) -> Callable[..., tuple[Any, tuple[Any, 
         each = ", ".join(f"{address} & 15 == 0" for address in addresses.values())
         seen.append(f"({' | '.join(addresses.values())}) & 15 == 0 or ({each},)")
     seen += [_NUMBER_CLASS.format(name) for name, kind in typed if kind is int]
-    seen += [f"argument_class({name})" for name, kind in typed if issubclass(kind, tuple)]
+    seen += [f"argument_class({name})" for name, kind in typed if issubclass(kind, _BY_PARTS)]
     lines = [f"def look_at({', '.join(names)}):",
              *(f"    {address} = {name}.data_ptr()" for name, address in addresses.items()),
              f"    return ({''.join(f'{part}, ' for part in seen)}), "
@@ -145,7 +147,7 @@ _NUMBER_CLASS = "None if {0} == 1 else {0} >> 31 << 1 | ({0} & 15 == 0)"
 def argument_class(value: Any) -> Any:
     """Arguments with the same class are the same to the compiler. It looks at the dtype of a tensor and whether its
     address is a multiple of 16; whether a number is 1, is a multiple of 16, or takes 32 bits, 64, or 64 without a
-    sign."""
+    sign; what a tensor's descriptor says of tiles."""
     kind = type(value)
     if kind in _TENSORS:
         return value.dtype, value.data_ptr() & 15 == 0
@@ -153,6 +155,8 @@ def argument_class(value: Any) -> Any:
         return None if value == 1 else value >> 31 << 1 | (value & 15 == 0)
     if issubclass(kind, tuple):
         return kind, *map(argument_class, value)
+    if kind is TensorDescriptor:
+        return kind, value.base.dtype, tuple(value.block_shape), str(value.layout)
     if kind in _BY_TYPE:
         return kind
     raise TypeError(f"{kind.__name__} has no class: Triton must look at it")
