@@ -235,11 +235,6 @@ class CacheManager:
 
     # Looking
 
-    def pages_held(self, request_id: int) -> list[int]:
-        """Pages held per group."""
-        pages = self._requests[request_id]
-        return [len(c) - f for c, f in zip(pages.columns, pages.first, strict=True)]
-
     def usage(self) -> float:
         return 1 - self.pool.num_free / self.pool.num_usable
 

@@ -5,7 +5,7 @@ Requests whose result depends on every token take no prefix hits, so that every 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +24,6 @@ class HiddenRows:
     vectors: torch.Tensor  # [vectors, hidden size] float32, float64 of a float64 model
     counts: list[int | None]  # vectors of each request; None for a request that generates tokens
     ends: list[bool]  # whether the step computes the last token of the request
-
-    def with_vectors(self, vectors: torch.Tensor) -> HiddenRows:
-        return replace(self, vectors=vectors)
 
 
 def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,

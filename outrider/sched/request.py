@@ -96,10 +96,6 @@ class Request:
         self.error: str | None = None
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
-
-    @property
     def yields_tokens(self) -> bool:
         """Whether all tokens known at its admission are computed, or will be by the steps in flight."""
         return self.state is State.RUNNING and self.admitted_len <= self.bound.at_most

@@ -90,10 +90,6 @@ class Scheduler:
         return self._generation
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 

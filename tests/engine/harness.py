@@ -217,7 +217,7 @@ class Rig:
         """What the scheduler does when the pool is short: to everyone, once, when three tokens are out. Steps may be
         in flight: their results for it are stale."""
         for request in list(self.scheduler._running):
-            if len(request.output_token_ids) >= 3 and request.stats.num_preemptions == 0:
+            if len(request.token_ids) >= request.prompt_len + 3 and request.stats.num_preemptions == 0:
                 self.scheduler._preempt(request)
 
     def assert_clean(self) -> None:

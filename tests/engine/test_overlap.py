@@ -102,7 +102,7 @@ def test_pages_and_rows_of_the_dead_go_to_the_living(family: str, expected: list
             rig.engine.add("dead", ASKS[1].prompt, ASKS[1].params)
             for _ in range(4):
                 rig.engine.step()
-            assert runner.lags == [] or rig.scheduler.num_in_flight > 0
+            assert runner.lags == [] or rig.scheduler._in_flight
             rig.engine.abort("dead")
             rig.engine.step()
         assert tokens_of(rig.run(ASKS[:1])) == expected[:1]

@@ -34,6 +34,7 @@ from tests.engine.harness import greedy as greedy_params
 from tests.engine.harness import tokens_of as outputs_of
 from tests.models.gemma4 import NOT_UNIFIED, TARGETS, save_target, spread
 from tests.models.oracle import DenseAttend, all_logits, hf_model, load, tokens_of
+from tests.unit.test_cache_manager import pages_held
 
 Folders = Callable[[str], Path]
 ALL = pytest.mark.parametrize("name", TARGETS)
@@ -357,7 +358,7 @@ def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
         if request.state is not State.RUNNING:
             return
         scheduler.check_integrity()
-        held = manager.pages_held(0)
+        held = pages_held(manager, 0)
         for i, group in enumerate(layout.groups):
             first = group.kind.first_needed(request.settled.at_least)
             assert held[i] == pages_for(request.bound.at_most, group.page_tokens) - first, "not what its kind says"

@@ -319,7 +319,7 @@ def spoil(rig: DraftRig) -> None:
 def preempt(rig: Rig, drafts_lost: list[int]) -> None:
     """Everyone, once, when three tokens are out; notes the drafts of theirs that are being checked at that time."""
     for request in list(rig.scheduler._running):
-        if len(request.output_token_ids) >= 3 and request.stats.num_preemptions == 0:
+        if len(request.token_ids) >= request.prompt_len + 3 and request.stats.num_preemptions == 0:
             for batch in rig.scheduler._in_flight.values():
                 if request.id in batch.request_ids:
                     drafts_lost.append(batch.num_drafts[batch.request_ids.index(request.id)])

@@ -208,11 +208,11 @@ class Driver:
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.check_integrity()
-        self.counts["overlapped steps"] += scheduler.num_in_flight > 1
+        self.counts["overlapped steps"] += len(scheduler._in_flight) > 1
         for request in self.requests:
             if request.state is not State.RUNNING:
                 continue
-            if not scheduler.num_in_flight:
+            if not scheduler._in_flight:
                 assert request.settled.at_least == request.bound.at_most, "nothing in flight, and a bound beyond"
             if not self.scenario.is_lazy:
                 truth = self.device.rows[request.row].computed
@@ -299,7 +299,7 @@ class Driver:
         assert self.pool.num_free == self.pool.num_usable, "pages are lost"
         assert not self._steps and self.scheduler.num_running == self.scheduler.num_waiting == 0
         for request in self.requests:
-            output, (expected, finish) = request.output_token_ids, self.expected[request.id]
+            output, (expected, finish) = request.token_ids[request.prompt_len :], self.expected[request.id]
             assert request.state is State.FINISHED
             if request.id in self._ended_by_host:
                 expected = expected[: len(output)]

@@ -13,6 +13,7 @@ from outrider.cache.kinds import FullKind, FullSpec, Kind, SlidingKind, SlidingS
 from outrider.cache.manager import CacheManager
 from outrider.core import Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
+from tests.unit.test_cache_manager import pages_held
 
 
 def full(page_tokens: int) -> FullKind:
@@ -81,7 +82,7 @@ def test_pages_held_stay_within_what_admission_asked_for(
             settled.at_least = min(settled.at_least + rng.randint(1, in_flight.popleft()), 40)
             cache.settle(0, settled, tokens)
         asked = [group.kind.pages_to_start(min(farthest + drafts, 40), limits) for group in cache.groups]
-        assert all(held <= most for held, most in zip(cache.pages_held(0), asked, strict=True))
+        assert all(held <= most for held, most in zip(pages_held(cache, 0), asked, strict=True))
         cache.check_integrity()
 
 

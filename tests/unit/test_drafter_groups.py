@@ -15,6 +15,7 @@ from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 from tests.unit.schedule_driver import Scenario
+from tests.unit.test_cache_manager import pages_held
 from tests.unit.test_scheduler_random import PAGES, SEEDS, WINDOWS, run
 
 TOKENS = list(range(40))
@@ -73,7 +74,7 @@ def test_a_hit_does_not_wait_for_the_drafters_pages() -> None:
     assert cache.reserve(9, Bound(40))
     cache.settle(9, Settled(40), TOKENS)
     cache.check_integrity()
-    assert cache.pages_held(9) == [10, 1]
+    assert pages_held(cache, 9) == [10, 1]
     cache.free(9)
     forget(cache, 0, 5)
     assert admitted(cache)[0] == 20, "the target's own page"
@@ -83,7 +84,7 @@ def test_a_hit_may_end_within_a_page_of_the_drafter() -> None:
     cache = manager((4, 0), (16, 0))
     compute(cache, 0, TOKENS)
     assert admitted(cache) == (36, [[True] * 9, [True] * 2])
-    assert cache.reserve(9, Bound(37)) and cache.pages_held(9) == [10, 3]
+    assert cache.reserve(9, Bound(37)) and pages_held(cache, 9) == [10, 3]
     cache.check_integrity()
 
 

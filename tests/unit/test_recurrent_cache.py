@@ -360,7 +360,7 @@ def test_a_failed_step_leaves_nothing_to_begin_from() -> None:
     drive(sched, state, accepted=3)
     assert sched.schedule() is not None
     sched.recover("lost")
-    assert sched.num_waiting == 1 and sched.num_in_flight == 0 and sched.cache.usage() == 0
+    assert sched.num_waiting == 1 and not sched._in_flight and sched.cache.usage() == 0
     sched.check_integrity()
     sched.end(0, Finish.ABORT)
     sched.add(request(1, [*TOKENS[:13], 5, 5, 5, 5, 5]))

@@ -45,7 +45,7 @@ class PendingStep(Future[StepResult]):
         if result.logprobs is not None and result.logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             result = replace(result, logprobs=result.logprobs.map(_to_pinned))
         if result.hidden is not None:
-            result = replace(result, hidden=result.hidden.with_vectors(_to_pinned(result.hidden.vectors)))
+            result = replace(result, hidden=replace(result.hidden, vectors=_to_pinned(result.hidden.vectors)))
         self._device_result = result
         self._counts = _to_pinned(result.counts)
         self._run = _to_pinned(result.run)

@@ -7,7 +7,6 @@ known here by its sizes alone: long and short queries, few requests and several,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -80,7 +79,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> int:
     """Begin to compile all that steps of any kind launch, the usual ones first. Returns `run_largest`'s bytes: a step
     whose launches are collected takes the memory of one that runs, and kernels need not be waited for."""
-    with compiling(step):
+    with step.model.one_layer_each(), ops.precompiling(step.state.device):
         run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
         most = run_largest(step, limits)
         _count_nothing(step, limits)
@@ -135,13 +134,6 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
     of_logits = min(activations, 2 * logits * limits.vocab_size * 4)
     share = min(1.0, logits / limits.max_batched_tokens)
     return int(of_logits + (activations - of_logits) * share) + count * GRAPH_MIB * MIB
-
-
-@contextmanager
-def compiling(step: DeviceStep) -> Iterator[None]:
-    """Steps inside compile what they would launch, all of it at once, and compute nothing."""
-    with step.model.one_layer_each(), ops.precompiling(step.state.device):
-        yield
 
 
 def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> None:
