@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,13 @@ def test_a_shard_that_is_not_what_the_index_says_is_named(sharded: Path) -> None
     shutil.copy(first, second)
     with pytest.raises(WeightError, match=f"{second.name} and model.safetensors.index.json disagree about"):
         load(sharded)
+
+
+@pytest.mark.parametrize("file", [5, None, "", "../elsewhere/model.safetensors", "/etc/hostname"])
+def test_an_index_names_files_of_its_folder_alone(sharded: Path, file: object) -> None:
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(WeightError, match="index.json: .* is no file of its folder"):
+        list(read(sharded))
 
 
 def test_a_damaged_index_is_named(sharded: Path) -> None:

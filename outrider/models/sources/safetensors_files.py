@@ -52,11 +52,13 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise WeightError(f"{index} is damaged ({error!r}); download it again") from error
     files: dict[Path, set[str] | None] = {}
     for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise WeightError(f"{index}: {file!r} is no file of its folder")  # the index may be a stranger's
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(name)
