@@ -133,13 +133,18 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
     import yaml
 
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        given, tree = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(given, dict):
         raise UsageError(f"{path} must map names of flags to values")
+    names = [str(key.value).replace("-", "_") for key, _ in tree.value] if tree is not None else []
+    for name in names:
+        if names.count(name) > 1:  # YAML itself would take the last one
+            raise UsageError(f"{path} has the setting {name!r} twice")
     known = [*ENGINE_FIELDS, *SERVER_FIELDS, "model"]
     for key, value in given.items():
         name = str(key).replace("-", "_")

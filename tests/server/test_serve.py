@@ -106,9 +106,11 @@ def hang_worker(process: subprocess.Popen[str], url: str, key: dict[str, str]) -
 def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("prot: 8000")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "twice.yaml").write_text("max-num-seqs: 4\nport: 8000\nmax_num_seqs: 8")
     for argv, words in [(["--prot", "1"], "did you mean --port"), (["--port", "70000"], "port must be"),
                         (["--max-num-queued", "1"], "did you mean --max-num-queued-reqs"),
                         (["--config", str(tmp_path / "bad.yaml")], "did you mean port"),
+                        (["--config", str(tmp_path / "twice.yaml")], "has the setting 'max_num_seqs' twice"),
                         (["--config", str(tmp_path / "binary.yaml")], "binary.yaml cannot be read: it is not UTF-8"),
                         (["--config", str(tmp_path)], "cannot be read: Is a directory"),
                         (["--chat-template", "{% for"], "the chat template is not valid"),
