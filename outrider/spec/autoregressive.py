@@ -90,6 +90,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         super().__init__(name, network, max_drafts, taps)
         self.lookahead = max_drafts
         self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
+        self._tail_shape: tuple[int, ...] = (network.hidden_size,)
 
     def page_bytes(self, itemsize: int) -> int:
         return self.network.hidden_size * itemsize
@@ -106,7 +107,8 @@ class AutoregressiveDrafter(NetworkDrafter):
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
         )  # fmt: skip
-        self._tails: torch.Tensor | None = None  # [pages, hidden] hidden state of each page's last token
+        # The hidden states that the network consumes at the slot after each page's last one.
+        self._tails = torch.zeros(num_pages, *self._tail_shape, dtype=self.network.module().dtype, device=device)
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -133,14 +135,11 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def propose(self, step: Step) -> Drafts:
         hidden = self.network.consume(step.hidden)
-        if hidden is not None and self._tails is None:
-            size = (self._state.page_valid.shape[0], hidden.shape[1])
-            self._tails = torch.zeros(size, dtype=hidden.dtype, device=self._device)
         self._take_admissions(step, is_cold=False)
         tables = self._batches.tables(step.batch.padded)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
                                        num_wanted=step.most)
-        if hidden is not None and self._tails is not None:  # before the forward, which may write into the hidden states
+        if hidden is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
         first, last = self._cached.bind(view), passes.keys.last
@@ -207,7 +206,7 @@ class AutoregressiveDrafter(NetworkDrafter):
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
         """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten."""
         own = self._state
-        hidden = None if self._tails is None else self._tails[tail_page]
+        hidden = self._tails[tail_page] if self._first_slot else None
         single = self._batches.admitted(step, requests, rows)
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)
         cells = find_cells(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)

@@ -37,6 +37,7 @@ class ChainedDrafter(AutoregressiveDrafter):
         super().__init__(name, modules[0], max_drafts)
         self._modules = list(modules)
         self._last = len(modules) - 1
+        self._tail_shape = (len(modules), self.network.hidden_size)
         self.attention_layers = tuple(layer for module in modules for layer in module.attention_layers)
 
     def modules(self) -> list[LayeredModule]:
@@ -55,9 +56,7 @@ class ChainedDrafter(AutoregressiveDrafter):
         super().bind(cached, limits, num_pages, device)
         self._state = replace(self._state, first_slot=len(self._modules))  # from here on all modules have slots
         size, dtype = self.network.hidden_size, self._modules[0].dtype
-        # What each module consumes at the slot after a page's last one, and at the next slot of a row.
-        self._page_tails = torch.zeros(num_pages, len(self._modules), size, dtype=dtype, device=device)
-        self._tails = self._page_tails
+        # The hidden states that each module but the first consumes at the next slot of a row.
         self._carried = torch.zeros(limits.extent(Axis.ROWS), self._last, size, dtype=dtype, device=device)
 
     def propose(self, step: Step) -> Drafts:
@@ -88,7 +87,7 @@ class ChainedDrafter(AutoregressiveDrafter):
         carried = self._carried[view.rows]  # [requests, modules - 1, hidden]
         for module in range(len(self._modules)):
             # Before the forward, which may write into the hidden states.
-            self._page_tails[:, module].index_put_((passes.tail_page,), hidden)
+            self._tails[:, module].index_put_((passes.tail_page,), hidden)
             output = self._run(module, view, hidden)
             latest[module] = output[passes.keys.last]
             if module < self._last:
