@@ -181,7 +181,7 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
     with status_line("measuring what steps cost"):
-        costs = measure_costs(step, limits, runner if isinstance(runner, CudaRunner) else None)
+        costs = measure_costs(step, limits, runner.graphs if isinstance(runner, CudaRunner) else None)
     log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
@@ -197,7 +197,7 @@ def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
         return UnboundedSteps()
     max_seconds = config.max_step_ms * 1e-3
     with status_line("measuring what steps with prompts cost"):
-        costs = measure_mixed_costs(step, limits, runner, max_seconds, takes_checkpoints=takes_checkpoints)
+        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds, takes_checkpoints=takes_checkpoints)
     log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)

@@ -17,7 +17,6 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
-from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_TOKENS, MEASURED_UNCAPTURED
 from outrider.runner.graphs.warm_up import dead_batch
@@ -29,35 +28,32 @@ SAMPLE_BYTES = 1 << 30  # of the pool, read to learn how fast it is
 
 
 @torch.inference_mode()
-def measure_costs(step: DeviceStep, limits: Limits, runner: CudaRunner | None = None,
+def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = None,
                   sizes: Sequence[int] | None = None) -> StepCosts:
-    k = limits.max_drafts
-    most = min(limits.max_requests * (1 + k), limits.max_batched_tokens)
+    """graphs: those of the steps, if they are captured. sizes: token counts to measure, if not the usual ones."""
+    most = min(limits.max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
-        few = MEASURED_CAPTURED if runner is not None else MEASURED_UNCAPTURED
+        few = MEASURED_CAPTURED if step.state.device.type == "cuda" else MEASURED_UNCAPTURED
         sizes = sorted({size for size in (*few, *MEASURED_TOKENS) if size < most} | {most})
-    seconds = [_seconds(step, limits, runner, size, propose=0) for size in sizes]
+    seconds = [_seconds(step, limits, graphs, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
-    is_padded = runner is not None and runner.graphs is not None
     drafting: list[DraftCost] = []
     if step.drafter is not None and step.drafter.attention_layers:
-        plain = dict(zip(sizes, seconds, strict=True))
-        counts = [1]
-        if is_padded:
+        plain, counts = dict(zip(sizes, seconds, strict=True)), [1]
+        if graphs is not None:
             counts = sorted({*(n for n in DRAFTING_REQUESTS if n < limits.max_requests), limits.max_requests})
-        drafting = [_drafting(step, limits, runner, n, plain.get(n)) for n in counts]
+        drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
-    loads = (0.0, 0.0, 0.0)
-    if runner is not None and runner.graphs is not None:
-        loads = sampler_costs(step, runner.graphs)
-    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, loads, is_padded)
+    loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
+    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, loads,
+                     is_padded=graphs is not None)
 
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
     """Seconds that the sampler adds for one logit row, by load: with the null row, whose dead tokens these are, as if a
-    request with a temperature, then with a top-p too, had it. Not with a top-k, which is
-    slow where all logits are equal, as those of dead tokens may be."""
+    request with a temperature, then with a top-p too, had it. Not with a top-k, which is slow where all logits are
+    equal, as those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
     plain = graphs.keys.shortened(GraphKey(requests, requests, 0, False))
     full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
@@ -74,13 +70,12 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
     return 0.0, max(0.0, draw - greedy) / requests, max(0.0, searched - greedy) / requests
 
 
-def _drafting(step: DeviceStep, limits: Limits, runner: CudaRunner | None, requests: int,
-              plain: float | None) -> DraftCost:
-    k = limits.max_drafts
-    if plain is None:
-        plain = _seconds(step, limits, runner, requests, propose=0)
-    one, all_drafts = (_seconds(step, limits, runner, requests, propose) - plain for propose in (1, k))
-    return DraftCost(requests, max(0.0, one), max(0.0, (all_drafts - one) / max(1, k - 1)))
+def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, requests: int,
+              plain: dict[int, float]) -> DraftCost:
+    """plain: seconds of steps without a proposal, by their tokens, as far as they are known."""
+    without = plain[requests] if requests in plain else _seconds(step, limits, graphs, requests, propose=0)
+    one, most = (_seconds(step, limits, graphs, requests, propose) - without for propose in (1, limits.max_drafts))
+    return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, limits.max_drafts - 1)))
 
 
 def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
@@ -100,13 +95,13 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     return reading, 2 * row_bytes * seconds
 
 
-def _seconds(step: DeviceStep, limits: Limits, runner: CudaRunner | None, tokens: int, propose: int) -> float:
+def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, propose: int) -> float:
     """The best of a few runs of a step of `tokens` token rows."""
     requests, device = min(tokens, limits.max_requests), step.state.device
-    if runner is not None and runner.graphs is not None:
+    if graphs is not None:
         tokens = -(-tokens // requests) * requests
-        key = runner.graphs.keys.shortened(GraphKey(requests, tokens, propose, tokens > requests))
-        with runner.graphs.borrowed(key) as captured:
+        key = graphs.keys.shortened(GraphKey(requests, tokens, propose, tokens > requests))
+        with graphs.borrowed(key) as captured:
             return best_seconds(lambda: captured.replay(lambda: None), device)
     lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]
     batch = dead_batch(lens, max(lens) - 1, limits.max_len, num_pending=limits.max_drafts)

@@ -14,8 +14,8 @@ import torch
 from outrider.core import Limits
 from outrider.core.costs import MEASURED_BOUNDS, MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
+from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.costs import best_seconds, read_costs
-from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.graphs.warm_up import run_dead
@@ -27,11 +27,11 @@ CALLS = 4  # of a kernel between two looks at the clock
 
 
 @torch.inference_mode()
-def measure_mixed_costs(step: DeviceStep, limits: Limits, runner: CudaRunner, max_seconds: float, *,
+def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, max_seconds: float, *,
                          takes_checkpoints: bool) -> MixedStepCosts:
     """Costs of steps with prompts that are to take no more than `max_seconds`."""
     def seconds_of(size: int) -> float:
-        return best_seconds(_step_of(step, limits, runner, size, takes_checkpoints), step.state.device)
+        return best_seconds(_step_of(step, limits, graphs, size, takes_checkpoints), step.state.device)
 
     useful = useful_sizes(seconds_up_to(max_seconds, mixed_sizes(GraphSizes.from_limits(limits)), seconds_of))
     reading, row_seconds = read_costs(step)
@@ -64,14 +64,14 @@ def mixed_sizes(sizes: GraphSizes) -> list[int]:
     return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
 
 
-def _step_of(step: DeviceStep, limits: Limits, runner: CudaRunner, tokens: int,
+def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int,
              takes_checkpoints: bool) -> Callable[[], None]:
     """Runs a step of so many token rows, with all that a step with prompts may have."""
-    if runner.graphs is None:
+    if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
-    captured = runner.graphs.get(GraphKey(limits.max_requests, tokens, limits.max_drafts, limits.max_drafts > 0,
-                                          takes_checkpoints, has_prompts=True))
+    captured = graphs.get(GraphKey(limits.max_requests, tokens, limits.max_drafts, limits.max_drafts > 0,
+                                   takes_checkpoints, has_prompts=True))
     return lambda: captured.replay(lambda: None)
 
 
