@@ -19,7 +19,7 @@ EVERY_LENGTH = sys.maxsize  # tokens: more than any context has
 class Mixer(ABC):
     """Layers of one kind, with their views of the pool and their backend."""
 
-    whole_len: int = EVERY_LENGTH  # in tokens: behind shorter contexts the layers do less than behind longer ones
+    whole_len: int = EVERY_LENGTH  # tokens of the longest context with which the layers do less than with longer ones
 
     @abstractmethod
     def __init__(self, layers: Sequence[Any], pool: DevicePool, backend: Any) -> None: ...

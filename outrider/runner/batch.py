@@ -64,7 +64,7 @@ class CapturedShape(StepExtents):
     """Extents of a captured step, which serves every batch that fits. Only here is the worst-case length bound made."""
 
     queries: DecodeQueries | MixedQueries
-    known: DecodeQueries | MixedQueries  # of the known tokens alone
+    known: DecodeQueries | MixedQueries  # the host's knowledge of the known tokens alone
     max_length: LengthBound
     max_pending: int  # accepted drafts that a row may have to fold
     takes_checkpoints: bool  # every request may write one checkpoint

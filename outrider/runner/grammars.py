@@ -75,7 +75,7 @@ class RowText(NamedTuple):
 
     is_alive: bool
     known: int  # tokens
-    last: list[int]  # as many tokens as a run can have, up to the last known one
+    last: list[int]  # the last known tokens, as many as a run can have
     drafts: list[int]
 
 
@@ -118,7 +118,7 @@ class GrammarRows:
         of this step's logit rows. Masks after a draft that is not allowed are left as they are: no run gets there."""
         wanted: list[tuple[Matcher, list[int], int]] = []
         cells: list[int] = []
-        lengths: list[tuple[RowGrammar, int]] = []  # of the text before each mask
+        lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
         for (row, num_drafts), text in zip(self._drafting(batch), self._read(), strict=True):
             if not text.is_alive:
                 continue

@@ -26,10 +26,10 @@ MIB = 1 << 20
 class StepMemory:
     """Memory that steps take beside weights and pages, as `runner.graphs.warm_up` measured and estimated it."""
 
-    activation_bytes: int = 0  # of the largest step
-    state_bytes: int = 0  # of rows, but for recurrent layers
-    graph_bytes: int = 0  # of captured steps, estimated
-    page_extra_bytes: int = 0  # that a drafter keeps with every page
+    activation_bytes: int = 0  # memory of the largest step
+    state_bytes: int = 0  # memory of rows, without that of recurrent layers
+    graph_bytes: int = 0  # estimated memory of captured steps
+    page_extra_bytes: int = 0  # memory that a drafter keeps with every page
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class MemoryPlan:
     weight_bytes: int
     packed_bytes: int
     padding: float
-    tokens: int  # of context the pool can hold in requests of max_len
+    tokens: int  # context tokens that the pool can hold in requests of max_len
     rows: RowCapacity  # what recurrent layers keep for one request
     num_rows: int
     max_drafts: int

@@ -32,9 +32,9 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
-        self._num_logprobs: dict[int, int] = {}  # of rows that report any
-        self._prompt_lens: dict[int, int] = {}  # of rows that report log-probabilities of their prompts
-        self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # of rows that report hidden states, and their lengths
+        self._num_logprobs: dict[int, int] = {}  # by row that reports any
+        self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
+        self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
     def admit(self, admissions: list[Admission]) -> None:
         for admission in admissions:
@@ -116,7 +116,7 @@ class RowState:
         not reach the pages of its last owner."""
         if not admissions:
             return
-        cells: list[torch.Tensor] = []  # of `tokens`
+        cells: list[torch.Tensor] = []  # indices of the admitted tokens in `self.tokens`
         tokens: list[int] = []
         for admission in admissions:
             start = admission.row * self.tokens.shape[1]

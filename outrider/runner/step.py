@@ -72,7 +72,7 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     propose: int
     checkpoints: CheckpointPlan = NoCheckpoints()
-    spans: Spans = NO_SPANS  # of the padded tokens
+    spans: Spans = NO_SPANS  # marked spans of the padded tokens
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class DeviceResult:
     checkpoints: CheckpointPlan
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
-    params: list[SamplingParams] | None = None  # of the scheduled requests, where log-probabilities are reported
+    params: list[SamplingParams] | None = None  # of the scheduled requests, if log-probabilities are reported
     hidden: HiddenRows | None = None
 
 
@@ -120,8 +120,8 @@ class DeviceStep:
         self._exact = exact
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
-        self._folded = recurrent.nothing  # by the last host writes
-        self.clock: NoClock = NO_CLOCK  # of the step that runs
+        self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
+        self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DECAY = 0.9  # of one request's counts, per observation
-SHARED_DECAY = 0.999  # of the counts over all requests
+DECAY = 0.9  # factor on one request's counts, per observation
+SHARED_DECAY = 0.999  # factor on the counts over all requests, per observation
 PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
-FORGETTING = 0.95  # of a request's counts, per step without drafts
+FORGETTING = 0.95  # factor on a request's counts, per step without drafts
 PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
 
 
@@ -26,7 +26,7 @@ class Rates:
 
     def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
         """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
-        tried, hit = self.tried, self.hit  # of every request, every step: plain statements are the fastest
+        tried, hit = self.tried, self.hit  # runs for every request in every step: plain statements are fastest
         for j in range(min(accepted + 1, drafted, len(tried))):
             tried[j] = tried[j] * decay + 1
             hit[j] = hit[j] * decay + (j < accepted)

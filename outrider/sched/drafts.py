@@ -98,7 +98,7 @@ class UniformDraftDepth:
 
     def __init__(self, k: int) -> None:
         self._k = k
-        self.proposed = 0  # by the last step
+        self.proposed = 0  # drafts that the last step proposed
         self._tried = 0  # drafts that the last step proposed for a try
         self._since = 0  # steps since the last try
 
@@ -135,7 +135,7 @@ class UniformDrafts(_LearningDrafts):
         gains = [self._gains(request, is_exact=False) for request in requests]
         expected = list(map(sum, zip_longest(*gains, fillvalue=0.0)))  # accepted at each place, over all requests
         reading = self._costs.read([request.bound.at_most for request in requests])
-        sampling = self._costs.sample([request.sampler_load for request in requests])  # of one logit row of each
+        sampling = self._costs.sample([request.sampler_load for request in requests])  # one logit row each
         tokens = float(count)
         best, best_rate = 0, tokens / (self._costs.step(count, count) + reading + sampling) * MIN_GAIN
         for depth, gain in enumerate(expected, start=1):

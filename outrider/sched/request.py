@@ -55,7 +55,7 @@ class RequestInput:
 @dataclass(slots=True)
 class RequestStats:
     num_preemptions: int = 0
-    num_hit_tokens: int = 0  # of its last admission
+    num_hit_tokens: int = 0  # prefix-cache tokens of its last admission
     num_steps: int = 0  # steps that yielded a run
     num_drafted: int = 0
     num_accepted: int = 0
@@ -85,7 +85,7 @@ class Request:
         self.settled = Settled()
         self.bound = Bound()
         self.admitted_len = 0  # known tokens when it was last admitted
-        self.folded = 0  # of the settled tokens, those that recurrent states have seen: the last drafts accepted wait
+        self.folded = 0  # settled tokens that recurrent states have seen; the last accepted drafts wait
         self.num_pending = 0  # drafts of its last scheduled step, of which some may be accepted and wait
         self.in_flight_samples = 0  # steps in flight that each yield at least one token
         self.unsettled = 0  # tokens scheduled in steps in flight

@@ -66,7 +66,7 @@ class Scheduler:
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
         self._running: list[Request] = []
-        self._num_with_form = 0  # of those, the ones that ask for structured output
+        self._num_with_form = 0  # running requests that ask for structured output
         self._requests: dict[int, Request] = {}
         self._suspects = Suspects()
         self._generation = generation
@@ -360,7 +360,7 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish, early: bool = True) -> None:
         request.finish = finish
         if request.state is State.RUNNING:
-            if finish is not Finish.ERROR:  # what a failed step left behind is nobody's prefix
+            if finish is not Finish.ERROR:  # pages that a failed step wrote are published to nobody
                 is_exact = not early or request.unsettled == 0
                 self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=is_exact)
             self._release(request)

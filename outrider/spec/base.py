@@ -43,7 +43,7 @@ class HiddenReads(enum.IntEnum):
     """Which of a step's final hidden states a drafter reads. The others need not be computed."""
 
     NOTHING = 0
-    LAST = 1  # of each request's last computed token, by `Step.last_final`
+    LAST = 1  # the state of each request's last computed token, by `Step.last_final`
     ALL = 2
 
 

@@ -116,7 +116,7 @@ class ChosenPositions:
     def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
         """counters: for each indexer of the pass, see `kernels.latent.choose_positions`; or for none of them."""
         self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
-        self.kept: VisibleRanges | None = None  # of the earlier drafting pass that chose; indexers then leave it
+        self.kept: VisibleRanges | None = None  # contexts of the earlier pass whose choice indexers keep
         self._counters = iter(counters)
 
     def take_counters(self) -> torch.Tensor | None:

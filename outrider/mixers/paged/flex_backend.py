@@ -42,7 +42,7 @@ MOST_COMPILED = 64  # kinds of layers and tiles that are compiled in one process
 class FlexExtents:
     """Sizes of one group's index buffer."""
 
-    tiles: int  # of queries in one step
+    tiles: int  # query tiles of one step
     columns: int  # pages of one request, and a last column that is never filled: kernels read one index ahead
 
     @classmethod
@@ -115,7 +115,7 @@ class Plan:
     page_table: torch.Tensor
     slots: torch.Tensor
     tiles: QueryTiles
-    marks: QueryMarks  # of each query; the position of a dead one is -1
+    marks: QueryMarks  # marks of each query; a dead query has position -1
     key_starts: torch.Tensor  # [tiles * size] first key that a query sees
     page_column: torch.Tensor  # [pages of the pool] column of each page in the page table of the request that has it
     num_pages: torch.Tensor  # [tiles] pages with keys that a tile may see

@@ -52,7 +52,7 @@ class HostPrefill:
     more_than: int  # tokens that each of them has, and none of the others
 
     def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
-        if isinstance(config, HopperConfig):  # which takes seconds to compile: one variant, for captured steps too
+        if isinstance(config, HopperConfig):  # slow to compile: the variant of captured steps serves here too
             return DevicePrefill(self.more_than).tiles(view, heads, config)
         return query_tiles(self.lens, *heads, view.query_starts_int32.device, config=config)
 

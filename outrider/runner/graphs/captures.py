@@ -76,12 +76,12 @@ class StepGraphs:
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
-        self._loaded: set[GraphKey] = set()  # whose kernels have been launched
+        self._loaded: set[GraphKey] = set()  # keys whose kernels have been launched
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
         self._goes_ahead = True
         self._usual: list[GraphKey] = []  # to be captured while nobody waits, though nobody has met them
-        self._stand_ins: dict[GraphKey, _StandIn] = {}  # of missed keys, until the next capture
+        self._stand_ins: dict[GraphKey, _StandIn] = {}  # how keys without a graph run, until the next capture
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -269,7 +269,7 @@ class StepGraphs:
                 try:
                     result = run()
                 except BaseException:
-                    with suppress(RuntimeError):  # what ended the capture is the error that matters
+                    with suppress(RuntimeError):  # the error that ended the capture is the one to raise
                         graph.capture_end()
                     raise
                 graph.capture_end()

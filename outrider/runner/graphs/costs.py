@@ -24,7 +24,7 @@ from outrider.runner.step import DeviceStep, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 REPEATS = 3
-SAMPLE_BYTES = 1 << 30  # of the pool, read to learn how fast it is
+SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast reading is
 
 
 @torch.inference_mode()

@@ -37,7 +37,7 @@ log = logging.getLogger("outrider")
 class PendingStep(Future[StepResult]):
     """A queued step. `result()` waits for its copy to the host and reads it."""
 
-    settle: Callable[[StepResult], StepResult] | None = None  # what the host does with a result before it goes out
+    settle: Callable[[StepResult], StepResult] | None = None  # how the host changes a result before it goes out
 
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class CudaRunner:
             with self._generations.running(batch):
                 return self._queue(batch)
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()  # what the step had taken may lie in pieces that serve nobody
+            torch.cuda.empty_cache()  # the step's memory may lie in pieces too small for anybody
             return _failed(StepOutOfMemory(error))
         except StepCancelled as error:
             return _failed(error)

@@ -17,14 +17,14 @@ PATIENCE = 1.0  # times a capture's duration that must be lost before it
 DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each other
 PAUSE = 20  # times a capture's duration in which no other is made while requests run
 LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
-DRAFT_SECONDS = 0.3e-3  # of one more draft, roughly
-LENGTH_SECONDS = 0.1e-3  # that a step behind short contexts takes longer on a graph for long ones, roughly
+DRAFT_SECONDS = 0.3e-3  # rough cost of one more draft
+LENGTH_SECONDS = 0.1e-3  # rough loss of a step with short contexts on a graph for long ones
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    launch_seconds: float = 0.0  # of the host, for a step of any size
-    token_seconds: float = 0.0  # of the device, for each token of a large step
+    launch_seconds: float = 0.0  # the host's time to launch a step of any size
+    token_seconds: float = 0.0  # the device's time for each token of a large step
 
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
         """Seconds that a step takes longer on the wider graph. Where there are prompts, requests are logits besides."""
@@ -42,7 +42,7 @@ class Losses:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times = StepTimes()
-        self.capture_seconds = 0.0  # that a capture is expected to take
+        self.capture_seconds = 0.0  # how long the next capture is expected to take
         self._clock = clock
         self._lost: defaultdict[GraphKey, float] = defaultdict(float)
         self._next = 0.0  # time before which nothing is due

@@ -22,8 +22,8 @@ from outrider.runner.graphs.warm_up import run_dead
 from outrider.runner.step import DeviceStep
 
 CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
-LEAST_TOKENS = 64  # of the smallest step that is measured
-CALLS = 4  # of a kernel between two looks at the clock
+LEAST_TOKENS = 64  # tokens of the smallest step that is measured
+CALLS = 4  # calls of a kernel between two looks at the clock
 
 
 @torch.inference_mode()

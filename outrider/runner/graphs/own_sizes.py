@@ -26,7 +26,7 @@ MARGIN = 2.0  # times the launches' duration that the device must take
 
 @dataclass(frozen=True)
 class OwnSizes:
-    least_tokens: float = math.inf  # of a step that may run uncaptured
+    least_tokens: float = math.inf  # tokens of the smallest step that may run uncaptured
 
     @classmethod
     def from_times(cls, times: StepTimes) -> OwnSizes:
@@ -53,7 +53,7 @@ def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> St
     shape, plan = graphs.keys.shape(small), graphs.keys.plan(small)
     ints = empty_packet(shape, step.state.device)
     launches = []
-    for _ in range(2):  # what the first launch of this size loads is no part of a later one
+    for _ in range(2):  # the first launch of a size also loads kernels, which later ones do not
         start = time.perf_counter()
         step.whole(shape, ints, plan)
         launches.append(time.perf_counter() - start)

@@ -21,10 +21,10 @@ MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 9, 17, 65)  # both sides of the steps t
 class GraphSizes:
     """Padded sizes of captured steps, each list in ascending order and ending with the most there may be."""
 
-    requests: list[int]  # of steps that decode
-    at_start: list[int]  # of those, the ones captured at start-up; the others wait until they are met often
-    full_at_start: list[int]  # of those, the ones captured with all sampling parameters
-    prompt_requests: list[int]  # of steps with prompts
+    requests: list[int]  # request counts of decode steps
+    at_start: list[int]  # the request counts captured at start-up; the others are captured once they are met often
+    full_at_start: list[int]  # the counts of `at_start` that are also captured with all sampling parameters
+    prompt_requests: list[int]  # request counts of steps with prompts
     prompt_tokens: list[int]  # padding costs time there, so it is an eighth at most; few tokens cost what weights cost
 
     @classmethod

@@ -23,8 +23,8 @@ from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, Step
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 
-GRAPH_MIB = 3  # of one captured step's nodes, as seen with some 400 kernels
-LATER_GRAPHS = 100  # that a server usually meets
+GRAPH_MIB = 3  # memory of one captured step's nodes, as seen with some 400 kernels
+LATER_GRAPHS = 100  # graphs captured after start-up that memory is planned for
 LONG_QUERY = 40  # a prompt, in tiles
 LONG_RUN = 160  # a prompt whose chunks recurrent layers compute side by side
 FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS = 1, 3, 32
@@ -64,7 +64,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
         state = torch.cuda.memory_reserved(device) - before
         most = compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None,
                              takes_checkpoints=takes_checkpoints)
-        if step.backend.skips_collected:  # what it skipped takes memory too
+        if step.backend.skips_collected:  # attention, which the backend skipped, takes memory too
             with step.model.one_layer_each():  # layers take memory one after the other
                 most = run_largest(step, limits)
     activations = most - before - state
