@@ -1,4 +1,4 @@
-"""Admission: how many samples may be in the engine at once, and what one that came too late is told.
+"""QueueBound: how many samples may be in the engine at once, and what a request that came too late is told.
 
 The queue is bounded by samples, because a request for n samples takes n rows. Counted here, in the event loop, so that
 a request is refused before anything is tokenized for it.
@@ -15,7 +15,7 @@ from outrider.server.errors import ApiError
 MAX_WAIT = 60  # seconds, the most that Retry-After says
 
 
-class Admission:
+class QueueBound:
     def __init__(self, max_queued: int) -> None:
         self.num_live = 0  # samples of requests that have not been answered
         self.num_refused = 0

@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.pooling import RequestParams
 from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
-from outrider.server.admission import Admission
+from outrider.server.admission import QueueBound
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Ask, Increments, generate
@@ -35,7 +35,7 @@ class Service:
         self.host = host
         self.config = config
         self.model_names = tuple(model_names)
-        self.admission = Admission(config.max_num_queued_reqs)
+        self.admission = QueueBound(config.max_num_queued_reqs)
         self.metrics = ServerMetrics(self.model_names[0], tracing)
         self._chat_template = chat_template
         self._created = int(time.time())

@@ -20,7 +20,7 @@ TESTS = [
 def apply() -> None:
     commit = RecurrentRows.commit
 
-    def commit_all(self: RecurrentRows, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor | None:
+    def commit_all(self: RecurrentRows, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor:
         return commit(self, step, num_accepted if step is None else step.counts.num_drafts)
 
     RecurrentRows.commit = commit_all  # type: ignore[method-assign]

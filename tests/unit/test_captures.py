@@ -12,14 +12,14 @@ from outrider.core import StepForm, Uncaptured
 from outrider.runner.graphs import captures
 from outrider.runner.graphs.captures import LONG_QUIET, MOST_LATER, QUIET, StepGraphs
 from outrider.runner.graphs.keys import GraphKey
-from outrider.runner.graphs.losses import LONG, PAUSE, Losses, StepTimes
+from outrider.runner.graphs.losses import LONG, PAUSE, Losses, LossRates
 from tests.unit.test_graph_keys import graphs as make_keys
 
 WIDE, OWN, OTHER = (GraphKey(requests, requests, 0, False) for requests in (64, 40, 24))
 SPLIT = replace(OWN, form=StepForm.SPLIT)
 WIDE_PROMPT, PROMPT, LARGE = (GraphKey(64, tokens, 0, False, has_prompts=True) for tokens in (256, 192, 512))
 SHORT = 0.01  # seconds of a capture
-TIMES = StepTimes(launch_seconds=SHORT, token_seconds=35e-6)
+TIMES = LossRates(launch_seconds=SHORT, token_seconds=35e-6)
 
 
 class Clock:

@@ -17,7 +17,7 @@ from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
-from outrider.runner.graphs.losses import StepTimes
+from outrider.runner.graphs.losses import LossRates
 from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
@@ -75,7 +75,7 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
 
 def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     """Where launches take 10 ms and a token 0.01 ms, from 2000 tokens on, unless there is little padding to save."""
-    sizes, key = OwnSizes.from_times(StepTimes(10e-3, 10e-6)), GraphKey(4, 4096, 0, False, has_prompts=True)
+    sizes, key = OwnSizes.from_times(LossRates(10e-3, 10e-6)), GraphKey(4, 4096, 0, False, has_prompts=True)
     for num_tokens, own in ((3500, 3520), (3968, 3968), (2000, 2048)):
         assert sizes.key_for(key, num_tokens) == replace(key, tokens=own)
     assert sizes.key_for(key, 3969) is None and sizes.key_for(key, 1999) is None
@@ -188,7 +188,7 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
         wide = made.wider(key, at_start)
         assert wide is not None and wide.longest == 37 and made.wider(usual, at_start) is None
         assert made.wider(key, {usual, key}) == key and made.wider(usual, {key}) is None
-        assert StepTimes().of_padding(key, usual) > 0 == StepTimes().of_padding(key, key)
+        assert LossRates().of_padding(key, usual) > 0 == LossRates().of_padding(key, key)
         assert made.wider(usual, set(later)) is not None, "there once nobody has waited for a while"
     assert {key.longest for key in at_start} == {37} and not at_start & set(later)
     plain = GraphKeys(LIMITS, drafter, takes_parameters=True)

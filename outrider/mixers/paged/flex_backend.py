@@ -63,7 +63,7 @@ def most_columns(group: Group, tile: int) -> int:
 
 
 @dataclass(frozen=True)
-class QueryTiles:
+class TokenTiles:
     """Token rows in tiles of one request each. Rows of a tile without a token are dead, and so are dead tokens."""
 
     size: int
@@ -74,7 +74,7 @@ class QueryTiles:
     token_is_live: torch.Tensor  # [tokens]
 
     @classmethod
-    def from_view(cls, view: BatchView) -> QueryTiles:
+    def from_view(cls, view: BatchView) -> TokenTiles:
         size, num_tiles = tile_counts(view)
         lens = view.query_starts.diff()
         per_request = (lens + size - 1) // size
@@ -114,7 +114,7 @@ class Plan:
     group: Group
     page_table: torch.Tensor
     slots: torch.Tensor
-    tiles: QueryTiles
+    tiles: TokenTiles
     marks: QueryMarks  # marks of each query; a dead query has position -1
     key_starts: torch.Tensor  # [tiles * size] first key that a query sees
     page_column: torch.Tensor  # [pages of the pool] column of each page in the page table of the request that has it
@@ -151,7 +151,7 @@ class FlexBackend(Backend):
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
         assert self._page_column is not None, "attach comes first"
-        tiles, table = QueryTiles.from_view(view), view.page_table(group)
+        tiles, table = TokenTiles.from_view(view), view.page_table(group)
         positions = torch.where(tiles.is_live, view.positions[tiles.token_rows], -1)
         none = torch.zeros_like(positions)
         marks = QueryMarks(positions, none, none)
@@ -199,7 +199,7 @@ class FlexBackend(Backend):
         by_token = out[0].transpose(0, 1)[tiles.place].reshape(-1, layer.num_heads * layer.head_dim)
         return torch.where(tiles.token_is_live[:, None], by_token, 0)
 
-    def _pages(self, view: BatchView, group: Group, tiles: QueryTiles, marks: QueryMarks, key_starts: torch.Tensor,
+    def _pages(self, view: BatchView, group: Group, tiles: TokenTiles, marks: QueryMarks, key_starts: torch.Tensor,
                table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages whose keys a tile's queries may see: from the first to the last key of any."""
         window, size = group.spec.visible_tokens, tiles.size

@@ -22,7 +22,9 @@ LENGTH_SECONDS = 0.1e-3  # rough loss of a step with short contexts on a graph f
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class LossRates:
+    """Measured times from which a step's loss without a graph of its own is estimated."""
+
     launch_seconds: float = 0.0  # the host's time to launch a step of any size
     token_seconds: float = 0.0  # the device's time for each token of a large step
 
@@ -41,7 +43,7 @@ class Losses:
     """Seconds that steps have lost so far because they lacked a graph, by the key of that graph."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.times = StepTimes()
+        self.times = LossRates()
         self.capture_seconds = 0.0  # how long the next capture is expected to take
         self._clock = clock
         self._lost: defaultdict[GraphKey, float] = defaultdict(float)

@@ -16,7 +16,7 @@ import torch
 from outrider.kernels.packet import empty_packet
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey
-from outrider.runner.graphs.losses import StepTimes
+from outrider.runner.graphs.losses import LossRates
 from outrider.runner.step import DeviceStep
 
 ROUND_TO = 64  # tokens: kernels are compiled for multiples of 16, and products have tiles of this many rows
@@ -29,7 +29,7 @@ class OwnSizes:
     least_tokens: float = math.inf  # tokens of the smallest step that may run uncaptured
 
     @classmethod
-    def from_times(cls, times: StepTimes) -> OwnSizes:
+    def from_times(cls, times: LossRates) -> OwnSizes:
         return cls(MARGIN * times.launch_seconds / times.token_seconds)
 
     def key_for(self, key: GraphKey, num_tokens: int) -> GraphKey | None:
@@ -40,7 +40,7 @@ class OwnSizes:
         return replace(key, tokens=own)
 
 
-def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> StepTimes:
+def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> LossRates:
     """Times a replay of the largest step, and the launches of a small one."""
     captured = graphs.get(largest)
     torch.cuda.synchronize()
@@ -58,4 +58,4 @@ def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> St
         step.whole(shape, ints, plan)
         launches.append(time.perf_counter() - start)
         torch.cuda.synchronize()
-    return StepTimes(min(launches), device_seconds / largest.tokens)
+    return LossRates(min(launches), device_seconds / largest.tokens)
