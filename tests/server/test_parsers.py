@@ -114,6 +114,34 @@ def test_random_mixtures_of_markers_never_fail_and_do_not_depend_on_cuts(tools: 
     assert parsed(tools, thoughts, cut(text, places)) == parsed(tools, thoughts, [text])
 
 
+@pytest.mark.parametrize(("tools", "text", "expected"), [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', None),
+    ("llama3_json", '{"name": "", "arguments": {}}', None),
+    ("pythonic", "[f(x=1e999)]", None),
+    ("pythonic", "[f(x={1})]", None),
+    ("qwen3_coder", "<function=f>\n<parameter=days>\nNaN\n</parameter>\n</function>", {"days": "NaN"}),
+    ("gemma4", "<|tool_call>call:f{days:Infinity}<tool_call|>", {"days": "Infinity"}),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', {"x": "\ud83d"}),
+])  # fmt: skip
+def test_arguments_are_json_that_every_client_reads(tools: str, text: str, expected: dict[str, Any] | None) -> None:
+    """No NaN, and no half of a character, which no client could encode again. Else the text stays content."""
+    parser = output_parser(tools, None, schemas=SCHEMAS)
+    assert parser is not None
+    events = parser.feed(text) + parser.finish()
+    assert shape(events) == [("content", text) if expected is None else ("call", "f", expected)]
+    assert all(event.arguments.encode() for event in events if isinstance(event, Call))
+
+
+@pytest.mark.parametrize("properties", [None, [], "x", 5])
+def test_a_schema_may_be_anything(properties: object) -> None:
+    """The schemas come from a client; in a chat without forced calls nobody compiles them."""
+    parser = output_parser("qwen3_coder", None, schemas={"f": {"properties": properties}})
+    assert parser is not None
+    events = parser.feed("<function=f>\n<parameter=days>\n3\n</parameter>\n</function>") + parser.finish()
+    assert shape(events) == [("call", "f", {"days": 3})]
+
+
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
     expected = [("reasoning", "hm"), ("content", "yes")]
     assert parsed("hermes", "deepseek_r1", ["hm</thi", "nk>yes"], prompt_end="<|Assistant|><think>\n") == expected

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from outrider.server.parsers.machine import Call, CallRegion, ReasoningRegion, Schemas
+from outrider.server.parsers.machine import Call, CallRegion, ReasoningRegion, Schemas, read_json
 
 QUOTE = '<|"|>'
 _WORD = re.compile(r"[^,:{}\[\]]+")
@@ -21,7 +20,7 @@ def parse_gemma4(body: str, schemas: Schemas) -> list[Call]:
     arguments = reader.value(0)
     if body[reader.place:].strip():
         raise ValueError("text after the call")
-    return [Call(found[1], json.dumps(arguments, ensure_ascii=False))]
+    return [Call.from_values(found[1], arguments)]
 
 
 class _Values:
@@ -43,7 +42,7 @@ class _Values:
             return [item for _, item in self._items("]", depth, is_object=False)]
         word = self._word()
         try:
-            return json.loads(word)
+            return read_json(word)
         except ValueError:
             return word
 

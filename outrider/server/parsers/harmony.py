@@ -20,7 +20,7 @@ def parse_harmony(body: str, schemas: Schemas) -> list[Call]:
     arguments = json.loads(found[2] or "{}")
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
-    return [Call(found[1], json.dumps(arguments, ensure_ascii=False))]
+    return [Call.from_values(found[1], arguments)]
 
 
 HARMONY_CALLS = (CallRegion("<|channel|>commentary to=functions.", "<|call|>", parse_harmony),

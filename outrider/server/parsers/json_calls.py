@@ -21,7 +21,7 @@ def call_from(value: Any) -> Call:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call.from_values(value["name"], arguments)
 
 
 def parse_one(body: str, schemas: Schemas) -> list[Call]:
@@ -56,10 +56,7 @@ def _pythonic(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
         raise ValueError("no call")
     arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
-    try:
-        return Call(node.func.id, json.dumps(arguments, ensure_ascii=False))
-    except TypeError as error:  # a set, bytes
-        raise ValueError("no JSON") from error
+    return Call.from_values(node.func.id, arguments)
 
 
 def parse_mistral(body: str, schemas: Schemas) -> list[Call]:

@@ -9,6 +9,7 @@ text was cut. White space around markers belongs to nobody. A body that is no va
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,33 @@ class Call(NamedTuple):
     name: str
     arguments: str  # a JSON object
 
+    @classmethod
+    def from_values(cls, name: str, arguments: Mapping[str, Any]) -> Call:
+        """Raises ValueError where there is no name, or where a value is not JSON: a set, bytes, NaN."""
+        if not name:
+            raise ValueError("a call names its function")
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except TypeError as error:
+            raise ValueError("no JSON") from error
+        except UnicodeEncodeError:  # half of a character that is written as two escapes
+            text = json.dumps(arguments, allow_nan=False)
+        return cls(name, text)
+
 
 Event = Content | Reasoning | Call
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: the JSON schema of its parameters
 ParseCalls = Callable[[str, Schemas], list[Call]]  # raises ValueError for a body that is no call
+
+
+def read_json(text: str) -> Any:
+    """As `json.loads`, which takes NaN and Infinity too, though they are not JSON."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True)

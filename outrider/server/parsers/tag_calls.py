@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from outrider.server.parsers.machine import Call, CallRegion, Schemas
+from outrider.server.parsers.machine import Call, CallRegion, Schemas, read_json
 
 _QWEN_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 _GLM_PARAMETER = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -46,16 +46,17 @@ def parse_dsml(body: str, schemas: Schemas) -> list[Call]:
     for name, parameters in _DSML_CALL.findall(body):
         arguments = {key: value if is_text == "true" else json.loads(value)
                      for key, is_text, value in _DSML_PARAMETER.findall(parameters)}
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append(Call.from_values(name, arguments))
     if not calls:
         raise ValueError("no call")
     return calls
 
 
 def _call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> Call:
-    properties = schemas.get(name, {}).get("properties", {})
-    arguments = {key: _typed(value, properties.get(key)) for key, value in pairs}
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    properties = schemas.get(name, {}).get("properties")
+    kinds = properties if isinstance(properties, dict) else {}  # a client may send anything
+    arguments = {key: _typed(value, kinds.get(key)) for key, value in pairs}
+    return Call.from_values(name, arguments)
 
 
 def _typed(value: str, schema: Any) -> Any:
@@ -64,7 +65,7 @@ def _typed(value: str, schema: Any) -> Any:
     if kind == "string" or (isinstance(kind, list) and "string" in kind and value != "null"):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError:
         lowered = value.strip().lower()
         return {"true": True, "false": False, "none": None}.get(lowered, value) if kind is not None else value
