@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
+from outrider.core import Limits
 from outrider.core.fields import INT32, Count, Range, check_fields, check_names, shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
@@ -54,11 +55,14 @@ class BeamSearchOutput:
 
 
 def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Generate, tokenizer: Tokenizer | None,
-                eos_ids: tuple[int, ...]) -> list[BeamSearchOutput]:
+                eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
     """The `beam_width` best sequences of every prompt, by log-probability over length."""
     if not isinstance(params, BeamSearchParams):
         raise ValueError(f"params must be a BeamSearchParams, got {shown(params)}")
     check_fields("BeamSearchParams: ", params)
+    if 2 * params.beam_width > limits.max_logprobs:
+        raise ValueError(f"beam_width={params.beam_width} needs max_logprobs of at least {2 * params.beam_width}, and "
+                         f"this engine has {limits.max_logprobs}")
     ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
                          detokenize=False)
     running = [[BeamSearchSequence(list(prompt), num_prompt_tokens=len(prompt))] for prompt in prompts]
@@ -70,6 +74,9 @@ def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Ge
             found = sorted((beam for own in followers for beam in own), key=lambda beam: -beam.cum_logprob)
             ended[index] += [beam for beam in found if beam.finish_reason is not None]
             running[index] = [beam for beam in found if beam.finish_reason is None][: params.beam_width]
+            if beams and len(beams[0].tokens) + 1 >= limits.max_len:  # all beams of a prompt are as long
+                ended[index] += [replace(beam, finish_reason="length") for beam in running[index]]
+                running[index] = []
         if not any(running):
             break
     return [BeamSearchOutput(_best(own + [replace(beam, finish_reason="length") for beam in left], params, tokenizer))

@@ -103,12 +103,15 @@ class LLM(Front):
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers of each prompt, found by following several at once."""
-        encoded = [encode_prompt(prompt, self.get_tokenizer).token_ids for prompt in _as_list(prompts)]
+        encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
+        if any(prompt.cache_salt is not None or prompt.bidirectional_spans for prompt in encoded):
+            raise ValueError("beam_search: a prompt's 'cache_salt' and 'bidirectional_spans' are not supported")
 
         def generate(beams: list[list[int]], ask: SamplingParams) -> list[RequestOutput]:
             return self.generate(beams, ask, use_tqdm=False)
 
-        return beam_search(encoded, params, generate, self.engine.tokenizer, self.engine.eos_ids)
+        return beam_search([prompt.token_ids for prompt in encoded], params, generate, self.engine.tokenizer,
+                           self.engine.eos_ids, self.engine.limits)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,

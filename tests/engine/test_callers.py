@@ -10,6 +10,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.harness import greedy, prompt_of
 from tests.engine.test_interrupts import generate, make_llm
 
 SOME_PROMPT = prompt_of(5, 9)
+BEAMS = BeamSearchParams(beam_width=2, max_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +186,8 @@ class WithoutItems:
     (lambda llm: llm.generate([[5]], greedy(2), use_tqdm="yes"), "use_tqdm must be"),
     (lambda llm: llm.follow([[5]], greedy(2), before_step=5), "before_step must be"),
     (lambda llm: llm.beam_search([[5]], SamplingParams()), "params must be a BeamSearchParams"),
+    (lambda llm: llm.beam_search([{"prompt_token_ids": [5], "bidirectional_spans": [[0, 1]]}], BEAMS), "not supp"),
+    (lambda llm: llm.beam_search([{"prompt_token_ids": [5], "cache_salt": "x"}], BEAMS), "'cache_salt' and"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_prompt="no"), "add_generation_prompt"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=1), "continue_final_message must"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs=[5]), "chat_template_kwargs must"),
@@ -191,6 +195,18 @@ class WithoutItems:
 def test_arguments_of_a_wrong_type(llm: LLM, call: Callable[[LLM], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(llm)
+    assert_idle(llm)
+
+
+def test_beams_end_where_the_engine_does(llm: LLM) -> None:
+    """As a request of `generate` does, which ends for its length too."""
+    longest = llm.engine.limits.max_len
+    for room in (1, 2, 3, 5):
+        (output,) = llm.beam_search([prompt_of(room, longest - room)], replace(BEAMS, ignore_eos=True))
+        assert {(len(own.tokens), own.finish_reason) for own in output.sequences} == {
+            (min(longest, longest - room + BEAMS.max_tokens), "length")}
+    with pytest.raises(ValueError, match="no room for an answer"):
+        llm.beam_search([prompt_of(1, longest)], BEAMS)
     assert_idle(llm)
 
 
