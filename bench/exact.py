@@ -252,7 +252,8 @@ def hashing(sample: Callable[..., Sampled]) -> Callable[..., Sampled]:
         sampled = sample(logits, *args, **kwargs)
         if sampled.logprobs is None:
             return sampled
-        return sampled._replace(logprobs=replace(sampled.logprobs, rank=hash_rows(logits)))
+        ids = torch.cat([hash_rows(logits)[:, None], sampled.logprobs.ids[:, 1:]], dim=1)
+        return sampled._replace(logprobs=replace(sampled.logprobs, ids=ids))
 
     return with_hashes
 

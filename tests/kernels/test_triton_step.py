@@ -318,7 +318,7 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
     found = []
     for kind in KINDS:
         own, counts = copy.deepcopy(state), torch.full((6, 6), 7, device=device)
-        step: Any = SimpleNamespace(state=own)
+        step: Any = SimpleNamespace(state=own, synthetic=None)
         drafter: Any = SimpleNamespace(propose=lambda step: drafts, skip=lambda step: None)
         committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, num_computed=None)
         with using(kind):
