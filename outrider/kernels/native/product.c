@@ -70,10 +70,14 @@ INLINE vf floats_of(vi q) { return __builtin_convertvector(q, vf); }
 
 /* A block's scale and, in the kinds that have it, its minimum. */
 INLINE void scales(const uint8_t *block, vf *scale, vf *least) {
-#if defined(__AVX512F__) /* both by one conversion */
-    __m128 pair = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)block));
-    *scale = (vf)_mm512_broadcastss_ps(pair);
-    *least = (vf)_mm512_permutexvar_ps(_mm512_set1_epi32(1), _mm512_castps128_ps512(pair));
+#if defined(__AVX512F__) /* Both by one conversion, then from memory into all lanes: that takes no vector unit. */
+    float both[2] __attribute__((aligned(8)));
+    __m128 pair;
+    __asm__("vcvtph2ps %1, %0" : "=v"(pair) : "m"(*(const uint8_t(*)[8])block));
+    _mm_storel_pi((__m64 *)both, pair);
+    __asm__("" : "+m"(both)); /* or they are copied from the register after all */
+    *scale = splat(both[0]);
+    *least = splat(both[1]);
 #else
     *scale = half(block);
     *least = half(block + 2);
