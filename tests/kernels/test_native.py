@@ -561,9 +561,12 @@ def test_a_step_that_took_one_tensor_still_declines_another() -> None:
     assert native.decoder_layer(bound, step, delta, torch.randn(3, 80)) is None
 
 
-def test_a_whole_layer_refuses_bad_slots_and_tables() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_whole_layer_refuses_bad_slots_and_tables(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads leave it together, and the next call finds them."""
     if not native.available():
         pytest.skip(native.reason())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weights, rope, attention = LayerCase([2], [20]).build()
     table, *counts = attention.requests._owners
     residual = torch.randn(2, 80)

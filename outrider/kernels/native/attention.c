@@ -290,21 +290,23 @@ int list_attention(const Attention *a, int threads, AttentionWork *work) {
     return 0;
 }
 
-void share_attention(const AttentionWork *work, int64_t *failed) {
+void share_attention(const AttentionWork *work, int64_t *failed, Team *team) {
     const Attention *a = work->attention;
     const Item *items = work->items;
     Scratch *s = kept(&kept_scratch, &scratch_size, sizeof(Scratch));
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < work->count; i++)
         if (!s || !attend(a, items + i, s)) {
 #pragma omp atomic
             *failed += 1;
         }
+    meet(team);
     if (!work->share) return;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < work->count; i++)
         if (s && (i == 0 || items[i].head != items[i - 1].head || items[i].token != items[i - 1].token))
             join(a, items + i, s);
+    meet(team);
 }
 
 /* Returns 0, or what is wrong: 1 query starts, lengths or live counts, 2 the page table, 3 memory. */
@@ -314,6 +316,7 @@ int paged_attention(const Attention *a, int threads) {
     int error = list_attention(a, threads, &work);
     if (error) return error;
     if (work.count <= 1) threads = 1;
-    PARALLEL(threads) share_attention(&work, &failed);
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_attention(&work, &failed, &team);
     return failed ? 2 : 0;
 }

@@ -226,7 +226,8 @@ static _Thread_local size_t inputs_size;
 #define SLICE8 64
 
 /* Each thread rounds the token rows for itself, so that none waits for them. */
-static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                             Team *team) {
     int64_t blocks = w->inputs / BLOCK, fours = tokens / 4, rest = tokens % 4;
     Inputs4 *quads = kept(&kept_inputs, &inputs_size, blocks * (fours * sizeof(Inputs4) + rest * sizeof(Inputs)));
     if (!quads) abort(); /* nothing would run on without so little */
@@ -238,15 +239,17 @@ static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, 
         for (int64_t b = 0; b < blocks; b++)
             round_inputs(x + (4 * fours + t) * x_stride + b * BLOCK, ones + t * blocks + b);
     Product8 p = {*w, quads, ones, y, blocks, tokens};
-#pragma omp for schedule(dynamic, 12)
+#pragma omp for schedule(dynamic, 12) nowait
     for (int64_t o = 0; o < w->outputs; o += COLS) switch (w->kind) {
         case INT8_Q8_0: tiles(&p, o, INT8_Q8_0); break;
         case INT8_Q4_0: tiles(&p, o, INT8_Q4_0); break;
         default: tiles(&p, o, INT8_Q4_1);
         }
+    meet(team);
 }
 
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     for (int64_t t = 0; t < tokens; t += SLICE8)
-        share_int8_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE8 ? tokens - t : SLICE8);
+        share_int8_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE8 ? tokens - t : SLICE8,
+                         team);
 }

@@ -151,7 +151,7 @@ static _Thread_local void *kept_inputs;
 static _Thread_local size_t inputs_size;
 
 /* Each thread rounds the token rows for itself, so that none waits for them. */
-static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     int64_t blocks = w->inputs / BLOCK;
     Inputs *inputs = kept(&kept_inputs, &inputs_size, blocks * tokens * sizeof(Inputs));
     if (!inputs) abort(); /* nothing would run on without so little */
@@ -161,7 +161,7 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
     Tile *const *tiles = w->kind == LANES_Q8_0   ? LANES_Q8_0_TILES
                          : w->kind == LANES_Q4_0 ? LANES_Q4_0_TILES
                                                  : LANES_Q4_1_TILES;
-#pragma omp for schedule(dynamic, 3)
+#pragma omp for schedule(dynamic, 3) nowait
     for (int64_t o = 0; o < w->outputs; o += LANES) {
         int64_t t = 0;
         for (; t + 8 <= tokens; t += 8) tiles[3](&p, t, o);
@@ -169,18 +169,20 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
         if (t + 2 <= tokens) tiles[1](&p, t, o), t += 2;
         if (t < tokens) tiles[0](&p, t, o);
     }
+    meet(team);
 }
 
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     for (int64_t t = 0; t < tokens; t += SLICE)
-        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE ? tokens - t : SLICE);
+        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE ? tokens - t : SLICE,
+                    team);
 }
 #else
 int64_t interleaved_rows(void) { return 0; }
 
 /* Nobody makes such a matrix here. */
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens) {
-    (void)w, (void)x, (void)x_stride, (void)y, (void)tokens;
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
+    (void)w, (void)x, (void)x_stride, (void)y, (void)tokens, (void)team;
     abort();
 }
 #endif

@@ -23,17 +23,19 @@ static void norm_row(const float *x, float *residual, const float *weight, float
 }
 
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
-                float *out, int64_t tokens, int64_t width, float eps) {
-#pragma omp for
+                float *out, int64_t tokens, int64_t width, float eps, Team *team) {
+#pragma omp for nowait
     for (int64_t t = 0; t < tokens; t++)
         norm_row(x + t * x_stride, residual ? residual + t * residual_stride : NULL, weight, out + t * width, width,
                  eps);
+    meet(team);
 }
 
 void rms_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
               float *out, int64_t tokens, int64_t width, float eps, int threads) {
     if (tokens * width < 65536) threads = 1;
-    PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps);
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps, &team);
 }
 
 /* silu(x) = x s(x); gelu by tanh is x s(2u) with u = sqrt(2/pi) (x + 0.044715 x^3): one sigmoid serves both. */
@@ -52,8 +54,9 @@ INLINE void activate_row(const float *gate, const float *up, float *out, int64_t
     }
 }
 
-static void share_gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu) {
-#pragma omp for
+static void share_gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu,
+                        Team *team) {
+#pragma omp for nowait
     for (int64_t t = 0; t < tokens; t++) {
         const float *row = gate_up + t * stride;
         if (gelu)
@@ -61,11 +64,13 @@ static void share_gated(const float *gate_up, int64_t stride, float *out, int64_
         else
             activate_row(row, row + width, out + t * width, width, 0);
     }
+    meet(team);
 }
 
 void gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu, int threads) {
     if (tokens * width < 16384) threads = 1;
-    PARALLEL(threads) share_gated(gate_up, stride, out, tokens, width, gelu);
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_gated(gate_up, stride, out, tokens, width, gelu, &team);
 }
 
 /* Functions of single elements. The result of an element does not depend on its place: a library computes the last
@@ -172,8 +177,9 @@ static void rope_write_row(float *row, int64_t position, int64_t slot, const Rop
 }
 
 /* Counts in `bad` the tokens whose position or slot is out of range; those are left alone. */
-static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int64_t *bad) {
-#pragma omp for
+static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int64_t *bad,
+                             Team *team) {
+#pragma omp for nowait
     for (int64_t t = 0; t < tokens; t++) {
         int64_t position = r->positions[t], slot = r->slots[t];
         if (position < 0 || position >= r->max_len || slot >= r->cache.num_pages * r->cache.page_size) {
@@ -183,13 +189,15 @@ static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const R
         }
         rope_write_row(qkv + t * stride, position, slot, r);
     }
+    meet(team);
 }
 
 /* Returns the number of tokens out of range. */
 int64_t rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int threads) {
     int64_t bad = 0;
     if (tokens * (r->heads + r->cache.kv_heads) * r->cache.dim < 16384) threads = 1;
-    PARALLEL(threads) share_rope_write(qkv, stride, tokens, r, &bad);
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_rope_write(qkv, stride, tokens, r, &bad, &team);
     return bad;
 }
 
@@ -210,47 +218,74 @@ static Attention layer_attention(const BoundLayer *b, const LayerStep *s, const 
                        .q_stride = b->weights.qkv.outputs};
 }
 
-static int64_t decoder_layer(const BoundLayer *b, const LayerStep *s, float *delta, int has_delta, float *residual,
-                             int threads) {
-    const Layer *l = &b->weights;
-    int64_t tokens = s->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
-    int64_t wide = l->qkv.outputs > 2 * inner ? l->qkv.outputs : 2 * inner, narrow = mixed > inner ? mixed : inner;
-    float *x = kept(&kept_layer, &layer_size, tokens * (hidden + wide + narrow) * sizeof(float));
-    if (!x) return 3;
-    float *spread = x + tokens * hidden, *gathered = spread + tokens * wide; /* what a product leaves, and takes */
-    int64_t bad = 0, failed = 0;
-    Rope rope = layer_rope(b, s);
-    Attention a = layer_attention(b, s, spread, gathered);
+/* What the threads share of a step: the batch, the numbers between operations, and what went wrong. */
+typedef struct {
+    const LayerStep *step;
+    float *delta, *residual; /* [tokens, hidden] */
+    float *x, *spread, *gathered; /* behind a norm; what a product leaves, and takes */
+    Rope rope;
+    Attention attention;
     AttentionWork work;
-    int error = list_attention(&a, threads, &work);
-    if (error) return error;
-    PARALLEL(threads) {
-        if (has_delta)
-            share_norm(delta, hidden, residual, hidden, l->input_norm, x, tokens, hidden, l->eps);
-        else
-            share_norm(residual, hidden, NULL, 0, l->input_norm, x, tokens, hidden, l->eps);
-        share_product(&l->qkv, x, hidden, spread, tokens, threads);
-        share_rope_write(spread, l->qkv.outputs, tokens, &rope, &bad);
-        share_attention(&work, &failed);
-        share_product(&l->out, gathered, mixed, delta, tokens, threads);
-        share_norm(delta, hidden, residual, hidden, l->mlp_norm, x, tokens, hidden, l->eps);
-        share_product(&l->gate_up, x, hidden, spread, tokens, threads);
-        share_gated(spread, 2 * inner, gathered, tokens, inner, l->gelu);
-        share_product(&l->down, gathered, inner, delta, tokens, threads);
+    int64_t bad, failed, error;
+} Pass;
+
+static int64_t wider(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Memory for the numbers between operations, for the widest of the layers. Returns 0 if there is none. */
+static int find_memory(Pass *p, const BoundLayer *layers, int64_t count) {
+    int64_t tokens = p->step->tokens, wide = 0, narrow = 0, hidden = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Layer *l = &layers[i].weights;
+        hidden = l->qkv.inputs;
+        wide = wider(wide, wider(l->qkv.outputs, 2 * l->down.inputs));
+        narrow = wider(narrow, wider(l->out.inputs, l->down.inputs));
     }
-    return bad ? -bad : failed ? 2 : 0;
+    p->x = kept(&kept_layer, &layer_size, tokens * (hidden + wide + narrow) * sizeof(float));
+    p->spread = p->x + tokens * hidden, p->gathered = p->spread + tokens * wide;
+    return p->x != NULL;
+}
+
+/* One thread prepares a layer for all. */
+static void prepare_layer(Pass *p, const BoundLayer *b, int threads) {
+    p->rope = layer_rope(b, p->step);
+    p->attention = layer_attention(b, p->step, p->spread, p->gathered);
+    p->error = list_attention(&p->attention, threads, &p->work);
+}
+
+static void share_layer(Pass *p, const Layer *l, int has_delta, Team *team) {
+    int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
+    if (has_delta)
+        share_norm(p->delta, hidden, p->residual, hidden, l->input_norm, p->x, tokens, hidden, l->eps, team);
+    else
+        share_norm(p->residual, hidden, NULL, 0, l->input_norm, p->x, tokens, hidden, l->eps, team);
+    share_product(&l->qkv, p->x, hidden, p->spread, tokens, team);
+    share_rope_write(p->spread, l->qkv.outputs, tokens, &p->rope, &p->bad, team);
+    share_attention(&p->work, &p->failed, team);
+    share_product(&l->out, p->gathered, mixed, p->delta, tokens, team);
+    share_norm(p->delta, hidden, p->residual, hidden, l->mlp_norm, p->x, tokens, hidden, l->eps, team);
+    share_product(&l->gate_up, p->x, hidden, p->spread, tokens, team);
+    share_gated(p->spread, 2 * inner, p->gathered, tokens, inner, l->gelu, team);
+    share_product(&l->down, p->gathered, inner, p->delta, tokens, team);
 }
 
 /* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is
  * left in delta. Without `has_delta` nothing is added before the first layer.
- * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention. */
+ * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention.
+ * All threads look at errors between two meetings within which nobody writes them, so they leave together. */
 int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, float *delta, int has_delta,
                        float *residual, int threads) {
-    for (int64_t i = 0; i < count; i++) {
-        int64_t error = decoder_layer(layers + i, s, delta, has_delta || i > 0, residual, threads);
-        if (error) return error;
+    Pass pass = {.step = s, .delta = delta, .residual = residual};
+    Team team = {.threads = threads};
+    if (!find_memory(&pass, layers, count)) return 3;
+    PARALLEL(threads) for (int64_t i = 0; i < count; i++) {
+#pragma omp master
+        prepare_layer(&pass, layers + i, threads);
+        meet(&team);
+        if (pass.error) break;
+        share_layer(&pass, &layers[i].weights, has_delta || i > 0, &team);
+        if (pass.bad || pass.failed) break;
     }
-    return 0;
+    return pass.error ? pass.error : pass.bad ? -pass.bad : pass.failed ? 2 : 0;
 }
 
 /* How many tokens up to `at` equal the last ones of the text, at most `most`. */

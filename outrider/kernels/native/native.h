@@ -7,10 +7,19 @@
  * rely on infinities.
  */
 #pragma once
+#define _GNU_SOURCE
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -144,6 +153,48 @@ static inline void *kept(void **memory, size_t *size, size_t need) {
     return *memory;
 }
 
+/* ---- threads ---- */
+
+/* The threads of a parallel region, and where they wait for each other. */
+typedef struct {
+    int threads;                               /* asked for: there may be fewer */
+    int arrived __attribute__((aligned(64)));  /* threads that wait */
+    int turn __attribute__((aligned(64)));     /* how often all have met */
+    int sleepers __attribute__((aligned(64))); /* threads that wait asleep */
+} Team;
+
+#if defined(_OPENMP) && defined(__x86_64__) && defined(__linux__)
+#define PATIENCE 500 /* looks at the others, together about 10 microseconds, before a waiting thread sleeps */
+
+/* Returns when all threads of the region have called. OpenMP's own barrier puts a thread to sleep after 100 looks where
+ * a process has more threads than processors, and in a virtual machine to wake it takes longer than most operations
+ * of a step. On ARM OpenMP's was faster. */
+static inline void meet(Team *team) {
+    const int all = omp_get_num_threads(), turn = __atomic_load_n(&team->turn, __ATOMIC_ACQUIRE);
+    if (all == 1) return;
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == all) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->turn, turn + 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&team->sleepers, __ATOMIC_SEQ_CST))
+            syscall(SYS_futex, &team->turn, FUTEX_WAKE_PRIVATE, all, NULL, NULL, 0);
+        return;
+    }
+    for (int looks = 0; looks < PATIENCE; looks++) {
+        if (__atomic_load_n(&team->turn, __ATOMIC_ACQUIRE) != turn) return;
+        __builtin_ia32_pause();
+    }
+    __atomic_add_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&team->turn, __ATOMIC_SEQ_CST) == turn)
+        syscall(SYS_futex, &team->turn, FUTEX_WAIT_PRIVATE, turn, NULL, NULL, 0);
+    __atomic_sub_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+#else
+static inline void meet(Team *team) {
+    (void)team;
+#pragma omp barrier
+}
+#endif
+
 /* ---- structs ---- */
 
 /* How a weight's rows are stored. GGUF's kinds hold blocks of 32 weights, each with a scale in float16. INT8: the
@@ -273,14 +324,14 @@ typedef struct {
 
 /* residual may be null: then out = norm(x); otherwise residual += x and out = norm(residual). */
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
-                float *out, int64_t tokens, int64_t width, float eps);
+                float *out, int64_t tokens, int64_t width, float eps, Team *team);
 /* y[t, o] = sum_i x[t, i] w[o, i] + bias[o] */
-void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads);
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
 /* The same for the kinds INT8, with token rows rounded to 8 bits. */
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens);
+void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
 /* Likewise for the kinds LANES. */
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens);
-void share_attention(const AttentionWork *work, int64_t *failed);
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
+void share_attention(const AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */
 int list_attention(const Attention *a, int threads, AttentionWork *work);

@@ -400,38 +400,40 @@ static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs,
 
 /* Threads share the weight rows in pieces, handed out as threads become free: a core may be busy with others. Each has
  * its own packed token rows, so that none waits for them. */
-static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     int64_t group = tokens <= 8 ? tokens : GROUP;
     float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float) + 64);
     if (!packed) abort(); /* likewise */
     pack(x, x_stride, tokens, w->inputs, group, packed);
     Product p = {*w, packed, y, tokens};
-    int64_t piece = w->outputs / (threads * 4) / 24 * 24; /* whole tiles for every number of token rows */
+    int64_t piece = w->outputs / (team->threads * 4) / 24 * 24; /* whole tiles for every number of token rows */
     piece = piece < 24 ? 24 : piece > 192 ? 192 : piece;
     if (w->inputs * w->outputs < 16384) piece = w->outputs + 1;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t from = 0; from < w->outputs; from += piece)
         PRODUCTS[w->kind](&p, from, from + piece < w->outputs ? from + piece : w->outputs);
+    meet(team);
 }
 
-void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     if (w->kind >= LANES_Q8_0) {
-        share_lanes_product(w, x, x_stride, y, tokens);
+        share_lanes_product(w, x, x_stride, y, tokens, team);
         return;
     }
     if (w->kind >= INT8_Q8_0) {
-        share_int8_product(w, x, x_stride, y, tokens);
+        share_int8_product(w, x, x_stride, y, tokens, team);
         return;
     }
     for (int64_t t = 0; t < tokens; t += SLICE) {
         int64_t count = tokens - t < SLICE ? tokens - t : SLICE;
-        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, count, threads);
+        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, count, team);
     }
 }
 
 void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
     if (w->inputs * w->outputs < 16384) threads = 1;
-    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, threads);
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, &team);
 }
 
 /* See row_neon.h; 0 on other machines, which do not ask. */
