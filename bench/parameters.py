@@ -5,7 +5,8 @@
 
 One engine serves all cases, so that its start is paid once. A ratio is to the first case of the same batch. With drafts
 `mean_run` says how many tokens a step gave: parameters change the text, and with it what a drafter finds, so `per_run`
-compares the speed of steps alone. Last line: JSON.
+compares the speed of steps alone. With synthetic acceptance (`"rejection_sample_method": "synthetic"`) the text has no
+say in it. Last line: JSON.
 """
 
 from __future__ import annotations
