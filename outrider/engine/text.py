@@ -35,6 +35,14 @@ class TokenTexts(dict[int, str]):
         return self.setdefault(token_id, self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
+class Encoded(dict[str, Any]):
+    """The ids of a text, or of each of several, by name and by attribute, as transformers gives them."""
+
+    @property
+    def input_ids(self) -> list[Any]:
+        return self["input_ids"]
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens and chat templates that its model gives it."""
 
@@ -90,6 +98,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_value("a prompt", str, text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        if isinstance(text, str):
+            return Encoded(input_ids=self.encode(text, add_special_tokens))
+        return Encoded(input_ids=[self.encode(one, add_special_tokens) for one in text])
+
+    def __len__(self) -> int:
+        return self.vocab_size
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

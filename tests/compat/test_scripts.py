@@ -182,6 +182,8 @@ RUNS = {
         tokenizer = llm.get_tokenizer()
         assert tokenizer.eos_token is None and tokenizer.convert_ids_to_tokens([97, 98]) == ["a", "b"]
         assert tokenizer.convert_tokens_to_ids("a") == tokenizer.get_vocab()["a"] == 97
+        assert tokenizer("ab").input_ids == tokenizer(["ab"])["input_ids"][0] == tokenizer.encode("ab")
+        assert len(tokenizer) == len(tokenizer.get_vocab())
         """,
 }
 
