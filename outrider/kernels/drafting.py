@@ -1,6 +1,7 @@
 """A proposal's bookkeeping: the places of the token rows of every drafting pass, and the keys that draw the drafts.
 
-Slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
+A position is a place in the text, a slot the place in a group's pages where that position's token is cached. Positions,
+slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
 Plain torch, any device, the specification: `kernels.triton.draft` does the same in one launch, integer for integer, and
 takes and returns the types declared here. What the passes compute is not known here.
 """
@@ -44,10 +45,10 @@ class DrafterCacheState:
 
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
     tail_group: int  # index of the group whose pages keep hidden states
-    first_slot: int  # the first slot there is
+    first_position: int  # the first position with a slot in every layer; a head has none for position 0
     max_len: int
-    valid_from: torch.Tensor  # [ROWS] slots before it were never filled
-    filled: torch.Tensor  # [ROWS] slots before it are
+    valid_from: torch.Tensor  # [ROWS] slots of positions before it were never filled
+    filled: torch.Tensor  # [ROWS] the position after the last one whose slot is filled
     page_valid: torch.Tensor  # [pages] bool
 
 
@@ -75,8 +76,8 @@ class DraftVerdicts(NamedTuple):
 class DraftPass(NamedTuple):
     """One pass: its token rows, and the context lengths of its requests."""
 
-    slots: torch.Tensor  # [tokens]
-    cells: tuple[torch.Tensor, ...]  # per group of the drafter [tokens], -1 for dead token rows
+    positions: torch.Tensor  # [tokens]
+    slots: tuple[torch.Tensor, ...]  # per group of the drafter [tokens], -1 for dead token rows
     lengths: torch.Tensor  # [requests]
     live: torch.Tensor  # [requests]
     lengths_int32: torch.Tensor
@@ -91,14 +92,14 @@ class DraftPasses(NamedTuple):
     tokens: torch.Tensor  # [tokens] of the first pass
     first: DraftPass
     further: list[DraftPass]
-    key_starts: torch.Tensor  # [requests] first slot that may be seen, in every pass
+    key_starts: torch.Tensor  # [requests] first position that may be seen, in every pass
     key_starts_int32: torch.Tensor
     tail_page: torch.Tensor  # [tokens] page of the tail group whose last token it is; the null page where none
 
 
 class ReadingPass(NamedTuple):
     """A pass that stands at the last computed token of each request that guesses, with the known token after it, and
-    writes nothing: its one tensor of cells serves every group."""
+    writes nothing: its one tensor of slots serves every group."""
 
     keys: DraftSamplingKeys
     tokens: torch.Tensor  # [requests]
@@ -119,48 +120,48 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
     own.filled.index_copy_(0, at, torch.where(fills, begin + count, filled))
     # Every group's pages for themselves: a hit may join pages of several requests, evicted one by one.
     ends = [_page_ends(requests, table, size) for table, size in zip(tables, own.page_tokens, strict=True)]
-    for page, first_slot in ends:
-        own.page_valid.index_put_((page,), key_starts[request_of] <= first_slot.clamp_min(own.first_slot))
+    for page, page_start in ends:
+        own.page_valid.index_put_((page,), key_starts[request_of] <= page_start.clamp_min(own.first_position))
 
     offset = torch.arange(request_of.shape[0], device=at.device) - requests.query_starts[request_of]
     is_live = offset < count[request_of]
-    slots = begin[request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[request_of])
-    slots = slots.clamp_max(own.max_len - 1)
-    tokens = torch.where(is_live, rows.tokens[at[request_of], slots], 0)
+    positions = begin[request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[request_of])
+    positions = positions.clamp_max(own.max_len - 1)
+    tokens = torch.where(is_live, rows.tokens[at[request_of], positions], 0)
     lengths = torch.where(fills, begin + count, 0)
-    cells = find_cells(tables, own.page_tokens, request_of, slots, is_live)
-    first = DraftPass(slots, cells, lengths, count, lengths.int(), count.int())
+    slots = find_slots(tables, own.page_tokens, request_of, positions, is_live)
+    first = DraftPass(positions, slots, lengths, count, lengths.int(), count.int())
     keys = _sampling_keys(requests, rows, num_wanted, own.max_len)
     further = _further(requests, tables, own, keys.positions[:-1])
     return DraftPasses(keys, tokens, first, further, key_starts, key_starts.int(), ends[own.tail_group][0])
 
 
-def find_cells(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, slots: torch.Tensor,
+def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, positions: torch.Tensor,
                is_live: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Per group the cells of slots [..., tokens], -1 where a token row is dead."""
-    cells = []
+    """Per group the slots of positions [..., tokens], -1 where a token row is dead."""
+    slots = []
     for table, size in zip(tables, page_tokens, strict=True):
-        page = table[request_of, slots // size].long()
-        cells.append(torch.where(is_live, page * size + slots % size, -1))
-    return tuple(cells)
+        page = table[request_of, positions // size].long()
+        slots.append(torch.where(is_live, page * size + positions % size, -1))
+    return tuple(slots)
 
 
 def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState,
-             slots: torch.Tensor) -> list[DraftPass]:
-    """Passes at slots [drafts - 1, requests], those of every draft except the last. Rows that have no room left run on
-    a clamped slot and are dead."""
-    is_live = requests.guesses & (slots < own.max_len)
-    slots = slots.clamp(0, own.max_len - 1)
-    lengths, live = torch.where(is_live, slots + 1, 0), is_live.long()
-    index = torch.arange(slots.shape[1], device=slots.device)
-    cells = find_cells(tables, own.page_tokens, index, slots, is_live)
+             positions: torch.Tensor) -> list[DraftPass]:
+    """Passes at positions [drafts - 1, requests], those of every draft except the last. Rows that have no room left run
+    on a clamped position and are dead."""
+    is_live = requests.guesses & (positions < own.max_len)
+    positions = positions.clamp(0, own.max_len - 1)
+    lengths, live = torch.where(is_live, positions + 1, 0), is_live.long()
+    index = torch.arange(positions.shape[1], device=positions.device)
+    slots = find_slots(tables, own.page_tokens, index, positions, is_live)
     lengths_int32, live_int32 = lengths.int(), live.int()
-    return [DraftPass(slots[i], tuple(cell[i] for cell in cells), lengths[i], live[i], lengths_int32[i], live_int32[i])
-            for i in range(len(slots))]  # fmt: skip
+    return [DraftPass(positions[i], tuple(own_slots[i] for own_slots in slots), lengths[i], live[i], lengths_int32[i],
+                      live_int32[i]) for i in range(len(positions))]
 
 
 def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens] each: the page whose last token it is (the null page where none), and that page's first slot."""
+    """[tokens] each: the page whose last token it is (the null page where none), and that page's first position."""
     request = requests.request_of
     offset = torch.arange(request.shape[0], device=request.device) - requests.query_starts[request]
     position = requests.computed_before[request] + offset

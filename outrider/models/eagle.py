@@ -223,9 +223,9 @@ class Eagle1Head(EagleHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(slots)
+        angles = self.rotary.at(positions)
         x = self.fc(ops.join_embedding(tokens, self.embedding, hidden)[0])
         output = copy_stream(*self._layers_from(x, x, angles, attend, rows))
         return output, output
@@ -289,9 +289,9 @@ class Eagle3Head(EagleHead):
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
         return self.fc(torch.cat(taps, dim=-1))
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(slots)
+        angles = self.rotary.at(positions)
         gains = (self.first.input_norm.scale, self.hidden_norm.scale)
         x, normed = ops.join_embedding(tokens, self.embedding, hidden, gains=gains, eps=self.sizes.eps)
         residual = normed if self._norm_before_residual else hidden

@@ -100,12 +100,12 @@ class Gemma4Assistant(DraftHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens, slots [n]: the last token and where its query stands; hidden [n, target's hidden]. It writes nothing:
-        all rows are wanted."""
+        """tokens, positions [n]: the last token and where its query stands; hidden [n, target's hidden]. It writes
+        nothing: all rows are wanted."""
         assert rows is None
-        angles = [rotary.at(slots) for rotary in self.rotaries]
+        angles = [rotary.at(positions) for rotary in self.rotaries]
         embedding = self.target.embed_tokens
         joined, _ = ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale)
         residual = self.pre(joined)

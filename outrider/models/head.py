@@ -42,9 +42,9 @@ class DraftHead(LayeredModule, ABC):
         """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
 
     @abstractmethod
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (the input of `logits`, the hidden states for the next slot), of these rows or of all."""
+        """Returns (the input of `logits`, the hidden states for the next position), of these rows or of all."""
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
@@ -78,7 +78,7 @@ class DraftHead(LayeredModule, ABC):
 
 
 class SlotRotary(Rotary):
-    """A rope by slots: slot p was trained at position p - 1. Only dead token rows use slot 0."""
+    """The rope of a head: position p was trained with the angles of p - 1. Only dead token rows have position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.table = torch.cat((rotary.table[:1], rotary.table[:-1]))

@@ -101,9 +101,9 @@ class MTPHead(DraftHead):
     def last_writer(self) -> int:
         return self.description.last_writer
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, angles = self.projection(self._joined(tokens, slots, hidden)), self.rotary.at(slots)
+        residual, angles = self.projection(self._joined(tokens, positions, hidden)), self.rotary.at(positions)
         delta: Delta = None
         for index, layer in enumerate(self.layers):
             if rows is not None and index == self.last_writer:
@@ -113,13 +113,13 @@ class MTPHead(DraftHead):
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self.description.hidden == "final" else before_norm
 
-    def _joined(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _joined(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, 2 x hidden] the norms of embedding and hidden state."""
         embedding, description = self.target.embed_tokens, self.description
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
         return ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale, gains=gains,
                                   eps=description.eps, hidden_first=not description.embedding_first,
-                                  slots=slots if description.zeroes_first_embedding else None)[0]
+                                  positions=positions if description.zeroes_first_embedding else None)[0]
 
 
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}

@@ -1,8 +1,8 @@
 """Drafters that run a model of their own, token by token: draft models and heads that consume hidden states.
 
-The drafter's slot p is a function of tokens up to p: a draft model computes token p there, a head token p with the
-target's hidden state of p - 1 (slot 0 stays unwritten). So a page's hash identifies the drafter's content too, and
-drafter and target share pages.
+Slot p is the place in the drafter's cache for position p of the text. Its content is a function of tokens up to p: a
+draft model computes token p there, a head token p with the target's hidden state of p - 1 (slot 0 stays unwritten). So
+a page's hash identifies the drafter's content too, and drafter and target share pages.
 
     target computed in this step     c   c+1  ...  c+m-1
     the drafter then fills slot         c+1  ...  c+m-1   c+m      (c+m is the last known token)
@@ -23,7 +23,7 @@ from outrider.cache.groups import Group, LayerCache
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
-from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_cells
+from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_slots
 from outrider.layers import LayeredModule
 from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
@@ -47,10 +47,10 @@ class DraftNetwork(Protocol):
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
         """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: Any, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: Any, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token rows at slot positions; hidden: the result of `consume`. Returns (the input of `logits`, the hidden
-        states for the next draft), of these rows or of all. May overwrite `hidden`, because sums are made in place."""
+        """Run token rows at these positions; hidden: the result of `consume`. Returns (the input of `logits`, the
+        hidden states for the next draft), of these rows or of all. May overwrite `hidden`: sums are made in place."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -102,7 +102,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
         self._state = DrafterCacheState(
             page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
-            first_slot=self._first_slot, max_len=limits.max_len,
+            first_position=self._first_slot, max_len=limits.max_len,
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
@@ -118,7 +118,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._admitted += [a for a in admissions if not self._first_slot or a.computed]
         if fresh:
             rows = to_device(fresh, torch.int64, self._device)
-            self._state.valid_from.index_fill_(0, rows, self._state.first_slot)
+            self._state.valid_from.index_fill_(0, rows, self._state.first_position)
             self._state.filled.index_fill_(0, rows, self._first_slot)
 
     def reset(self) -> None:
@@ -209,9 +209,9 @@ class AutoregressiveDrafter(NetworkDrafter):
         hidden = self._tails[tail_page] if self._first_slot else None
         single = self._batches.admitted(step, requests, rows)
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)
-        cells = find_cells(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
+        slots = find_slots(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
         lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
-        only = DraftPass(begin, cells, lengths, live, lengths.int(), live.int())
+        only = DraftPass(begin, slots, lengths, live, lengths.int(), live.int())
         view = self._batches.first_slot(step, single, tokens, only, own.valid_from[rows])
         self._run_first_slot(view, hidden)
         own.filled.index_copy_(0, rows, begin + 1)

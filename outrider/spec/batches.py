@@ -1,7 +1,7 @@
 """DraftingBatches: builds the batches of all drafting passes from the batch of a committed step.
 
-A pass has other token rows than the step: its slots, lengths and cells come from `kernels.drafting`. Page tables stay
-the batch's own.
+A pass has other token rows than the step: its positions, slots and lengths come from `kernels.drafting`. Page tables
+stay the batch's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DraftingBatches:
         return tuple(view.page_tables[group.index] for group in self.groups)
 
     def first(self, step: Step, passes: DraftPasses) -> BatchView:
-        """The batch of the first pass: the step's own token rows, one slot further."""
+        """The batch of the first pass: the step's own token rows, one position further."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
@@ -50,7 +50,7 @@ class DraftingBatches:
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
     def admitted(self, step: Step, requests: torch.Tensor, rows: torch.Tensor) -> BatchView:
-        """A view of one token for each of some requests of the step, whose slots are set by `first_slot`."""
+        """A view of one token for each of some requests of the step; `first_slot` sets its positions and slots."""
         batch = step.batch.padded
         tables = tuple(table[requests] for table in batch.page_tables)
         return self._single.cut(replace(batch, num_requests=rows.shape[0], rows=rows, page_tables=tables))
@@ -65,20 +65,20 @@ class DraftingBatches:
         written."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
-            single, token_ids=reading.tokens, positions=only.slots, lengths=only.lengths, live=only.live,
+            single, token_ids=reading.tokens, positions=only.positions, lengths=only.lengths, live=only.live,
             lengths_int32=only.lengths_int32, live_int32=only.live_int32,
-            token_slots=only.cells * len(single.token_slots),
+            token_slots=only.slots * len(single.token_slots),
         )  # fmt: skip
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
         """The view with other token rows, whose contexts end at most `ahead` tokens after the step's."""
-        cells = list(view.token_slots)
-        for group, own in zip(self.groups, rows.cells, strict=True):
-            cells[group.index] = own
+        slots = list(view.token_slots)
+        for group, own in zip(self.groups, rows.slots, strict=True):
+            slots[group.index] = own
         return replace(
-            view, token_ids=tokens, positions=rows.slots, lengths=rows.lengths, live=rows.live,
-            lengths_int32=rows.lengths_int32, live_int32=rows.live_int32, token_slots=tuple(cells), visible=keys,
+            view, token_ids=tokens, positions=rows.positions, lengths=rows.lengths, live=rows.live,
+            lengths_int32=rows.lengths_int32, live_int32=rows.live_int32, token_slots=tuple(slots), visible=keys,
             max_length=step.batch.padded.max_length.after(ahead, self._max_len),
         )  # fmt: skip
 

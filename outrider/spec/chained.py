@@ -54,7 +54,7 @@ class ChainedDrafter(AutoregressiveDrafter):
 
     def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
         super().bind(cached, limits, num_pages, device)
-        self._state = replace(self._state, first_slot=len(self._modules))  # from here on all modules have slots
+        self._state = replace(self._state, first_position=len(self._modules))  # from here on all modules have slots
         size, dtype = self.network.hidden_size, self._modules[0].dtype
         # The hidden states that each module but the first consumes at the next slot of a row.
         self._carried = torch.zeros(limits.extent(Axis.ROWS), self._last, size, dtype=dtype, device=device)
@@ -107,9 +107,9 @@ class ChainedDrafter(AutoregressiveDrafter):
         assert isinstance(view.visible, KeysFrom)
         starts = view.visible.starts - (self._last - module)
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
-        # A module's positions begin at its own first slot.
-        slots = (view.positions - module).clamp_min(0)
-        return self._modules[module].forward(view.token_ids, slots, hidden, attend)[1]
+        # A module counts positions from its own first slot on.
+        positions = (view.positions - module).clamp_min(0)
+        return self._modules[module].forward(view.token_ids, positions, hidden, attend)[1]
 
     def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
         return valid_from + self._last

@@ -46,12 +46,12 @@ class DraftModelNetwork:
     def consume(self, hidden: Hidden) -> None:
         return None
 
-    def forward(self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None, attend: Attend,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None, attend: Attend,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         own = None
         if rows is not None:
             own = WantedRows(rows.token_rows, lambda: {i - self._first: layer for i, layer in rows.layers.items()})
-        final = self._model.forward(tokens, slots, _ShiftedLayers(attend, self._first), rows=own).final
+        final = self._model.forward(tokens, positions, _ShiftedLayers(attend, self._first), rows=own).final
         return final, final
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -205,11 +205,11 @@ def test_the_steps_reach_every_case(device: torch.device) -> None:
     live = torch.stack([rows.live for rows in made.further], dim=1).sum(dim=1)
     assert live.tolist() == [4, 4, 3, 0, 0, 0, 0, 0], "passes, which draft from a draft each"
     starts = made.key_starts
-    assert own.first_slot == 1 and starts[:2].tolist() == [1, 21]
+    assert own.first_position == 1 and starts[:2].tolist() == [1, 21]
     assert int(starts[4]) == int(own.valid_from[rows[4]]), "only what fills meets a gap"
     assert int((made.tail_page > 0).sum()) == 2
     assert made.first.lengths.tolist()[4:] == [0, 39, 0, 0]
-    assert all(bool((cells[made.tokens.shape[0] - 3 :] == -1).all()) for cells in made.first.cells), "padded tokens"
+    assert all(bool((slots[made.tokens.shape[0] - 3 :] == -1).all()) for slots in made.first.slots), "padded tokens"
 
 
 def test_more_tokens_and_pages_than_are_taken_at_a_time(device: torch.device) -> None:
@@ -329,7 +329,7 @@ def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: t
     tokens, table, hidden = torch.tensor([3, 0, 9, 9, 1], device=device), some(10, 48), some(5, 96)[:, 48:]
     options: dict[str, Any] = {"scale": scale, "hidden_first": hidden_first, "eps": 1e-5}
     options["gains"] = (some(48).float(), some(48)) if gained else None
-    options["slots"] = torch.tensor([0, 2, 1, 5, 9], device=device) if hidden_first else None
+    options["positions"] = torch.tensor([0, 2, 1, 5, 9], device=device) if hidden_first else None
     with ops.using("reference", ops.join_embedding):
         wanted, wanted_part = ops.join_embedding(tokens, table, hidden, **options)
     with ops.using("triton"):

@@ -292,12 +292,12 @@ experts_with_shared = Operation(
 def _join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
                     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
                     hidden_first: bool = False,
-                    slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. Embeddings at `slots`
-    [tokens] up to 1, where a text begins, are zero. The second may be a view of the first, so a caller that goes on
-    with it in place must be done with the first."""
+                    positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. Embeddings at
+    `positions` [tokens] up to 1, where a text begins, are zero. The second may be a view of the first, so a caller that
+    goes on with it in place must be done with the first."""
     embedded = F.embedding(tokens, table)
-    embedded = embedded if slots is None else torch.where((slots > 1)[:, None], embedded, 0)
+    embedded = embedded if positions is None else torch.where((positions > 1)[:, None], embedded, 0)
     embedded = embedded if scale is None else embedded * scale
     if gains is not None:
         embedded, hidden = rms_norm(embedded, gains[0], eps), rms_norm(hidden, gains[1], eps)

@@ -47,8 +47,8 @@ class _Out(NamedTuple):
     temperature: torch.Tensor  # [requests] float32
     requests: torch.Tensor  # [2, requests] of the first pass: lengths; of all: key starts
     narrow: torch.Tensor  # [3, requests] int32: lengths and live tokens of the first pass, key starts
-    tokens: torch.Tensor  # [3 + groups, tokens] tokens, slots, page of the tail group that ends or null page; cells
-    further: torch.Tensor  # [3 + groups, drafts - 1, requests] slots, lengths, live tokens; cells
+    tokens: torch.Tensor  # [3 + groups, tokens] tokens, positions, page of the tail group that ends or null page; slots
+    further: torch.Tensor  # [3 + groups, drafts - 1, requests] positions, lengths, live tokens; slots
     narrow_further: torch.Tensor  # [2, drafts - 1, requests] int32: lengths, live tokens
 
 
@@ -79,25 +79,26 @@ def _store_first(
     request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The tokens behind the computed ones, at their slots; dead token rows repeat a slot and write nothing."""
+    """The tokens behind the computed ones, at their positions; dead token rows repeat a position and write nothing."""
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         valid = at < end
         offset = at - start
         is_live = valid & (offset < count)
-        slot = tl.minimum(before + 1 + tl.minimum(offset, tl.maximum(count - 1, 0)), max_len - 1)
-        token = tl.load(state.tokens + row * token_stride + slot, mask=is_live, other=0)
+        position = tl.minimum(before + 1 + tl.minimum(offset, tl.maximum(count - 1, 0)), max_len - 1)
+        token = tl.load(state.tokens + row * token_stride + position, mask=is_live, other=0)
         tl.store(out.tokens + at, token, mask=valid)
-        tl.store(out.tokens + tokens + at, slot, mask=valid)
-        position = before + offset
-        ends = is_live & (position % PAGES[TAIL] == PAGES[TAIL] - 1)
-        page = tl.load(tables[TAIL] + request * table_strides[TAIL] + position // PAGES[TAIL], mask=ends, other=0)
+        tl.store(out.tokens + tokens + at, position, mask=valid)
+        target_position = before + offset
+        ends = is_live & (target_position % PAGES[TAIL] == PAGES[TAIL] - 1)
+        tail_table = tables[TAIL] + request * table_strides[TAIL]
+        page = tl.load(tail_table + target_position // PAGES[TAIL], mask=ends, other=0)
         tl.store(out.tokens + 2 * tokens + at, page.to(tl.int64), mask=valid)
         for group in tl.static_range(GROUPS):
             table = tables[group] + request * table_strides[group]
-            page = tl.load(table + slot // PAGES[group], mask=is_live, other=0)
-            cell = page.to(tl.int64) * PAGES[group] + slot % PAGES[group]
-            tl.store(out.tokens + (3 + group) * tokens + at, tl.where(is_live, cell, -1), mask=valid)
+            page = tl.load(table + position // PAGES[group], mask=is_live, other=0)
+            slot = page.to(tl.int64) * PAGES[group] + position % PAGES[group]
+            tl.store(out.tokens + (3 + group) * tokens + at, tl.where(is_live, slot, -1), mask=valid)
 
 
 @triton.jit
@@ -105,26 +106,26 @@ def _store_further(
     request, guesses, known, tables, out, requests, most, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Draft `index` at the slot after the last; without room for it the row runs on a clamped slot and is dead."""
+    """Draft `index` at the position after the last one; a row without room for it is dead, at a clamped position."""
     index = tl.arange(0, DRAFTS)
     valid = (index > 0) & (index < most)
     at = (index - 1) * requests + request
     size = (most - 1) * requests
-    slot = known - 1 + index
-    is_live = valid & guesses & (slot < max_len)
-    slot = tl.minimum(tl.maximum(slot, 0), max_len - 1)
-    length = tl.where(is_live, slot + 1, 0)
+    position = known - 1 + index
+    is_live = valid & guesses & (position < max_len)
+    position = tl.minimum(tl.maximum(position, 0), max_len - 1)
+    length = tl.where(is_live, position + 1, 0)
     live = is_live.to(tl.int64)
-    tl.store(out.further + at, slot, mask=valid)
+    tl.store(out.further + at, position, mask=valid)
     tl.store(out.further + size + at, length, mask=valid)
     tl.store(out.further + 2 * size + at, live, mask=valid)
     tl.store(out.narrow_further + at, length.to(tl.int32), mask=valid)
     tl.store(out.narrow_further + size + at, live.to(tl.int32), mask=valid)
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
-        page = tl.load(table + slot // PAGES[group], mask=is_live, other=0)
-        cell = page.to(tl.int64) * PAGES[group] + slot % PAGES[group]
-        tl.store(out.further + (3 + group) * size + at, tl.where(is_live, cell, -1), mask=valid)
+        page = tl.load(table + position // PAGES[group], mask=is_live, other=0)
+        slot = page.to(tl.int64) * PAGES[group] + position % PAGES[group]
+        tl.store(out.further + (3 + group) * size + at, tl.where(is_live, slot, -1), mask=valid)
 
 
 # Sizes of a batch, and tensors that may begin anywhere in a buffer: no reason to compile anew.
@@ -277,7 +278,8 @@ def plan_draft_passes(
     if count:
         _passes_kernel[(count,)](
             *requests, rows, _Own(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
-            num_wanted, own.max_len, own.first_slot, rows.tokens.stride(0), tuple(table.stride(0) for table in tables),
+            num_wanted, own.max_len, own.first_position, rows.tokens.stride(0),
+            tuple(table.stride(0) for table in tables),
             PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
@@ -285,15 +287,15 @@ def plan_draft_passes(
 
 
 def _unpacked(out: _Out, num_computed: torch.Tensor) -> DraftPasses:
-    tokens, slots, tail_page, *cells = out.tokens
+    tokens, positions, tail_page, *slots = out.tokens
     lengths, key_starts = out.requests
     lengths_int32, live_int32, key_starts_int32 = out.narrow
-    first = DraftPass(slots, tuple(cells), lengths, num_computed, lengths_int32, live_int32)
+    first = DraftPass(positions, tuple(slots), lengths, num_computed, lengths_int32, live_int32)
     further = []
-    for (own_slots, own_lengths, live, *own_cells), narrow in zip(
+    for (own_positions, own_lengths, live, *own_slots), narrow in zip(
         out.further.unbind(1), out.narrow_further.unbind(1), strict=True
     ):
-        further.append(DraftPass(own_slots, tuple(own_cells), own_lengths, live, *narrow))
+        further.append(DraftPass(own_positions, tuple(own_slots), own_lengths, live, *narrow))
     keys = _unpacked_keys(out.keys, out.temperature)
     return DraftPasses(keys, tokens, first, further, key_starts, key_starts_int32, tail_page)
 
@@ -333,8 +335,8 @@ def plan_reading_pass(
             *requests, rows, keys, temperature, out, narrow, count, num_wanted, max_len, behind, rows.tokens.stride(0),
             DRAFTS=next_power_of_two(num_wanted), num_warps=1,
         )  # fmt: skip
-    tokens, slots, lengths, live, nowhere, rope_positions = out
-    only = DraftPass(slots, (nowhere,), lengths, live, *narrow)
+    tokens, positions, lengths, live, nowhere, rope_positions = out
+    only = DraftPass(positions, (nowhere,), lengths, live, *narrow)
     return ReadingPass(_unpacked_keys(keys, temperature), tokens, rope_positions, only)
 
 

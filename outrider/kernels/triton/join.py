@@ -27,11 +27,11 @@ def _store_part(value, gain, out, column, valid, width, eps, NORMS: tl.constexpr
         tl.store(out + column, value, mask=valid)
 
 
-@kernel(do_not_specialize_on_alignment=["tokens", "slots"])
+@kernel(do_not_specialize_on_alignment=["tokens", "positions"])
 def _join_kernel(
-    tokens, slots, table, hidden, embedding_gain, hidden_gain, out, table_stride, hidden_stride, width, scale, eps,
+    tokens, positions, table, hidden, embedding_gain, hidden_gain, out, table_stride, hidden_stride, width, scale, eps,
     embedding_at, hidden_at,
-    HAS_SCALE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_POSITIONS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Programs come in pairs, one for each half of a token row."""
     at = tl.program_id(0).to(tl.int64)
@@ -41,8 +41,8 @@ def _join_kernel(
     if tl.program_id(1) == 0:
         token = tl.load(tokens + at)
         is_read = valid
-        if HAS_SLOTS:
-            is_read = valid & (tl.load(slots + at) > 1)
+        if HAS_POSITIONS:
+            is_read = valid & (tl.load(positions + at) > 1)
         value = tl.load(table + token * table_stride + column, mask=is_read, other=0.0)
         if HAS_SCALE:
             value = (value.to(tl.float32) * scale).to(table.dtype.element_ty)
@@ -55,20 +55,20 @@ def _join_kernel(
 def join_embedding(
     tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, *, scale: float | None = None,
     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0, hidden_first: bool = False,
-    slots: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round; and
     a view of its hidden part.
 
-    `gains` [width] each norm the embedding and the hidden state. Embeddings at `slots` up to 1 are zero.
+    `gains` [width] each norm the embedding and the hidden state. Embeddings at `positions` up to 1 are zero.
     """
     name, device = "join_embedding", hidden.device
     require_tensor(name, "hidden", hidden, (None, None), device, FLOATS)
     num_tokens, width = hidden.shape
     require(0 < width <= _MAX_WIDTH, name, "hidden", f"has {width} columns, allowed are 1 to {_MAX_WIDTH}")
     require_tensor(name, "tokens", tokens, (num_tokens,), device, (torch.int64,))
-    if slots is not None:
-        require_tensor(name, "slots", slots, (num_tokens,), device, (torch.int64,))
+    if positions is not None:
+        require_tensor(name, "positions", positions, (num_tokens,), device, (torch.int64,))
     require_tensor(name, "table", table, (None, width), device, (hidden.dtype,))
     for gain in gains or ():
         require_tensor(name, "gains", gain, (width,), device, FLOATS)
@@ -79,9 +79,10 @@ def join_embedding(
     columns = next_power_of_two(width)
     embedding_gain, hidden_gain = gains or (hidden, hidden)
     _join_kernel[(num_tokens, 2)](
-        tokens, tokens if slots is None else slots, table, hidden, embedding_gain, hidden_gain, out, table.stride(0),
-        hidden.stride(0), width, scale or 1.0, eps, width if hidden_first else 0, 0 if hidden_first else width,
-        HAS_SCALE=scale is not None, HAS_SLOTS=slots is not None, NORMS=gains is not None, COLUMNS=columns,
+        tokens, tokens if positions is None else positions, table, hidden, embedding_gain, hidden_gain, out,
+        table.stride(0), hidden.stride(0), width, scale or 1.0, eps, width if hidden_first else 0,
+        0 if hidden_first else width,
+        HAS_SCALE=scale is not None, HAS_POSITIONS=positions is not None, NORMS=gains is not None, COLUMNS=columns,
         num_warps=min(16, max(1, columns // 512)),
     )  # fmt: skip
     return result
