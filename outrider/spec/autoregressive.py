@@ -89,7 +89,8 @@ class AutoregressiveDrafter(NetworkDrafter):
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
         super().__init__(name, network, max_drafts, taps)
         self.lookahead = max_drafts
-        self._first_slot = 1 if network.hidden_size else 0  # a head's slot 0 does not exist
+        self._is_head = network.hidden_size > 0  # else a whole model, which needs nothing but tokens
+        self._first_position = 1 if self._is_head else 0  # a head has no slot for position 0
         self._tail_shape: tuple[int, ...] = (network.hidden_size,)
 
     def page_bytes(self, itemsize: int) -> int:
@@ -102,7 +103,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
         self._state = DrafterCacheState(
             page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
-            first_position=self._first_slot, max_len=limits.max_len,
+            first_position=self._first_position, max_len=limits.max_len,
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
@@ -114,12 +115,12 @@ class AutoregressiveDrafter(NetworkDrafter):
     def admit(self, admissions: list[Admission]) -> None:
         """Remember rows whose first slot the next step must fill, when their page tables are known. A head without a
         prefix hit has nothing to fill."""
-        fresh = [a.row for a in admissions if self._first_slot and a.computed == 0]
-        self._admitted += [a for a in admissions if not self._first_slot or a.computed]
+        fresh = [a.row for a in admissions if self._is_head and a.computed == 0]
+        self._admitted += [a for a in admissions if not self._is_head or a.computed]
         if fresh:
             rows = to_device(fresh, torch.int64, self._device)
             self._state.valid_from.index_fill_(0, rows, self._state.first_position)
-            self._state.filled.index_fill_(0, rows, self._first_slot)
+            self._state.filled.index_fill_(0, rows, self._first_position)
 
     def reset(self) -> None:
         self._admitted = []
@@ -172,12 +173,14 @@ class AutoregressiveDrafter(NetworkDrafter):
         request_of_row = torch.zeros_like(own.filled)
         request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
         requests = request_of_row[rows]
-        valid_from = torch.full_like(begin, self._first_slot)
+        valid_from = torch.full_like(begin, self._first_position)
         for group, first in zip(self._batches.groups, first_needed, strict=True):
             valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin, first))
         tail_page = self._tail_page(view, requests, begin)
-        # A head cannot fill the first slot without the hidden state before it.
-        can_fill = ((tail_page != NULL_PAGE) & own.page_valid[tail_page]) if self._first_slot else (begin >= 0)
+        if self._is_head:  # it cannot fill the first slot without the hidden state before it
+            can_fill = (tail_page != NULL_PAGE) & own.page_valid[tail_page]
+        else:
+            can_fill = begin >= 0  # true of every row
         valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
         own.valid_from.index_copy_(0, rows, self._all_valid_from(valid_from))
         own.filled.index_copy_(0, rows, begin)
@@ -206,7 +209,7 @@ class AutoregressiveDrafter(NetworkDrafter):
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
         """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten."""
         own = self._state
-        hidden = self._tails[tail_page] if self._first_slot else None
+        hidden = self._tails[tail_page] if self._is_head else None
         single = self._batches.admitted(step, requests, rows)
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)
         slots = find_slots(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
