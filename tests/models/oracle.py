@@ -244,7 +244,7 @@ class DenseAttend:
         self.owner = {c.layer: c.layer if c.reads is None else c.reads for c in model.cache_layers()}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self.mixers = model.recurrent_layers
+        self.mixers = getattr(model, "recurrent_layers", {})  # a draft head declares none
         self.states: dict[int, RecurrentState] = {}
 
     def mixer(self, layer: int) -> Any:

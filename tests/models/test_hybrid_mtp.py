@@ -239,14 +239,14 @@ def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
 
 
 def drafts_of(head: MTPHead, target: Model, known: Sequence[int], k: int, chunks: tuple[int, ...]) -> Any:
-    """Slots in chunks, then drafts one by one over what is cached."""
+    """Positions in chunks, then drafts one by one over what is cached."""
     history = torch.tensor(known[:-1])
     hidden = head.consume(target.forward(history, torch.arange(len(history)), DenseAttend(target)))
     attend: Any = DenseAttend(head)  # type: ignore[arg-type]
-    tokens, slots, start = torch.tensor(known[1:]), torch.arange(1, len(known)), 0
+    tokens, positions, start = torch.tensor(known[1:]), torch.arange(1, len(known)), 0
     for size in (*chunks, len(tokens) - sum(chunks)):
         part = slice(start, start + size)
-        output, feedback = head.forward(tokens[part], slots[part], hidden[part], attend)
+        output, feedback = head.forward(tokens[part], positions[part], hidden[part], attend)
         start += size
     chosen: list[int] = []
     logits = [head.logits(output[-1:])[0]]
