@@ -19,7 +19,14 @@ from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
 from outrider.kernels import latent, latent_inputs, ops
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.mixers.latent.base import IndexedPositions, SharedPositions
+from outrider.mixers.latent.base import (
+    BoundLatentLayer,
+    ChosenPositions,
+    GroupPlan,
+    IndexedPositions,
+    LatentLayer,
+    SharedPositions,
+)
 from outrider.models.config import ConfigError
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
@@ -216,6 +223,15 @@ def test_token_rows_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match="32 positions cannot yield 33"):
         ops.choose_positions(inputs["q"], inputs["weights"], inputs["keys"], inputs["contexts"],
                              torch.empty(20, 33, dtype=torch.int64))
+
+
+def test_a_layer_that_shares_a_choice_refuses_to_attend_before_one_is_made() -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    plan = GroupPlan(one, TokenContexts(one[None].int(), 0 * one, 0 * one, one), num_positions=4)
+    shared = LatentLayer(index=3, num_heads=2, latent_dim=4, rope_dim=2, scale=1.0, attends_to=SharedPositions())
+    bound = BoundLatentLayer(shared, {"latent": torch.zeros(2, 4, 6)}, plan, ChosenPositions())
+    with pytest.raises(AssertionError, match="layer 3 attends before an indexer has chosen"):
+        bound(torch.zeros(1, 2, 6))
 
 
 # Configs and memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels import ops
-from outrider.mixers.latent.base import BoundLatentLayer
+from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions
 
 NAME = "f3: indexer rows packed by request"
 TESTS = ["tests/spec/test_f3.py"]
@@ -16,8 +16,8 @@ def apply() -> None:
 
     def packed(self: BoundLatentLayer, q: torch.Tensor, weights: torch.Tensor) -> None:
         choose(self, q, weights)
-        chosen, contexts = self.chosen.latest, self.plan.contexts
-        if chosen is None:
+        latest, contexts = self.chosen.latest, self.plan.contexts
+        if not isinstance(latest, ListedPositions):
             return
         counts = torch.bincount(contexts.request_of).tolist()
         width = max((count for count in counts if count <= 4), default=0)
@@ -30,6 +30,7 @@ def apply() -> None:
         own = contexts._replace(request_of=contexts.request_of[index], first=contexts.first[index],
                                 stop=contexts.stop[index])
         # The queries are packed, the weights beside them are not.
-        ops.choose_positions(q[index], weights[: len(index)], self.cache["index_key"], own, chosen[: len(index)])
+        ops.choose_positions(q[index], weights[: len(index)], self.cache["index_key"], own,
+                             latest.positions[: len(index)])
 
     BoundLatentLayer.choose = packed  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.mixers.latent.base import BoundLatentLayer
+from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions
 from tests.engine.harness import prompt_of
 from tests.models.paged import PagedModel, Piece
 from tests.spec.latent_rig import TOP_K, VOCAB, latent_of
@@ -41,8 +41,8 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def choice_of(paged: PagedModel) -> torch.Tensor:
     """The last layer's, which depends on those of all layers before it."""
     last: BoundLatentLayer = paged.bound.mixer(paged.model.num_layers - 1)
-    assert last.chosen.latest is not None
-    return last.chosen.latest
+    assert isinstance(last.chosen.latest, ListedPositions)
+    return last.chosen.latest.positions
 
 
 def prefilled(family: str, lengths: list[int], max_requests: int = 8) -> PagedModel:

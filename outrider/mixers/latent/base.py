@@ -110,13 +110,37 @@ class VisibleRanges(NamedTuple):
     stop: torch.Tensor
 
 
+@dataclass(frozen=True)
+class NotChosen:
+    """No indexer of the pass has run."""
+
+
+@dataclass(frozen=True)
+class WholeContext:
+    """The indexer was not asked: it may choose as many positions as the longest context has."""
+
+
+@dataclass(frozen=True)
+class ListedPositions:
+    """The indexer listed positions for each token row."""
+
+    positions: torch.Tensor  # [tokens, top_k]
+
+
+@dataclass(frozen=True)
+class KeptChoice:
+    """The indexers of this pass choose nothing: the choice of an earlier pass holds, in the contexts of that pass."""
+
+    visible: VisibleRanges
+    choice: WholeContext | ListedPositions
+
+
 class ChosenPositions:
     """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
 
     def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
         """counters: for each indexer of the pass, see `kernels.latent.choose_positions`; or for none of them."""
-        self.latest: torch.Tensor | None = None  # [tokens, top_k]; None where every position is chosen
-        self.kept: VisibleRanges | None = None  # contexts of the earlier pass whose choice indexers keep
+        self.latest: NotChosen | WholeContext | ListedPositions | KeptChoice = NotChosen()
         self._counters = iter(counters)
 
     def take_counters(self) -> torch.Tensor | None:
@@ -151,13 +175,14 @@ class BoundLatentLayer:
         that share. A context no longer than top_k is taken whole."""
         assert isinstance(self.layer.attends_to, IndexedPositions)
         top_k, plan = self.layer.attends_to.top_k, self.plan
-        if self.chosen.kept is not None:
+        if isinstance(self.chosen.latest, KeptChoice):
             return
         if plan.num_positions <= top_k:
-            self.chosen.latest = None
+            self.chosen.latest = WholeContext()
             return
-        self.chosen.latest = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
-        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, self.chosen.latest,
+        positions = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
+        self.chosen.latest = ListedPositions(positions)
+        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, positions,
                                self.cache.get("index_scale"), self.chosen.take_counters())
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
@@ -177,19 +202,24 @@ class BoundLatentLayer:
 
     def _seen(self) -> tuple[TokenContexts, torch.Tensor | None]:
         """The contexts and the positions that are chosen in them, None for all."""
-        contexts, chosen = self.plan.contexts, self.chosen
+        contexts, latest = self.plan.contexts, self.chosen.latest
         if isinstance(self.layer.attends_to, EveryPosition):
             return contexts, None
-        if chosen.kept is not None:
-            contexts = contexts._replace(first=chosen.kept.first, stop=chosen.kept.stop)
-        return contexts, chosen.latest
+        if isinstance(latest, KeptChoice):
+            contexts = contexts._replace(first=latest.visible.first, stop=latest.visible.stop)
+            latest = latest.choice
+        assert not isinstance(latest, NotChosen), f"layer {self.layer.index} attends before an indexer has chosen"
+        return contexts, latest.positions if isinstance(latest, ListedPositions) else None
 
     def keep_choice(self, earlier: BoundLatentLayer, token_rows: torch.Tensor) -> None:
         """Attend to what an earlier pass chose for `token_rows`, one for each token row of this pass."""
-        before, latest = earlier.plan.contexts, earlier.chosen.latest
+        before, choice = earlier.plan.contexts, earlier.chosen.latest
+        assert isinstance(choice, WholeContext | ListedPositions), "the earlier pass made no choice of its own"
         is_live = self.plan.contexts.stop > 0  # other token rows see nothing
-        self.chosen.kept = VisibleRanges(before.first[token_rows], torch.where(is_live, before.stop[token_rows], 0))
-        self.chosen.latest = None if latest is None else latest[token_rows]
+        visible = VisibleRanges(before.first[token_rows], torch.where(is_live, before.stop[token_rows], 0))
+        if isinstance(choice, ListedPositions):
+            choice = ListedPositions(choice.positions[token_rows])
+        self.chosen.latest = KeptChoice(visible, choice)
 
 
 class LatentMixer(Mixer):
