@@ -249,10 +249,10 @@ def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Ten
 # Text
 
 
-def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
+def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_wanted: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
-    """The tokens that followed an earlier occurrence of a row's last tokens: ([requests, most] tokens, [requests] how
-    many of them are meant).
+    """The tokens that followed an earlier occurrence of a row's last tokens: ([requests, num_wanted] tokens, [requests]
+    how many of them are meant).
 
     tokens [ROWS, length], of which the first known [ROWS], or `width` if that is less, are the text. The longest suffix
     of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
@@ -270,9 +270,9 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: in
         matched = matched + still
     score = torch.where(matched >= min_n, matched * history.shape[1] + position, -1)
     best, at = score.max(dim=1)
-    follow = at[:, None] + 1 + torch.arange(most, device=history.device)
+    follow = at[:, None] + 1 + torch.arange(num_wanted, device=history.device)
     found = history.gather(1, follow.clamp_max(history.shape[1] - 1))
-    return found, torch.where(best >= 0, (length - at - 1).clamp(0, most), 0)
+    return found, torch.where(best >= 0, (length - at - 1).clamp(0, num_wanted), 0)
 
 
 # Sampling

@@ -156,8 +156,8 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
 
 def store_drafts(rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *,
                  drafts: torch.Tensor, num_drafts: torch.Tensor, proposed: torch.Tensor) -> None:
-    """Store drafts [requests, most] in their rows: counts [requests] of them for a request that guesses, none for the
-    others. The number stored is written to `proposed` [requests] too."""
+    """Store drafts [requests, num_wanted] in their rows: counts [requests] of them for a request that guesses, none
+    for the others. The number stored is written to `proposed` [requests] too."""
     columns = torch.arange(tokens.shape[1], device=rows.device)
     drafts.index_put_((rows[:, None], columns), tokens)
     proposed.copy_(torch.where(guesses, counts, 0))

@@ -70,7 +70,7 @@ class StepPlan:
     needs: StepNeeds
     extras: StepExtras
     any_sampled: bool  # also for drafters
-    propose: int
+    num_wanted: int  # most drafts that the drafter shall propose for a request
     checkpoints: CheckpointPlan = NoCheckpoints()
     spans: Spans = NO_SPANS  # marked spans of the padded tokens
 
@@ -265,8 +265,8 @@ class DeviceStep:
         if hidden.rows is not None:  # a request that guesses has sampled: its last computed token made a logit row
             last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.propose, last_rows)
-        if plan.propose == 0:
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted, last_rows)
+        if plan.num_wanted == 0:
             drafter.skip(step)
             return
         drafts = drafter.propose(step)

@@ -139,7 +139,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._take_admissions(step, is_cold=False)
         tables = self._batches.tables(step.batch.padded)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
-                                       num_wanted=step.most)
+                                       num_wanted=step.num_wanted)
         if hidden is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
@@ -152,7 +152,7 @@ class AutoregressiveDrafter(NetworkDrafter):
             output, feedback = ops.take_rows(output, feedback, last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
-        for index in range(1, step.most):
+        for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             attend = self._cached.bind_after(first, passes.keys.last, view)
             output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)

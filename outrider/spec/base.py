@@ -61,7 +61,7 @@ class Step:
     known: torch.Tensor  # [ROWS]
     sampling: SamplingRows
     any_sampled: bool  # whether some request of the batch has a temperature
-    most: int  # most drafts wanted for each request
+    num_wanted: int  # most drafts that a request may get
     last_rows: torch.Tensor | None = None  # rows of hidden.final with last computed tokens, where some were left out
 
     def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Drafts:
-    tokens: torch.Tensor  # [requests, step.most] int64
+    tokens: torch.Tensor  # [requests, step.num_wanted] int64
     counts: torch.Tensor  # [requests] how many of the tokens are drafts; the others are ignored
 
 
@@ -104,7 +104,8 @@ class Drafter:
         return False
 
     def propose(self, step: Step) -> Drafts:
-        """Guess up to `step.most` tokens for every request. No host reads; rows that do not guess may hold anything."""
+        """Guess up to `step.num_wanted` tokens for every request. No host reads; what is returned for requests
+        that do not guess is ignored."""
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:

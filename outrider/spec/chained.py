@@ -65,15 +65,15 @@ class ChainedDrafter(AutoregressiveDrafter):
         self._take_admissions(step, is_cold=False)
         self._note_gaps(step)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step),
-                                       self._batches.tables(step.batch.padded), self._state, num_wanted=step.most)
+                                       self._batches.tables(step.batch.padded), self._state, num_wanted=step.num_wanted)
         drafts = torch.empty_like(passes.keys.positions)
         latest = self._run_known(step, passes, hidden)
         self._draw(step, passes.keys, latest[0], 0, drafts)
-        for index in range(1, step.most):
+        for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             own = min(index, self._last)
             before = latest
-            for module in range(own, min(step.most, len(self._modules))):
+            for module in range(own, min(step.num_wanted, len(self._modules))):
                 consumed = before[module] if index > self._last else before[module - 1]
                 latest = {**latest, module: self._run(module, view, consumed)}
             self._draw(step, passes.keys, latest[own], index, drafts)

@@ -48,14 +48,14 @@ class AssistantDrafter(NetworkDrafter):
         attend = self._cached.bind(self._batches.reading(step, reading))
         drafts = torch.empty_like(keys.positions)
         feedback = step.last_final(keys.last)
-        for index in range(step.most):
+        for index in range(step.num_wanted):
             output, feedback = self.network.forward(tokens, positions, feedback, attend)
             self._draw(step, keys, output, index, drafts)
             tokens = drafts[index]
         return Drafts(drafts.t(), keys.counts)
 
     def reading_pass(self, step: Step) -> ReadingPass:
-        return ops.plan_reading_pass(committed_requests(step), drafting_rows(step), num_wanted=step.most,
+        return ops.plan_reading_pass(committed_requests(step), drafting_rows(step), num_wanted=step.num_wanted,
                                      max_len=self._max_len, behind=self._behind)
 
 

@@ -24,4 +24,5 @@ class NgramDrafter(Drafter):
         # The batch's own bound, plus the token each row has just got. A row in the middle of its prompt has more known
         # tokens than that, but gets no drafts.
         width = min(view.max_length.tokens + 1, step.tokens.shape[1])
-        return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.most, self.min_n, self.max_n))
+        return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.num_wanted, self.min_n,
+                                      self.max_n))

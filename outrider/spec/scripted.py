@@ -51,10 +51,10 @@ class ScriptedDrafter(Drafter):
     def propose(self, step: Step) -> Drafts:
         rows = step.batch.padded.rows
         known = step.known[rows]
-        columns = known[:, None] + torch.arange(step.most, device=rows.device)
+        columns = known[:, None] + torch.arange(step.num_wanted, device=rows.device)
         tokens = self._lines[rows[:, None], columns.clamp_max(self._lines.shape[1] - 1)]
         wanted = self._counts[known.clamp_max(self._counts.shape[0] - 1)]
-        return Drafts(tokens, torch.minimum(wanted, self._ends[rows] - known).clamp(0, step.most))
+        return Drafts(tokens, torch.minimum(wanted, self._ends[rows] - known).clamp(0, step.num_wanted))
 
 
 class SyntheticAcceptance:
@@ -75,9 +75,9 @@ class SyntheticAcceptance:
     def fill(drafts: Drafts) -> Drafts:
         """As many drafts as were asked for, also where a lookup found fewer: the acceptance that is set says how long
         runs are, not what the text repeats."""
-        most = drafts.tokens.shape[1]
-        is_draft = torch.arange(most, device=drafts.tokens.device) < drafts.counts[:, None]
-        return Drafts(torch.where(is_draft, drafts.tokens, 0), torch.full_like(drafts.counts, most))
+        num_wanted = drafts.tokens.shape[1]
+        is_draft = torch.arange(num_wanted, device=drafts.tokens.device) < drafts.counts[:, None]
+        return Drafts(torch.where(is_draft, drafts.tokens, 0), torch.full_like(drafts.counts, num_wanted))
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:

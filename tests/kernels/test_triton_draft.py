@@ -160,11 +160,11 @@ def assert_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
     """Passes, rows and pages, of a proposal and of a cold step; the null page may be anything."""
     own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels")}
     requests, rows, tables = of_step(step)
-    options: dict[str, Any] = {"num_wanted": step.most, "max_len": own.max_len, "behind": 1 + step.most % 2}
+    options: dict[str, Any] = {"num_wanted": step.num_wanted, "max_len": own.max_len, "behind": 1 + step.num_wanted % 2}
     found = {}
     for name, kind in (("torch", "reference"), ("kernels", "triton")):
         with using(kind):
-            found[name] = (ops.plan_draft_passes(requests, rows, tables, own_of[name], num_wanted=step.most),
+            found[name] = (ops.plan_draft_passes(requests, rows, tables, own_of[name], num_wanted=step.num_wanted),
                            ops.plan_reading_pass(requests, rows, **options))
             ops.forget_pages(requests, tables, own_of[f"cold {name}"])
     assert_equal(found["kernels"], found["torch"], "passes and reading pass")
@@ -223,7 +223,7 @@ def test_padded_requests_leave_the_null_row_and_page_alone(device: torch.device)
     before = copy.deepcopy(own)
     requests, rows, tables = of_step(step)
     with using("triton"):
-        ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.most)
+        ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.num_wanted)
         ops.forget_pages(requests, tables, own)
     for name in ("valid_from", "filled", "page_valid"):
         assert getattr(own, name)[0] == getattr(before, name)[0], name
@@ -235,8 +235,8 @@ def test_views_of_passes_have_int32_copies_of_their_own(device: torch.device) ->
     step, own = make_step([Member(4, 3, 3, 0, True, 0, 0)] * 2, (1, 1), 3, 5, device)
     batches, (requests, rows, tables) = DraftingBatches(GROUPS, LIMITS, device), of_step(step)
     with using("triton"):
-        passes = ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.most)
-        reading = ops.plan_reading_pass(requests, rows, num_wanted=step.most, max_len=MAX_LEN, behind=1)
+        passes = ops.plan_draft_passes(requests, rows, tables, own, num_wanted=step.num_wanted)
+        reading = ops.plan_reading_pass(requests, rows, num_wanted=step.num_wanted, max_len=MAX_LEN, behind=1)
     first, read = batches.first(step, passes), batches.reading(step, reading)
     second = batches.further(step, passes, 1, passes.keys.last)
     for view in (first, second, read):

@@ -323,7 +323,7 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
         committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, num_computed=None)
         with using(kind):
             for propose in (0, 3):
-                plan: Any = SimpleNamespace(propose=propose, any_sampled=False)
+                plan: Any = SimpleNamespace(num_wanted=propose, any_sampled=False)
                 hidden: Any = SimpleNamespace(rows=None)  # of all token rows
                 DeviceStep.draft(step, drafter, made, hidden, committed, plan)
         assert torch.equal(own.drafts[0], state.drafts[0]) or kind == "reference", "the null row keeps what it has"

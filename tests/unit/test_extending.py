@@ -332,7 +332,7 @@ class RepeatLast(Drafter):
         RepeatLast.calls += 1
         rows = step.batch.padded.rows
         last = step.tokens[rows, (step.known[rows] - 1).clamp_min(0)]
-        return Drafts(last[:, None].expand(-1, step.most).contiguous(), torch.full_like(last, step.most))
+        return Drafts(last[:, None].expand(-1, step.num_wanted).contiguous(), torch.full_like(last, step.num_wanted))
 
 
 def test_a_drafter_is_named_by_its_import_path() -> None:

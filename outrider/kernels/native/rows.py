@@ -70,12 +70,12 @@ def _elements(x: Tensor, y: Tensor, kind: int, cap: float = 1.0, out: Tensor | N
     return out
 
 
-def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, most: int, min_n: int,
+def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_wanted: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
     requests, width = rows.shape[0], min(width, tokens.shape[1])
-    drafts, counts = torch.empty(requests, most, dtype=torch.int64), torch.empty(requests, dtype=torch.int64)
+    drafts, counts = torch.empty(requests, num_wanted, dtype=torch.int64), torch.empty(requests, dtype=torch.int64)
     library().find_ngram(
-        tokens.data_ptr(), tokens.stride(0), known.data_ptr(), rows.data_ptr(), requests, width, most, min_n, max_n,
-        drafts.data_ptr(), counts.data_ptr(),
+        tokens.data_ptr(), tokens.stride(0), known.data_ptr(), rows.data_ptr(), requests, width, num_wanted, min_n,
+        max_n, drafts.data_ptr(), counts.data_ptr(),
     )  # fmt: skip
     return drafts, counts

@@ -53,15 +53,17 @@ class _Out(NamedTuple):
 
 
 @triton.jit
-def _store_keys(request, row, start, count, state, out, temperature, requests, most, max_len, DRAFTS: tl.constexpr):
+def _store_keys(
+    request, row, start, count, state, out, temperature, requests, num_wanted, max_len, DRAFTS: tl.constexpr
+):
     known = tl.load(state.known + row)
     tl.store(temperature + request, tl.load(state.temperature + row))
     tl.store(out + request, tl.load(state.seed + row))
     tl.store(out + requests + request, tl.load(state.sample_index + row))
-    tl.store(out + 2 * requests + request, tl.minimum(tl.maximum(max_len - known, 0), most))
+    tl.store(out + 2 * requests + request, tl.minimum(tl.maximum(max_len - known, 0), num_wanted))
     tl.store(out + 3 * requests + request, tl.maximum(start + count - 1, 0))
     index = tl.arange(0, DRAFTS)
-    tl.store(out + (_KEYS + index) * requests + request, known + index, mask=index < most)
+    tl.store(out + (_KEYS + index) * requests + request, known + index, mask=index < num_wanted)
 
 
 @triton.jit
@@ -103,14 +105,14 @@ def _store_first(
 
 @triton.jit
 def _store_further(
-    request, guesses, known, tables, out, requests, most, max_len, table_strides,
+    request, guesses, known, tables, out, requests, num_wanted, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
     """Draft `index` at the position after the last one; a row without room for it is dead, at a clamped position."""
     index = tl.arange(0, DRAFTS)
-    valid = (index > 0) & (index < most)
+    valid = (index > 0) & (index < num_wanted)
     at = (index - 1) * requests + request
-    size = (most - 1) * requests
+    size = (num_wanted - 1) * requests
     position = known - 1 + index
     is_live = valid & guesses & (position < max_len)
     position = tl.minimum(tl.maximum(position, 0), max_len - 1)
@@ -129,14 +131,14 @@ def _store_further(
 
 
 # Sizes of a batch, and tensors that may begin anywhere in a buffer: no reason to compile anew.
-_VARYING = ["requests", "tokens", "most"]
+_VARYING = ["requests", "tokens", "num_wanted"]
 _SLICES = list(CommittedRequests._fields)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
     rows, query_starts, request_of, computed_before, num_computed, guesses, state, own, tables, out, requests, tokens,
-    most, max_len, least, token_stride, table_strides,
+    num_wanted, max_len, least, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -162,7 +164,7 @@ def _passes_kernel(
         table = tables[group] + request * table_strides[group]
         _mark_pages(table, own.page_valid, before, count, valid_from, least, PAGES[group], BLOCK)
     _store_keys(
-        request, row, start, count, state, out.keys, out.temperature, requests, most, max_len, DRAFTS
+        request, row, start, count, state, out.keys, out.temperature, requests, num_wanted, max_len, DRAFTS
     )
     _store_first(
         request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
@@ -171,7 +173,7 @@ def _passes_kernel(
     guesses = tl.load(guesses + request) != 0
     known = tl.load(state.known + row)
     _store_further(
-        request, guesses, known, tables, out, requests, most, max_len, table_strides, PAGES, GROUPS, DRAFTS
+        request, guesses, known, tables, out, requests, num_wanted, max_len, table_strides, PAGES, GROUPS, DRAFTS
     )
 
 
@@ -192,13 +194,13 @@ def _forget_kernel(
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
     rows, query_starts, request_of, computed_before, num_computed, guesses, state, keys, temperature, out, narrow,
-    requests, most, max_len, behind, token_stride, DRAFTS: tl.constexpr,
+    requests, num_wanted, max_len, behind, token_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     count = tl.load(num_computed + request)
     start = tl.load(query_starts + request)
-    _store_keys(request, row, start, count, state, keys, temperature, requests, most, max_len, DRAFTS)
+    _store_keys(request, row, start, count, state, keys, temperature, requests, num_wanted, max_len, DRAFTS)
     computed = tl.load(computed_before + request) + count
     guesses = tl.load(guesses + request) != 0
     token = tl.load(state.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
@@ -215,14 +217,14 @@ def _reading_kernel(
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
 def _store_kernel(
-    rows, tokens, counts, guesses, drafts, num_drafts, proposed, most, request_stride, index_stride, draft_stride,
+    rows, tokens, counts, guesses, drafts, num_drafts, proposed, num_wanted, request_stride, index_stride, draft_stride,
     proposed_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     count = tl.where(tl.load(guesses + request) != 0, tl.load(counts + request), 0)
     index = tl.arange(0, DRAFTS)
-    is_draft = (index < most) & (row != _NULL_ROW)
+    is_draft = (index < num_wanted) & (row != _NULL_ROW)
     token = tl.load(tokens + request * request_stride + index * index_stride, mask=is_draft, other=0)
     tl.store(drafts + row * draft_stride + index, token, mask=is_draft)
     tl.store(num_drafts + row, count, mask=row != _NULL_ROW)
@@ -353,11 +355,11 @@ def store_drafts(
     require_tensor(name, "drafts", drafts, (None, None), device, int64)
     require_tensor(name, "num_drafts", num_drafts, (drafts.shape[0],), device, int64)
     require_tensor(name, "proposed", proposed, (requests,), device, int64, 0)
-    most = tokens.shape[1]
-    require(most <= drafts.shape[1], name, "tokens", f"has {most} columns, more than the rows")
+    num_wanted = tokens.shape[1]
+    require(num_wanted <= drafts.shape[1], name, "tokens", f"has {num_wanted} columns, more than the rows")
     if requests:
         _store_kernel[(requests,)](
-            rows, tokens, counts, guesses, drafts, num_drafts, proposed, most, tokens.stride(0), tokens.stride(1),
+            rows, tokens, counts, guesses, drafts, num_drafts, proposed, num_wanted, tokens.stride(0), tokens.stride(1),
             drafts.stride(0), proposed.stride(0), DRAFTS=next_power_of_two(drafts.shape[1]), num_warps=1,
         )  # fmt: skip
 
