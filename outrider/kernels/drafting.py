@@ -19,14 +19,14 @@ Tables = tuple[torch.Tensor, ...]  # page tables of the drafter's groups, [reque
 
 
 class CommittedRequests(NamedTuple):
-    """A committed step's requests, padded; int64 but for `guesses`."""
+    """A committed step's requests, padded; int64 but for `goes_on`."""
 
     rows: torch.Tensor  # [requests]
     query_starts: torch.Tensor  # [requests + 1]
     request_of: torch.Tensor  # [tokens]
     computed_before: torch.Tensor  # [requests] computed tokens when the step began
     num_computed: torch.Tensor  # [requests] tokens it computed
-    guesses: torch.Tensor  # [requests] bool: got a run and goes on
+    goes_on: torch.Tensor  # [requests] bool: got a run and has not ended
 
 
 class DraftingRows(NamedTuple):
@@ -98,7 +98,7 @@ class DraftPasses(NamedTuple):
 
 
 class ReadingPass(NamedTuple):
-    """A pass that stands at the last computed token of each request that guesses, with the known token after it, and
+    """A pass that stands at the last computed token of each request that goes on, with the known token after it, and
     writes nothing: its one tensor of slots serves every group."""
 
     keys: DraftSamplingKeys
@@ -150,7 +150,7 @@ def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState
              positions: torch.Tensor) -> list[DraftPass]:
     """Passes at positions [drafts - 1, requests], those of every draft except the last. Rows that have no room left run
     on a clamped position and are dead."""
-    is_live = requests.guesses & (positions < own.max_len)
+    is_live = requests.goes_on & (positions < own.max_len)
     positions = positions.clamp(0, own.max_len - 1)
     lengths, live = torch.where(is_live, positions + 1, 0), is_live.long()
     index = torch.arange(positions.shape[1], device=positions.device)
@@ -189,10 +189,10 @@ def _sampling_keys(requests: CommittedRequests, rows: DraftingRows, num_wanted: 
 def plan_reading_pass(requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int,
                       behind: int) -> ReadingPass:
     """Plan a reading pass. Rope positions lie `behind` tokens before the number of known tokens."""
-    at, guesses = requests.rows, requests.guesses
+    at, goes_on = requests.rows, requests.goes_on
     computed = requests.computed_before + requests.num_computed
-    tokens = torch.where(guesses, rows.tokens[at, computed.clamp_max(max_len - 1)], 0)
-    lengths, live = torch.where(guesses, computed, 0), guesses.long()
+    tokens = torch.where(goes_on, rows.tokens[at, computed.clamp_max(max_len - 1)], 0)
+    lengths, live = torch.where(goes_on, computed, 0), goes_on.long()
     only = DraftPass((computed - 1).clamp_min(0), (torch.full_like(at, -1),), lengths, live, lengths.int(), live.int())
     return ReadingPass(_sampling_keys(requests, rows, num_wanted, max_len), tokens,
                        (rows.known[at] - behind).clamp_min(0), only)

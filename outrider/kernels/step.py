@@ -154,11 +154,11 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
     return CommittedStep(accepted, computed, goes_on, counts)
 
 
-def store_drafts(rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *,
+def store_drafts(rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, goes_on: torch.Tensor, *,
                  drafts: torch.Tensor, num_drafts: torch.Tensor, proposed: torch.Tensor) -> None:
-    """Store drafts [requests, num_wanted] in their rows: counts [requests] of them for a request that guesses, none
+    """Store drafts [requests, num_wanted] in their rows: counts [requests] of them for a request that goes on, none
     for the others. The number stored is written to `proposed` [requests] too."""
     columns = torch.arange(tokens.shape[1], device=rows.device)
     drafts.index_put_((rows[:, None], columns), tokens)
-    proposed.copy_(torch.where(guesses, counts, 0))
+    proposed.copy_(torch.where(goes_on, counts, 0))
     num_drafts.index_copy_(0, rows, proposed)

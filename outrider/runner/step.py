@@ -260,11 +260,11 @@ class DeviceStep:
         return ops.commit_step(tokens, bad, verified, self.state)
 
     def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
-        state, rows, guesses = self.state, inputs.batch.padded.rows, committed.goes_on
+        state, rows, goes_on = self.state, inputs.batch.padded.rows, committed.goes_on
         last_rows = None
-        if hidden.rows is not None:  # a request that guesses has sampled: its last computed token made a logit row
+        if hidden.rows is not None:  # a request that goes on has sampled: its last computed token made a logit row
             last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
-        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, guesses,
+        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, goes_on,
                     state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted, last_rows)
         if plan.num_wanted == 0:
             drafter.skip(step)
@@ -272,5 +272,5 @@ class DeviceStep:
         drafts = drafter.propose(step)
         if self.synthetic is not None and not drafter.attention_layers:  # one with layers always guesses
             drafts = self.synthetic.fill(drafts)
-        ops.store_drafts(rows, drafts.tokens, drafts.counts, guesses, drafts=state.drafts, num_drafts=state.num_drafts,
+        ops.store_drafts(rows, drafts.tokens, drafts.counts, goes_on, drafts=state.drafts, num_drafts=state.num_drafts,
                          proposed=committed.counts[:, PROPOSED])

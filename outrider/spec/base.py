@@ -56,7 +56,7 @@ class Step:
     accepted: Accepted
     computed_before: torch.Tensor  # [requests] computed tokens when the step began
     num_computed: torch.Tensor  # [requests] tokens that the step computed: known ones and accepted drafts
-    guesses: torch.Tensor  # [requests] whether the request got a run and goes on, so that drafts are wanted
+    goes_on: torch.Tensor  # [requests] whether the request got a run and has not ended, so that drafts are wanted
     tokens: torch.Tensor  # [ROWS, LENGTH] known tokens, this step's run included
     known: torch.Tensor  # [ROWS]
     sampling: SamplingRows
@@ -105,7 +105,7 @@ class Drafter:
 
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.num_wanted` tokens for every request. No host reads; what is returned for requests
-        that do not guess is ignored."""
+        that do not go on is ignored."""
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:

@@ -44,7 +44,7 @@ class DraftingBatches:
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
         """The batch of a further pass: one token per request, the draft before draft `index`. The token of a request
-        that does not guess is arbitrary."""
+        that does not go on is arbitrary."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
@@ -61,7 +61,7 @@ class DraftingBatches:
         return self._moved(single, step, 1, tokens, only, KeysFrom(key_starts, key_starts.int()))
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
-        """The batch of a reading pass: one query for each request that guesses, at its last computed token. Nothing is
+        """The batch of a reading pass: one query for each request that goes on, at its last computed token. Nothing is
         written."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
@@ -104,7 +104,7 @@ class SingleTokenView:
 def committed_requests(step: Step) -> CommittedRequests:
     view = step.batch.padded
     return CommittedRequests(view.rows, view.query_starts, view.request_of, step.computed_before, step.num_computed,
-                             step.guesses)
+                             step.goes_on)
 
 
 def drafting_rows(step: Step) -> DraftingRows:

@@ -69,7 +69,7 @@ class Member:
     scheduled: int
     computed: int  # of the scheduled ones
     waiting: int  # known tokens that are not computed, but for the first
-    guesses: bool
+    goes_on: bool
     gap: int  # slots missing since the last fill; below 0 there are more than needed
     valid_from: int
 
@@ -121,11 +121,11 @@ def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: in
         token_ids=some(50, count), positions=some(max_len, count), request_of=ints(request_of),
         page_tables=tuple(tables), token_slots=tuple(some(99, count) for _ in GROUPS),
     )  # fmt: skip
-    guesses = torch.tensor([m.guesses for m in members] + [False] * spare[0], device=device)
+    goes_on = torch.tensor([m.goes_on for m in members] + [False] * spare[0], device=device)
     temperature = some(3, num_rows).float()
     sampling: Any = SimpleNamespace(seed=some(2**62, num_rows), sample_index=some(9, num_rows), temperature=temperature)
     nothing: Any = None
-    step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, guesses, tokens, known, sampling, False,
+    step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, goes_on, tokens, known, sampling, False,
                 most)  # fmt: skip
     page_valid = some(2, len(pages) + 1).bool()
     own = DrafterCacheState(PAGE_TOKENS, seed % len(GROUPS), seed % 2, max_len, valid_from, filled, page_valid)
@@ -375,7 +375,7 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     requests, rows, tables = of_step(step)
     kernels.plan_draft_passes(requests, rows, tables, own, num_wanted=2)
     cases: list[tuple[str, tuple[Any, ...], int]] = [
-        ("requests.guesses", (requests._replace(guesses=requests.rows), rows, tables, own), 2),
+        ("requests.goes_on", (requests._replace(goes_on=requests.rows), rows, tables, own), 2),
         ("requests.query_starts", (requests._replace(query_starts=requests.rows), rows, tables, own), 2),
         ("rows.known", (requests, rows._replace(known=rows.known.int()), tables, own), 2),
         ("own.page_valid", (requests, rows, tables, replace(own, page_valid=own.filled)), 2),

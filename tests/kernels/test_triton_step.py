@@ -314,13 +314,13 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
     tokens = torch.randint(0, 50, (6, 3), generator=torch.Generator().manual_seed(1)).to(device)
     tokens = tokens.t().contiguous().t() if is_turned else tokens
     drafts = Drafts(tokens, torch.tensor([3, 0, 2, 1, 3, 3], device=device))
-    guesses = torch.tensor([True, True, False, True, False, False], device=device)
+    goes_on = torch.tensor([True, True, False, True, False, False], device=device)
     found = []
     for kind in KINDS:
         own, counts = copy.deepcopy(state), torch.full((6, 6), 7, device=device)
         step: Any = SimpleNamespace(state=own, synthetic=None)
         drafter: Any = SimpleNamespace(propose=lambda step: drafts, skip=lambda step: None)
-        committed: Any = SimpleNamespace(goes_on=guesses, counts=counts, accepted=None, num_computed=None)
+        committed: Any = SimpleNamespace(goes_on=goes_on, counts=counts, accepted=None, num_computed=None)
         with using(kind):
             for propose in (0, 3):
                 plan: Any = SimpleNamespace(num_wanted=propose, any_sampled=False)
@@ -331,10 +331,10 @@ def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) ->
         found.append((own.drafts, own.num_drafts, counts))
     assert_equal(found[1], found[0], "stored")
     assert found[1][2][:, -1].tolist() == [3, 0, 0, 1, 0, 0] and bool((found[1][2][:, :-1] == 7).all())
-    arguments: dict[str, Any] = {"drafts": state.drafts, "num_drafts": state.num_drafts, "proposed": guesses.long()}
+    arguments: dict[str, Any] = {"drafts": state.drafts, "num_drafts": state.num_drafts, "proposed": goes_on.long()}
     rows = made.batch.padded.rows
-    for argument, change in (("counts", guesses), ("guesses", rows), ("tokens", tokens[:4])):
-        given = {"tokens": tokens, "counts": drafts.counts, "guesses": guesses} | {argument: change}
+    for argument, change in (("counts", goes_on), ("goes_on", rows), ("tokens", tokens[:4])):
+        given = {"tokens": tokens, "counts": drafts.counts, "goes_on": goes_on} | {argument: change}
         with pytest.raises(ValueError, match=f"store_drafts: {argument} "):
             kernels.store_drafts(rows, **given, **arguments)
 

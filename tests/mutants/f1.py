@@ -20,7 +20,7 @@ def apply() -> None:
     def two_sizes(self: DraftingBatches, step: Step, _: ReadingPass) -> BatchView:
         actual = replace(step, batch=replace(step.batch, padded=step.batch.unpadded), **{
             name: getattr(step, name)[: step.batch.unpadded.num_requests]
-            for name in ("computed_before", "num_computed", "guesses")
+            for name in ("computed_before", "num_computed", "goes_on")
         })  # fmt: skip
         cut = ops.plan_reading_pass(committed_requests(actual), drafting_rows(actual), num_wanted=step.num_wanted,
                                     max_len=self._max_len, behind=1)

@@ -48,7 +48,7 @@ class DraftRig(Rig):
         batch = self._current
         assert batch is not None
         for i, row in enumerate(batch.rows):
-            if bool(step.guesses[i]):
+            if bool(step.goes_on[i]):
                 known = tuple(step.tokens[row, : int(step.known[row])].tolist())
                 guess = tuple(drafts.tokens[i, : int(drafts.counts[i])].tolist())
                 self.proposals.append(Proposal(batch.request_ids[i], batch.epochs[i], known, guess))

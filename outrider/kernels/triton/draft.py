@@ -105,7 +105,7 @@ def _store_first(
 
 @triton.jit
 def _store_further(
-    request, guesses, known, tables, out, requests, num_wanted, max_len, table_strides,
+    request, goes_on, known, tables, out, requests, num_wanted, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
     """Draft `index` at the position after the last one; a row without room for it is dead, at a clamped position."""
@@ -114,7 +114,7 @@ def _store_further(
     at = (index - 1) * requests + request
     size = (num_wanted - 1) * requests
     position = known - 1 + index
-    is_live = valid & guesses & (position < max_len)
+    is_live = valid & goes_on & (position < max_len)
     position = tl.minimum(tl.maximum(position, 0), max_len - 1)
     length = tl.where(is_live, position + 1, 0)
     live = is_live.to(tl.int64)
@@ -137,7 +137,7 @@ _SLICES = list(CommittedRequests._fields)
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
-    rows, query_starts, request_of, computed_before, num_computed, guesses, state, own, tables, out, requests, tokens,
+    rows, query_starts, request_of, computed_before, num_computed, goes_on, state, own, tables, out, requests, tokens,
     num_wanted, max_len, least, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -170,10 +170,10 @@ def _passes_kernel(
         request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
         PAGES, TAIL, GROUPS, BLOCK,
     )
-    guesses = tl.load(guesses + request) != 0
+    goes_on = tl.load(goes_on + request) != 0
     known = tl.load(state.known + row)
     _store_further(
-        request, guesses, known, tables, out, requests, num_wanted, max_len, table_strides, PAGES, GROUPS, DRAFTS
+        request, goes_on, known, tables, out, requests, num_wanted, max_len, table_strides, PAGES, GROUPS, DRAFTS
     )
 
 
@@ -193,7 +193,7 @@ def _forget_kernel(
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _reading_kernel(
-    rows, query_starts, request_of, computed_before, num_computed, guesses, state, keys, temperature, out, narrow,
+    rows, query_starts, request_of, computed_before, num_computed, goes_on, state, keys, temperature, out, narrow,
     requests, num_wanted, max_len, behind, token_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -202,27 +202,27 @@ def _reading_kernel(
     start = tl.load(query_starts + request)
     _store_keys(request, row, start, count, state, keys, temperature, requests, num_wanted, max_len, DRAFTS)
     computed = tl.load(computed_before + request) + count
-    guesses = tl.load(guesses + request) != 0
-    token = tl.load(state.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=guesses, other=0)
-    length = tl.where(guesses, computed, 0)
+    goes_on = tl.load(goes_on + request) != 0
+    token = tl.load(state.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=goes_on, other=0)
+    length = tl.where(goes_on, computed, 0)
     tl.store(out + request, token)
     tl.store(out + requests + request, tl.maximum(computed - 1, 0))
     tl.store(out + 2 * requests + request, length)
-    tl.store(out + 3 * requests + request, guesses.to(tl.int64))
+    tl.store(out + 3 * requests + request, goes_on.to(tl.int64))
     tl.store(out + 4 * requests + request, -1)
     tl.store(out + 5 * requests + request, tl.maximum(tl.load(state.known + row) - behind, 0))
     tl.store(narrow + request, length.to(tl.int32))
-    tl.store(narrow + requests + request, guesses.to(tl.int32))
+    tl.store(narrow + requests + request, goes_on.to(tl.int32))
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
 def _store_kernel(
-    rows, tokens, counts, guesses, drafts, num_drafts, proposed, num_wanted, request_stride, index_stride, draft_stride,
+    rows, tokens, counts, goes_on, drafts, num_drafts, proposed, num_wanted, request_stride, index_stride, draft_stride,
     proposed_stride, DRAFTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
-    count = tl.where(tl.load(guesses + request) != 0, tl.load(counts + request), 0)
+    count = tl.where(tl.load(goes_on + request) != 0, tl.load(counts + request), 0)
     index = tl.arange(0, DRAFTS)
     is_draft = (index < num_wanted) & (row != _NULL_ROW)
     token = tl.load(tokens + request * request_stride + index * index_stride, mask=is_draft, other=0)
@@ -235,7 +235,7 @@ def _check(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int
     requests, device, num_rows = batch.rows.shape[0], batch.rows.device, rows.known.shape[0]
     sizes = {"query_starts": requests + 1, "request_of": batch.request_of.shape[0]}
     for field, tensor in zip(batch._fields, batch, strict=True):
-        dtype = torch.bool if field == "guesses" else torch.int64
+        dtype = torch.bool if field == "goes_on" else torch.int64
         require_tensor(name, f"requests.{field}", tensor, (sizes.get(field, requests),), device, (dtype,))
     for field, tensor in zip(rows._fields, rows, strict=True):
         shape = (num_rows, None) if field == "tokens" else (num_rows,)
@@ -343,7 +343,7 @@ def plan_reading_pass(
 
 
 def store_drafts(
-    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor, *, drafts: torch.Tensor,
+    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, goes_on: torch.Tensor, *, drafts: torch.Tensor,
     num_drafts: torch.Tensor, proposed: torch.Tensor,
 ) -> None:
     """See `kernels.step.store_drafts`. The null row keeps its drafts."""
@@ -351,7 +351,7 @@ def store_drafts(
     require_tensor(name, "rows", rows, (requests,), device, int64)
     require_tensor(name, "tokens", tokens, (requests, None), device, int64, 0)
     require_tensor(name, "counts", counts, (requests,), device, int64)
-    require_tensor(name, "guesses", guesses, (requests,), device, (torch.bool,))
+    require_tensor(name, "goes_on", goes_on, (requests,), device, (torch.bool,))
     require_tensor(name, "drafts", drafts, (None, None), device, int64)
     require_tensor(name, "num_drafts", num_drafts, (drafts.shape[0],), device, int64)
     require_tensor(name, "proposed", proposed, (requests,), device, int64, 0)
@@ -359,7 +359,7 @@ def store_drafts(
     require(num_wanted <= drafts.shape[1], name, "tokens", f"has {num_wanted} columns, more than the rows")
     if requests:
         _store_kernel[(requests,)](
-            rows, tokens, counts, guesses, drafts, num_drafts, proposed, num_wanted, tokens.stride(0), tokens.stride(1),
+            rows, tokens, counts, goes_on, drafts, num_drafts, proposed, num_wanted, tokens.stride(0), tokens.stride(1),
             drafts.stride(0), proposed.stride(0), DRAFTS=next_power_of_two(drafts.shape[1]), num_warps=1,
         )  # fmt: skip
 
