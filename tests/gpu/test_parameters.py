@@ -47,7 +47,7 @@ def test_no_parameter_needs_an_uncaptured_step(drafter: str) -> None:
     with GpuRig(loaded(folder_of("llama")), speculative_config=config) as rig:
         outputs = rig.run(asks())
         assert set(rig.engine.stats.uncaptured) <= {Uncaptured.NEW_SIZE}, rig.engine.stats.uncaptured_line
-        assert rig.runner.num_replays > rig.runner.num_eager
+        assert rig.runner.num_replays > rig.runner.num_uncaptured
         # The reference's log-probabilities are divided by temperatures already.
         unheated = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
                     for ask in asks()]
@@ -63,6 +63,6 @@ def test_what_still_runs_uncaptured_says_why() -> None:
     with GpuRig(loaded(folder_of("llama"))) as rig:
         rig.run([Ask(prompt_of(1, 9), SamplingParams(temperature=0, max_tokens=6, logprobs=-1))])
         assert {reason.name for reason in rig.engine.stats.uncaptured} == {"MANY_LOGPROBS"}
-        before = rig.runner.num_eager
+        before = rig.runner.num_uncaptured
         rig.run([Ask(prompt_of(1, 60), SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1))])
-        assert rig.runner.num_eager - before == 2, "two chunks of the prompt"
+        assert rig.runner.num_uncaptured - before == 2, "two chunks of the prompt"

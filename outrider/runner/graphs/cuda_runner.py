@@ -103,7 +103,7 @@ class CudaRunner:
         self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
         self._own_sizes = OwnSizes()
         self.num_replays = 0
-        self.num_eager = 0
+        self.num_uncaptured = 0  # steps that the host launched, of a batch's own size or of a graph's
         self.num_padded_steps = 0
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ class CudaRunner:
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
         """A step of exactly this batch, which no graph could serve."""
-        self.num_eager += 1
+        self.num_uncaptured += 1
         size = self._padding.size_for(batch)
         self._count_padding(batch, size)
         return PendingStep(batch, self.device_step.run(batch, size), reason)
@@ -200,7 +200,7 @@ class CudaRunner:
     def _run_uncaptured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs,
                         reason: Uncaptured) -> PendingStep:
         """The step that the key's graph would be, launched by the host."""
-        self.num_eager += 1
+        self.num_uncaptured += 1
         shape = graphs.keys.shape(key)
         self._count_padding(batch, shape)
         ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
