@@ -100,7 +100,7 @@ class StepGraphs:
         self.losses.add(key, loss)
         must, may = wider is None and not key.has_prompts, key not in self._refused and not self._is_full
         if may and (must or self.losses.is_due(key)):
-            captured = self._try(key, waits=must)
+            captured = self._try_capture(key, at_once=must)
             if captured is not None:
                 return captured
         if wider is not None:
@@ -130,7 +130,7 @@ class StepGraphs:
             return least - quiet_seconds
         key = self._next_ahead()
         if key is not None:
-            self._try(key, waits=True)
+            self._try_capture(key, at_once=True)
         return 0.0
 
     def stop_ahead(self) -> None:
@@ -219,22 +219,25 @@ class StepGraphs:
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
 
-    def _try(self, key: GraphKey, *, waits: bool) -> WholeCapture | SplitCapture | None:
-        """None if memory does not suffice, so that such steps stay without. `waits`: nothing else serves, or nobody
-        waits; otherwise it is None too while the step is only being prepared, and captures like it pause."""
+    def _try_capture(self, key: GraphKey, *, at_once: bool) -> WholeCapture | SplitCapture | None:
+        """Capture the key's step. Returns None if there is no memory for it; the key is refused from then on.
+
+        at_once: the batch has no other way to run, or no request waits. Otherwise the capture delays requests that a
+        stand-in could serve, so the work is spread: the first call only loads the kernels and returns None, a later
+        call captures, and after that other captures of this sort pause for a while."""
         start = time.perf_counter()
         for _ in range(2):
             try:
                 if key not in self._loaded:
                     self.run_empty(key)
-                    if not waits:
+                    if not at_once:
                         return None
                 captured = self.get(key)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # a capture cannot do that itself
             else:
                 seconds = time.perf_counter() - start
-                self.losses.captured(key, seconds, pauses=not waits)
+                self.losses.captured(key, seconds, pauses=not at_once)
                 log.debug("captured %s in %.1f ms", key, seconds * 1e3)
                 return captured
         log.warning("no memory to capture steps of %s: they run without, or on wider ones", key)

@@ -37,11 +37,10 @@ log = logging.getLogger("outrider")
 class PendingStep(Future[StepResult]):
     """A queued step. `result()` waits for its copy to the host and reads it."""
 
-    settle: Callable[[StepResult], StepResult] | None = None  # how the host changes a result before it goes out
-
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
+        self.amend: Callable[[StepResult], StepResult] = _unchanged  # applied by the host to the result that was read
         if result.logprobs is not None and result.logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             result = replace(result, logprobs=result.logprobs.map(_to_pinned))
         if result.hidden is not None:
@@ -61,8 +60,11 @@ class PendingStep(Future[StepResult]):
             raise _explained(error) from error
         late = self._device_result
         host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
-        result = read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured)
-        return result if self.settle is None else self.settle(result)
+        return self.amend(read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured))
+
+
+def _unchanged(result: StepResult) -> StepResult:
+    return result
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,8 +96,8 @@ class CudaRunner:
         self.device_step = step
         self._limits = limits
         # With one step in flight, no other is queued before its result is read: grammars may look at the rows then.
-        self._settles = limits.steps_in_flight == 1
-        step.grammars.guesses_early = not self._settles
+        self._reads_before_next = limits.steps_in_flight == 1
+        step.grammars.guesses_early = not self._reads_before_next
         self._padding = padding or Padding()
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
@@ -175,8 +177,8 @@ class CudaRunner:
         pending = self._run(batch)
         if batch.form is StepForm.SPLIT:
             grammars = self.device_step.grammars
-            pending.settle = torch.inference_mode()(
-                partial(grammars.settle if self._settles else grammars.explain, batch))
+            amend = grammars.settle if self._reads_before_next else grammars.explain
+            pending.amend = torch.inference_mode()(partial(amend, batch))
         return pending
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:
