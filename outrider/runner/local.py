@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from outrider.runner.clock import NO_CLOCK, StepClock
 from outrider.runner.generations import Generations
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
+
+Made = TypeVar("Made")
 
 
 class Padding:
@@ -48,6 +51,11 @@ class LocalRunner:
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self._thread.submit(self._run, batch)
+
+    def on_thread(self, work: Callable[[], Made]) -> Made:
+        """What `work` returns where steps run. A measurement belongs there: a thread that runs products has helpers of
+        its own, and how these wait for each other depends on how many there are."""
+        return self._thread.submit(work).result()
 
     def idle(self, quiet_seconds: float) -> float | None:
         return None

@@ -181,7 +181,10 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
     with status_line("measuring what steps cost"):
-        costs = measure_costs(step, limits, runner.graphs if isinstance(runner, CudaRunner) else None)
+        if isinstance(runner, CudaRunner):
+            costs = measure_costs(step, limits, runner.graphs)
+        else:
+            costs = runner.on_thread(lambda: measure_costs(step, limits))
     log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"

@@ -6,12 +6,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
+from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
 from outrider.sched.drafts import (
     MIN_GAIN,
     PROBE_ALL_AFTER,
@@ -197,3 +199,20 @@ def test_the_choice_is_the_best_of_all(history: list[tuple[int, int]], steps: li
     chosen = tuple(chooser.choose(requests, is_exact=False).wanted)
     # Drafts are taken by falling chance, which is best for a given number; none unless the gain exceeds the noise.
     assert rate(chosen) >= min(best, rate((0,) * len(requests)) * MIN_GAIN) * (1 - 1e-9) or rate(chosen) >= 0.97 * best
+
+
+def test_large_steps_are_foreseen_on_a_cpu_and_measured_on_a_gpu() -> None:
+    assert measured_sizes(1024, is_cuda=False)[-1] == 48 and measured_sizes(1024, is_cuda=True)[-2:] == [512, 1024]
+    for most in (1, 5, 40):
+        for is_cuda in (False, True):
+            sizes = measured_sizes(most, is_cuda=is_cuda)
+            assert sizes[-1] == most and sizes == sorted(set(sizes)), "no size beyond what a step can have"
+    assert StepCosts((32, 48), (2.0, 3.0)).step(1024) == 3.0 + (1024 - 48) / 16
+
+
+def test_long_runs_are_repeated_less() -> None:
+    runs: list[int] = []
+    best_seconds(lambda: runs.append(0), torch.device("cpu"), enough=60.0)
+    assert len(runs) == REPEATS
+    best_seconds(lambda: runs.append(0), torch.device("cpu"), enough=1e-9)
+    assert len(runs) == REPEATS + 1

@@ -18,12 +18,13 @@ from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
-from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_TOKENS, MEASURED_UNCAPTURED
+from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_UNCAPTURED
 from outrider.runner.graphs.warm_up import dead_batch
 from outrider.runner.step import DeviceStep, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 
 REPEATS = 3
+ENOUGH_SECONDS = 0.1  # spent on one size on a CPU, where chance is small beside a step that takes long
 SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast reading is
 
 
@@ -33,8 +34,7 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     """graphs: those of the steps, if they are captured. sizes: token counts to measure, if not the usual ones."""
     most = min(limits.max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
-        few = MEASURED_CAPTURED if step.state.device.type == "cuda" else MEASURED_UNCAPTURED
-        sizes = sorted({size for size in (*few, *MEASURED_TOKENS) if size < most} | {most})
+        sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
     seconds = [_seconds(step, limits, graphs, size, propose=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
@@ -48,6 +48,14 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
     return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, loads,
                      is_padded=graphs is not None)
+
+
+def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
+    """Token counts to measure of steps with up to `most` tokens. On a CPU large steps take long to run and nothing to
+    foresee: beyond the last point the last slope goes on."""
+    if is_cuda:
+        return sorted({size for size in MEASURED_CAPTURED if size < most} | {most})
+    return sorted({min(size, most) for size in MEASURED_UNCAPTURED})
 
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
@@ -109,13 +117,14 @@ def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     ints = to_device(packed, torch.int64, device)
     # Greedy: noise in plain torch is no small part of a step there, and the same with drafts and without.
     plan = StepPlan(StepNeeds(), StepExtras(), False, propose)
-    return best_seconds(lambda: step.whole(shape, ints, plan), device)
+    enough = float("inf") if device.type == "cuda" else ENOUGH_SECONDS
+    return best_seconds(lambda: step.whole(shape, ints, plan), device, enough)
 
 
-def best_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best of a few runs."""
-    times = []
-    for _ in range(REPEATS):
+def best_seconds(run: Callable[[], object], device: torch.device, enough: float = float("inf")) -> float:
+    """The best of a few runs; of fewer once they have taken `enough` seconds."""
+    times: list[float] = []
+    while len(times) < REPEATS and sum(times) < enough:
         start = time.perf_counter()
         run()
         if device.type == "cuda":

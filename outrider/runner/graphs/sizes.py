@@ -12,9 +12,9 @@ FEW = 8  # requests up to which steps with any number of drafts are captured at 
 MOST_LATER = 256  # captures after start-up
 PROMPTS_AT_START = ((4, 256), (16, 512), (256, 1024))  # requests and tokens of steps with prompts, captured at start-up
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
-MEASURED_TOKENS = (8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured, beside the small ones
-MEASURED_CAPTURED = (1, 2, 4)  # small token counts that captured steps have
-MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 9, 17, 65)  # both sides of the steps that products make on a CPU
+MEASURED_CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # token counts for which steps are measured on a GPU
+# Without captures, on a CPU: both sides of the steps that products make there. Every further token costs the same.
+MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 48)
 
 
 @dataclass(frozen=True)
