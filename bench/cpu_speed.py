@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -81,13 +82,15 @@ def decode_rate(run: Run, ids: list[list[int]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2, help="of every side (default: 2)")
+    parser.add_argument("--repeats", type=int, default=5, help="of each case; the median counts (default: 5)")
     parser.add_argument("--model", default="smollm2", help="a GGUF file of a Llama model (default: smollm2)")
     parser.add_argument("--llama", metavar="FOLDER", help="the folder of llama.cpp's library")
     parser.add_argument("--without", nargs="*", default=[], choices=[*OURS, TRANSFORMERS], help="sides to leave out")
     args = parser.parse_args()
+    if TRANSFORMERS not in args.without and find_spec(TRANSFORMERS) is None:
+        sys.exit("transformers is not here: `pip install transformers`, or --without transformers")
     torch.set_num_threads(args.threads)
     engines = {side: our_llm(args.model, settings) for side, settings in OURS.items() if side not in args.without}
     sides: dict[str, Run] = {side: partial(our_generate, llm) for side, llm in engines.items()}

@@ -21,7 +21,7 @@ from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
 
 COMMANDS = ("/exit", "/help", "/quit", "/reset")
-COMMAND = re.compile(r"(/[a-z?]+)\s*")
+COMMAND = re.compile(r"(/[a-z?]*)\s*")
 HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -121,7 +121,7 @@ def _stats(output: RequestOutput, seconds: float) -> str:
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     metrics = output.metrics
     line = (f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s; prompt {len(output.prompt_token_ids)} tokens, "
-            f"{metrics.num_cached_tokens} of them hits")
+            f"{metrics.num_cached_tokens} of them from the cache")
     if metrics.num_draft_tokens:
         line += (f"; {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "
                  f"{metrics.mean_run_length:.2f} tokens a step")

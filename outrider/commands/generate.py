@@ -149,7 +149,7 @@ def stats_line(ran: PromptResults) -> str:
     hits = sum(output.metrics.num_cached_tokens for output in ran.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in ran.outputs)
     line = f"[{ran.num_tokens} tokens in {ran.seconds:.2f} s, {ran.tokens_per_second:.1f} tokens/s; "
-    line += f"prompt {prompt} tokens" + (f", {hits} of them hits" if hits else "")
+    line += f"prompt {prompt} tokens" + (f", {hits} of them from the cache" if hits else "")
     drafted = sum(output.metrics.num_draft_tokens for output in ran.outputs)
     accepted = sum(output.metrics.num_accepted_tokens for output in ran.outputs)
     if drafted:

@@ -185,6 +185,8 @@ class Parser(argparse.ArgumentParser):
         name = flags[0].split("=")[0]
         if name in known:
             own.error(f"{name} comes after the command: `{own.prog} {name}`")
+        if f"{name}s" in known:
+            own.error(f"there is no flag {name}: did you mean {name}s?")
         if name in ELSEWHERE:
             own.error(f"`{own.prog}` has no flag {name}: {ELSEWHERE[name]}")
         if name.removeprefix("--").replace("-", "_") in (*ENGINE_FIELDS, *SAMPLING_FIELDS):

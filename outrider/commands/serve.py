@@ -25,7 +25,7 @@ from outrider.engine.worker_process import WorkerProcess
 from outrider.server.settings import ServerConfig
 
 SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
-NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]'"
+NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]' (in a clone: '.[server]')"
 DEFAULT_MODEL = "smollm2"
 SWITCH_SECONDS = 0.0005  # how long the engine's thread may wait while a burst of events is sent
 KEY_VARIABLE = "OUTRIDER_API_KEY"  # a key on the command line can be read by every user of the machine

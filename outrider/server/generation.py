@@ -137,7 +137,7 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     by_position = [sum(m.accepted_per_position[i] for m in metrics if i < len(m.accepted_per_position))
                    for i in range(longest)]
     return {"mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0, "num_spec_steps": steps,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0, "num_spec_steps": steps if drafted else 0,
             "num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted,
             "num_accepted_tokens_per_pos": by_position}
 

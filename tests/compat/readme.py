@@ -31,6 +31,12 @@ def commands() -> list[str]:
     return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
 
 
+def request() -> list[str]:
+    """The command that asks the server."""
+    (found,) = re.findall(r"^ {4}(curl .*\\\n.*)$", readme(), re.M)
+    return shlex.split(found.replace("\\\n", ""))
+
+
 def programs() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", readme(), re.M | re.S)
 
@@ -61,7 +67,7 @@ class Place:
                               text=True, capture_output=True, timeout=timeout)
 
     def serve(self, command: str, timeout: float = 120) -> int:
-        """Starts a server, waits until it is ready, ends it as Ctrl-C does, and returns its exit code."""
+        """Starts a server, waits until it is ready, asks it, ends it as Ctrl-C does, and returns its exit code."""
         server = subprocess.Popen(shlex.split(command), cwd=self.folder, env=self.environment)
         try:
             deadline = time.monotonic() + timeout
@@ -73,6 +79,8 @@ class Place:
                     time.sleep(0.5)
             else:
                 raise AssertionError(f"{command}: not ready after {timeout} s")
+            if shutil.which("curl"):
+                assert b'"content"' in subprocess.run(request(), capture_output=True, timeout=timeout).stdout
             server.send_signal(signal.SIGINT)
             return server.wait(60)
         finally:

@@ -3,6 +3,7 @@ long tests."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from outrider.cli import build_parser
 from outrider.commands.parser import check_flags
-from tests.compat.readme import Place, commands, install, programs, run_all
+from tests.compat.readme import PORT, Place, commands, install, programs, request, run_all
 
 QUICK = ("outrider env", "outrider generate", "outrider chat")
 
@@ -22,6 +23,11 @@ def own_commands() -> list[str]:
 def test_the_readme_shows_each_command() -> None:
     shown = {command.split()[1] for command in own_commands()}
     assert shown >= {"chat", "generate", "serve", "verify", "bench", "env"} and programs()
+
+
+def test_its_request_to_the_server_is_one() -> None:
+    words = request()
+    assert f":{PORT}/v1/" in words[1] and set(json.loads(words[-1])) == {"model", "messages", "max_tokens"}
 
 
 @pytest.mark.parametrize("command", own_commands())

@@ -144,6 +144,7 @@ def test_answers_say_how_drafts_fared_and_a_request_may_do_without(client: opena
     assert counts["num_accepted_draft_tokens"] == sum(counts["num_accepted_tokens_per_pos"])
     plain = client.completions.create(extra_body={"speculative": False}, **options)
     assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0  # type: ignore[attr-defined]
+    assert plain.metrics["speculative_decoding"]["num_spec_steps"] == 0  # type: ignore[attr-defined]
     assert plain.choices[0].text == drafted.choices[0].text
 
 

@@ -136,6 +136,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
     (["chat", "--prompt", "x"], "`outrider chat` has no flag --prompt: `outrider generate` has it"),
+    (["bench", "spec", "--batch-size", "1"], "there is no flag --batch-size: did you mean --batch-sizes?"),
     (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
     (["-v", "generate"], "-v comes after the command: `outrider generate -v`"),
     (["generate", "--speculative-config", "ngram"], """write '{"method": "ngram", "num_speculative_tokens": 4}'"""),
@@ -221,7 +222,8 @@ def test_chat_keeps_the_conversation_until_reset(folder: Path, capsys: pytest.Ca
     stats = [line for line in result.err.splitlines() if line.startswith("[")]
     prompts = [int(line.split("prompt ")[1].split()[0]) for line in stats]
     assert result.status == 0 and len(stats) == 3 and "(forgotten)" in result.out
-    assert "16 of them hits" in stats[1] and "0 of them hits" in stats[2] and prompts[1] > prompts[0] > prompts[2]
+    assert "16 of them from the cache" in stats[1] and "0 of them from" in stats[2]
+    assert prompts[1] > prompts[0] > prompts[2]
 
 
 def test_a_chat_that_is_too_long_says_so_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str],

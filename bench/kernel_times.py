@@ -1,4 +1,4 @@
-"""Checks and times every Triton kernel on the card, in bf16 at real shapes: `python bench/kernels.py [--only linear]`.
+"""Checks and times every Triton kernel in bf16 at real shapes: `python bench/kernel_times.py --only linear`.
 
 Each kernel is compared with plain torch, then timed in a captured graph over inputs larger than the cache, against
 the time its bytes need at the card's read bandwidth. Prints one JSON line per case and a table. Sweeps the tile
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--only", default="chain,small,attention,linear", help="parts to run, in this order")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench/kernels.py needs a CUDA device")
+        sys.exit("bench/kernel_times.py needs a CUDA device")
     torch.manual_seed(0)
     bench = Bench(options.seconds, options.out)
     parts = {"chain": bench_chains, "small": bench_small, "attention": bench_attention, "linear": bench_linears}
