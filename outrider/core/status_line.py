@@ -1,4 +1,4 @@
-"""A line on a terminal that says what a long wait is for, and vanishes with it. Nothing elsewhere. No torch."""
+"""A line on a terminal that says what a long wait is for, and vanishes with it. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ CLEAR = "\r\x1b[K"  # back to the line's beginning, and forget the line
 
 
 @contextmanager
-def status_line(text: str) -> Iterator[None]:
-    """Shows the text on standard error while the block runs, if that is a terminal."""
+def status_line(text: str, *, is_once: bool = False) -> Iterator[None]:
+    """Shows the text on standard error while the block runs, if that is a terminal. Elsewhere nothing, or a plain line
+    that stays if `is_once`: a wait that only the first start on a machine has."""
     if not sys.stderr.isatty():
+        if is_once:
+            print(f"outrider: {text}", file=sys.stderr, flush=True)
         yield
         return
     print(f"{CLEAR}outrider: {text} ...", end="", file=sys.stderr, flush=True)

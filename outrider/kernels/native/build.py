@@ -71,7 +71,7 @@ def build() -> Path:
         target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            with status_line("building the CPU kernels, once, in about 10 s"):
+            with status_line("building the CPU kernels, once, in about 10 s", is_once=True):
                 _compile(compiler, target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
