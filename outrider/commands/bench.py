@@ -28,7 +28,7 @@ from outrider import __version__
 from outrider.commands.env import cpu_name
 from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
-from outrider.commands.prompt_work import PromptWork, measure_product, prompt_speed
+from outrider.commands.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, run_prompts
 from outrider.config import EngineConfig
@@ -143,12 +143,15 @@ def run(args: argparse.Namespace) -> int:
     if args.routing == "spread":
         print("experts were drawn, not chosen by the routers: the text is not the model's")
     if args.kind == "throughput":
-        print(f"floor: what decode steps must read and write, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted")
-        print(f"prompts_s: until all first tokens were there; of_product: its share of {product / 1e12:.1f} TFLOP/s, "
-              "which one large product reaches")
+        print("s: seconds of the best round; first_s: of the first; of_first: the best's share of the first's\n"
+              "step_mb: megabytes that a decode step must read and write, in the mean\n"
+              f"floor_tok_s: speed if only that took time, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted\n"
+              "prompts_s: until all first tokens were there; prompt_tflop_s: operations of prompts in that time\n"
+              f"of_product: their share of {four_digits(product / 1e12):g} TFLOP/s, which one large product of torch "
+              "reaches; kernels of our own may be faster")
     report = _conditions(args, config, loaded) | {
         "start_s": round(start_seconds, 2), "process_s": process_seconds, "bandwidth_gb_s": round(bandwidth / 1e9, 1),
-        "product_tflop_s": round(product / 1e12, 1), "date": datetime.date.today().isoformat(),
+        "product_tflop_s": four_digits(product / 1e12), "date": datetime.date.today().isoformat(),
         "card": _card(loaded.device), "versions": _versions(), "results": rows}
     if args.save_result is not None:
         Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -60,7 +61,17 @@ def cpu_name() -> str:
     except OSError:
         fields = {}
     named = {name.strip(): value.strip() for name, value in fields.items()}
-    return named.get("model name") or platform.processor() or platform.machine()
+    return named.get("model name") or _listed_cpu_name() or platform.processor() or platform.machine()
+
+
+def _listed_cpu_name() -> str:
+    """As `lscpu` knows it, which has the names of ARM's processors: the system tells their numbers alone."""
+    try:
+        listed = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, env=os.environ | {"LC_ALL": "C"})
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    names = [line.partition(":")[2].strip() for line in listed.stdout.splitlines() if "Model name:" in line]
+    return " and ".join(name for name in dict.fromkeys(names) if name != "-")
 
 
 def _devices() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.cli import main
+from outrider.commands import env
 from outrider.commands.bench import _decoding
 from outrider.commands.prompt_work import PromptWork, visible_pairs
 from outrider.commands.roofline import Decoding, Traffic, mean_context
@@ -122,6 +123,16 @@ def test_spread_routing_serves_any_number_of_experts(experts: int, top_k: int) -
     assert all(len(set(row)) == top_k for row in ids.tolist())
 
 
+def test_a_processor_known_by_numbers_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "lscpu"
+    tool.write_text("#!/bin/sh\necho 'Model name:   Cortex-A53'\necho '  Model name:   Cortex-A73'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert env._listed_cpu_name() == "Cortex-A53 and Cortex-A73"
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert env._listed_cpu_name() == "" and env.cpu_name()
+
+
 def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_folder("qwen3_moe", tmp_path / "m")
     flags = ["--shapes", "6x9x12", "--num-pages", "99", "--rounds", "1", "--routing", "spread"]
@@ -133,7 +144,8 @@ def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: p
     assert report["bandwidth_gb_s"] > 0 and report["card"] and report["date"] and report["versions"]["torch"]
     (row,) = report["results"]
     assert 0 < row["prompts_s"] <= row["s"] + 0.001 and 0 <= row["of_product"] < 1
-    assert row["prompt_tflop_s"] >= 0 and report["product_tflop_s"] >= 0, "of a tiny model nearly nothing"
+    assert row["prompt_tflop_s"] > 0 and report["product_tflop_s"] > 0, "digits enough for a tiny model"
+    assert all(f"{name}: " in out for name in ("first_s", "of_first", "step_mb", "floor_tok_s", "of_product"))
     assert row["first_s"] == row["s"] and row["of_first"] == 1, "one round"
     assert 6 < row["distinct_experts"] <= 8  # of 8, by 6 token rows of 3
     assert row["floor_tok_s"] > 0 and row["of_floor"] == pytest.approx(row["out_tok_s"] / row["floor_tok_s"], abs=0.01)
