@@ -26,8 +26,8 @@ from outrider.commands.verify_bits import Bits, asking_for_bits, bits_of, descri
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
+from outrider.core.status_line import status_line
 from outrider.engine.engine import Engine
-from outrider.engine.progress import bar
 from outrider.llm import LLM
 from outrider.runner.worker import Worker
 
@@ -247,30 +247,39 @@ def run(args: argparse.Namespace) -> int:
     check = Check(loaded, config, asks)
     variants = all_variants(config.speculative is not None)
     rows: list[Row] = []
-    with bar(total=len(variants) + 1, desc="verifying", unit="runs") as progress:
+    if not args.json:
+        print(f"{'run':<30} {'requests equal':>14} {'tokens':>7}  {'verdict':<9} what happened in it", flush=True)
+    with status_line(f"the reference, {len(asks)} requests one by one, then {len(variants)} runs"):
         check.run_reference()
-        for variant in variants:
-            progress.update()
+    for number, variant in enumerate(variants, 1):
+        with status_line(f"run {number} of {len(variants)}: {_name(variant.name, variant.drafts)}"):
             rows.append(check.run(variant))
-    _print(rows, args.json, loaded, config.exact)
-    return int(any(row.verdict == "fault" for row in rows))
-
-
-def _print(rows: list[Row], as_json: bool, loaded: Loaded, is_exact: bool) -> None:
+        if not args.json:
+            _print_row(rows[-1])
     faults = [row for row in rows if row.verdict == "fault"]
-    if as_json:
+    if args.json:
         print(json.dumps({"model": loaded.name, "passed": not faults, "rows": [asdict(row) for row in rows]}))
-        return
-    print(f"{'run':<30} {'requests equal':>14} {'tokens':>7}  {'verdict':<9} what happened in it")
-    for row in rows:
-        name = row.way + (" + drafts" if row.drafts else "")
-        happened = ", ".join(f"{name} {count}" for name, count in row.happened.items() if count)
-        note = happened if row.is_met else f"{happened}  (NOT TRIED: its condition did not occur)"
-        print(f"{name:<30} {f'{row.equal} of {row.requests}':>14} {row.compared:>7}  {row.verdict:<9} {note}")
+    else:
+        _print_summary(rows, faults, config.exact)
+    return int(bool(faults))
+
+
+def _name(way: str, drafts: bool) -> str:
+    return way + (" + drafts" if drafts else "")
+
+
+def _print_row(row: Row) -> None:
+    happened = ", ".join(f"{name} {count}" for name, count in row.happened.items() if count)
+    note = happened if row.is_met else f"{happened}  (NOT TRIED: its condition did not occur)"
+    equal = f"{row.equal} of {row.requests}"
+    print(f"{_name(row.way, row.drafts):<30} {equal:>14} {row.compared:>7}  {row.verdict:<9} {note}", flush=True)
+
+
+def _print_summary(rows: list[Row], faults: list[Row], is_exact: bool) -> None:
     for row in rows:
         if row.detail:
             kind = "a fault" if row.verdict == "fault" else "the widest difference"
-            print(f"\n{row.way}{' + drafts' if row.drafts else ''}, {kind}: {row.detail}")
+            print(f"\n{_name(row.way, row.drafts)}, {kind}: {row.detail}")
     ties = sum(row.verdict == "near-tie" for row in rows)
     untried = sum(not row.is_met for row in rows)
     tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                                                              "max_position_embeddings": 1024})
     byte_tokenizer().backend.save(str(path / "tokenizer.json"))
     return path
+
+
+def test_rows_are_printed_as_they_come(folder: Path, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "all_variants", lambda speculative: [verify.Variant("batched"), verify.Variant("more")])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    true_run, seen = verify.Check.run, []
+
+    def run(check: verify.Check, variant: verify.Variant) -> verify.Row:
+        captured = capsys.readouterr()
+        seen.append((captured.out, captured.err))
+        return true_run(check, variant)
+
+    monkeypatch.setattr(verify.Check, "run", run)
+    assert cli.main(["verify", str(folder), "--quick"]) == 0
+    (before, first), (between, second) = seen
+    assert before.startswith("run ") and "the reference, 6 requests" in first and "run 1 of 2: batched ..." in first
+    assert between.startswith("batched ") and "run 2 of 2: more ..." in second
+    assert capsys.readouterr().out.startswith("more ")
 
 
 def test_the_command_prints_a_table_and_sets_the_status(folder: Path, capsys: pytest.CaptureFixture[str],
