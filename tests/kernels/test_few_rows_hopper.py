@@ -4,10 +4,6 @@ it runs. It has no interpreter: `tests/gpu/test_few_rows.py` compares its result
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +24,7 @@ from outrider.kernels.triton.hopper.few_rows import (  # noqa: E402
     plan_few_rows,
 )
 from outrider.kernels.triton.launch import collecting  # noqa: E402
-from tests.kernels.barriers import overwritten_barriers  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for
 REGISTERS = 65536  # of a multiprocessor
@@ -46,12 +42,7 @@ def compile_kernel(plan: FewRowsPlan, gate: int) -> Any:
 
 
 def test_compiles_for_the_card() -> None:
-    """In a process of its own: with the interpreter on, nothing is compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for kernel in json.loads(done.stdout):
+    for kernel in found_without_interpreter(__file__):
         programs = 1 if kernel["is_large"] else 2  # on a multiprocessor
         assert kernel["multiplies"] and kernel["copies"]
         assert programs * (kernel["shared"] + 1024) <= SHARED_BYTES

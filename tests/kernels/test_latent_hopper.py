@@ -7,10 +7,6 @@ They have no interpreter. `tests/gpu/test_latent.py` checks their results on a c
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from outrider.kernels.latent import TokenContexts  # noqa: E402
 from outrider.kernels.triton.hopper import index, latent, latent_decode  # noqa: E402
-from tests.kernels.barriers import overwritten_barriers  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
 PAGES = f"tensordesc<bf16[1,64,64],{gl.NVMMASharedLayout(128, 16, rank=3)}>"
@@ -47,12 +43,7 @@ def compile_kernel(kernel: Any, **constants: int) -> Any:
 
 
 def test_compile_for_the_card() -> None:
-    """In a process of its own: with the interpreter on, nothing is compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    attends, scores, *decodes = json.loads(done.stdout)
+    attends, scores, *decodes = found_without_interpreter(__file__)
     assert 2 * (attends["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES, "two programs share a multiprocessor"
     assert attends["copies"] == 9 * 4, "each of them of 16 bytes"
     for decode in decodes:

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +23,7 @@ from outrider.kernels.triton import attention, precompile  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache  # noqa: E402
 from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
-from tests.kernels.barriers import overwritten_barriers  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
 PAGES = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -58,12 +54,7 @@ COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": T
 
 
 def test_compiles_for_the_card() -> None:
-    """In a process of its own: with the interpreter on, nothing is compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    kernels = found_without_interpreter(__file__)
     assert len(kernels) == len(COMPILED)
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_BYTES

@@ -6,10 +6,6 @@ It has no interpreter. `tests/gpu/test_exact.py` compares its bits with those of
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +21,7 @@ from outrider.kernels.triton import exact_linear as products  # noqa: E402
 from outrider.kernels.triton.hopper import products as hopper  # noqa: E402
 from outrider.kernels.triton.hopper.products import NARROW, WIDE, HopperTile  # noqa: E402
 from outrider.kernels.triton.launch import collecting  # noqa: E402
-from tests.kernels.barriers import overwritten_barriers  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
 
@@ -42,12 +38,7 @@ def compile_kernel(tile: HopperTile, k: int, chain: int) -> Any:
 
 
 def test_compiles_for_the_card() -> None:
-    """In a process of its own: with the interpreter on, nothing is compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for kernel in json.loads(done.stdout):
+    for kernel in found_without_interpreter(__file__):
         assert kernel["shared"] <= SHARED_BYTES and kernel["multiplies"] and kernel["copies"]
         assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
 

@@ -1,8 +1,25 @@
-"""Barriers of a compiled kernel, by its PTX: where they are, and whether anything else is stored there."""
+"""Kernels as Triton compiles them for a card, which none is needed for: in a process without its interpreter, and by
+their PTX."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def found_without_interpreter(test_file: str) -> Any:
+    """The JSON that a test's file prints when it runs as a program. Its tests run in processes in which Triton's
+    interpreter is on, where nothing is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run([sys.executable, test_file], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def overwritten_barriers(ptx: str) -> list[int]:
