@@ -228,7 +228,7 @@ class FewRowsPlan:
 
 
 def padded_rows(num_rows: int) -> int:
-    return 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
+    return next(rows for rows in _TILE_ROWS if num_rows <= rows)
 
 
 def make_plan(rows: int, outputs: int, splits: int, is_gated: bool, ring_bytes: int) -> FewRowsPlan:
@@ -284,21 +284,20 @@ def _may_serve(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_fastest(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    return bias is None and _may_serve(x, weight) and _plan(x, weight, False) is not None
+    return bias is None and _may_serve(x, weight) and _plan(x.shape[0], weight, False) is not None
 
 
 def is_fastest_gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> bool:
-    return _may_serve(x, weight) and _plan(x, weight, True) is not None
+    return _may_serve(x, weight) and _plan(x.shape[0], weight, True) is not None
 
 
 def is_fastest_wide(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return _may_serve(x, weight) and plan_wide(x.shape[0], *weight.shape, num_sms(x.device)) is not None
 
 
-def _plan(x: torch.Tensor, weight: torch.Tensor, is_gated: bool, num_rows: int = 0) -> FewRowsPlan | None:
-    """num_rows: token rows, if others than those of x are meant."""
+def _plan(num_rows: int, weight: torch.Tensor, is_gated: bool) -> FewRowsPlan | None:
     n, k = weight.shape
-    return plan_few_rows(num_rows or x.shape[0], n // 2 if is_gated else n, k, is_gated, num_sms(x.device))
+    return plan_few_rows(num_rows, n // 2 if is_gated else n, k, is_gated, num_sms(weight.device))
 
 
 def few_rows_linear(
@@ -307,7 +306,7 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """x [rows, k] times weight [n, k] transposed; 1 to 64 rows, which `is_fastest` or a plan takes."""
     out = _new_output("few_rows_linear", x, weight, weight.shape[0], x.dtype)
-    _launch(x, weight, out, 0, [plan or _plan(x, weight, False), *_later_plans(x, weight, False)], pdl)
+    _launch(x, weight, out, 0, [plan or _plan(x.shape[0], weight, False), *_later_plans(weight, False)], pdl)
     return out
 
 
@@ -317,7 +316,7 @@ def few_rows_gated(
     """act(gate) * up: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
     require(activation in _GATES, "few_rows_gated", "activation", f"is {activation!r}")
     out = _new_output("few_rows_gated", x, weight, weight.shape[0] // 2, x.dtype)
-    plans = [plan or _plan(x, weight, True), *_later_plans(x, weight, True)]
+    plans = [plan or _plan(x.shape[0], weight, True), *_later_plans(weight, True)]
     _launch(x, weight, out, _GATES[activation], plans, pdl)
     return out
 
@@ -340,9 +339,9 @@ def _new_output(name: str, x: torch.Tensor, weight: torch.Tensor, n: int, dtype:
     return torch.empty(x.shape[0], n, dtype=dtype, device=x.device)
 
 
-def _later_plans(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> list[FewRowsPlan | None]:
+def _later_plans(weight: torch.Tensor, is_gated: bool) -> list[FewRowsPlan | None]:
     """Plans of other numbers of token rows, which later steps have: their kernels are compiled with this one."""
-    return [_plan(x, weight, is_gated, rows) for rows in _TILE_ROWS] if is_collecting() else []
+    return [_plan(rows, weight, is_gated) for rows in _TILE_ROWS] if is_collecting() else []
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
