@@ -20,6 +20,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from outrider.kernels.triton.attention import MIN_COUNTERS, counters_for
 from outrider.kernels.triton.common import cdiv, num_sms, pdl_options, require, require_tensor, uses_pdl
+from outrider.kernels.triton.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.hopper.prefill import is_hopper, make_barriers
 from outrider.kernels.triton.launch import TritonKernel, is_collecting
@@ -46,22 +47,6 @@ MIN_BYTES, MIN_INNER = 4 << 20, 1024  # of weights: smaller ones were not measur
 MIN_HEAD_INNER = 4096  # inner dimension of weights with very many outputs
 FETCH_REGISTERS = 40
 RING_BYTES, LARGE_RING_BYTES = 104 << 10, 208 << 10  # two programs share a multiprocessor, or one has it for itself
-
-
-@gluon.jit
-def _release_dependents(PDL: gl.constexpr):
-    """See `common.release_dependents`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=gl.int32,
-                                  is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
-    """See `common.wait_for_inputs`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)
 
 
 @gluon.jit
@@ -97,7 +82,7 @@ def _fetch(
     ahead = gl.minimum(steps, STAGES)
     for turn in range(0, ahead):
         _fetch_weights(w_tiles, weights, ready, turn, output, (first + turn) * COLUMNS, N, GATE, ROWS, OUTPUTS)
-    _wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     for turn in range(0, ahead):
         tma.async_copy_global_to_shared(x_tiles, [0, (first + turn) * COLUMNS], ready.index(turn), rows.index(turn))
     for turn in range(ahead, steps):
@@ -190,7 +175,7 @@ def _few_rows_kernel(
     x_tiles, w_tiles, out, parts, counters, out_stride, M, N, num_steps, GATE: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    _release_dependents(PDL)
+    release_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     rows = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)

@@ -11,22 +11,13 @@ import torch
 import triton.experimental.gluon.language as gl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import cdiv, pdl_options
+from outrider.kernels.triton.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.triton.hopper.latent import HEADS_AT_ONCE, TILE, attend_entries, store_rows
 from outrider.kernels.triton.launch import TritonKernel
 from triton.experimental import gluon
 
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 _VARYING = ["max_count", "num_splits", "min_split", "table_stride", "positions_stride"]
-
-
-@gluon.jit
-def wait_for_inputs(PDL: gl.constexpr):
-    """See `common.release_dependents` and `common.wait_for_inputs`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=gl.int32,
-                                  is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)
 
 
 @TritonKernel
@@ -40,6 +31,7 @@ def _split_kernel(
 ):
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     column: gl.constexpr = gl.SliceLayout(0, multiplied)
+    release_dependents(PDL)
     wait_for_inputs(PDL)
     token, split = gl.program_id(1).to(gl.int64), gl.program_id(2)
     low = gl.load(first + token).to(gl.int32)

@@ -1,0 +1,23 @@
+"""A kernel that starts while the one before it still runs, in Gluon: see `common.release_dependents` and
+`common.wait_for_inputs`, which are the same in Triton."""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+@gluon.jit
+def release_dependents(PDL: gl.constexpr):
+    """From here on the next kernel may start."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_inputs(PDL: gl.constexpr):
+    """Waits until what the kernels before have written can be read."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)
