@@ -7,6 +7,7 @@ weights once for every draft. Prompts are not counted, nor anything that a bette
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,30 +21,45 @@ from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.spec.base import Drafter
 
-CUDA_BYTES, CPU_BYTES = 2 << 30, 256 << 20
-REPEATS = 5
+CUDA_BYTES, CPU_BYTES = 2 << 30, 256 << 20  # far more than any cache holds
+READS = 20  # back to back between two events of a GPU: the start and the end of one would be part of a single read
+LOOKS, WARM_UP_LOOKS = 7, 2
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory, measured by the sum of a large float32 tensor; the best of a few runs."""
-    values = torch.ones((CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, device=device)
-    best = float("inf")
-    for _ in range(REPEATS):
-        _synchronise(device)
-        start = time.perf_counter()
-        values.sum()
-        _synchronise(device)
-        best = min(best, time.perf_counter() - start)
-    num_bytes = values.numel() * 4
+    """Bytes per second of reading memory, measured by the sum of a large float32 tensor."""
+    num_bytes = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    values = torch.ones(num_bytes // 4, device=device)
+    seconds = _cuda_seconds(values) if device.type == "cuda" else _cpu_seconds(values)
     del values
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return num_bytes / best
+    return num_bytes / seconds
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _cuda_seconds(values: torch.Tensor) -> float:
+    """Seconds of one read among many: the median of several looks."""
+    taken = []
+    with torch.cuda.device(values.device):
+        for _ in range(WARM_UP_LOOKS + LOOKS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(READS):
+                values.sum()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1000 / READS)
+    return statistics.median(taken[WARM_UP_LOOKS:])
+
+
+def _cpu_seconds(values: torch.Tensor) -> float:
+    """Seconds of the fastest read: other programs of the machine only make reads slower."""
+    taken = []
+    for _ in range(LOOKS):
+        start = time.perf_counter()
+        values.sum()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from outrider.cli import main
-from outrider.commands import env
+from outrider.commands import env, roofline
 from outrider.commands.bench import _decoding
 from outrider.commands.prompt_work import PromptWork, visible_pairs
 from outrider.commands.roofline import Decoding, Traffic, mean_context
@@ -34,6 +35,13 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 def routers(*indices: int, experts: int = 16, top_k: int = 3) -> list[Router]:
     return [Router(i, 4, RouteRule(experts, top_k), dtype=torch.float32, device=CPU) for i in indices]
+
+
+def test_bandwidth_of_a_cpu_is_that_of_its_fastest_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 20)
+    clock = iter([0.0, 3.0] * 3 + [10.0, 12.0] + [20.0, 29.0] * 3)
+    monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=clock.__next__))
+    assert roofline.measure_bandwidth(CPU) == (1 << 20) / 2.0
 
 
 def test_mean_context_is_the_mean_over_the_answers_steps() -> None:
