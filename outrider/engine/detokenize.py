@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,12 +19,19 @@ from outrider.engine.text import Tokenizer, TokenizerError
 
 # Any text that every decoder gives back unchanged; put before tokens, it makes them the middle of a text.
 CONTEXT = "a"
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class _Decoder(Protocol):
+    num_waiting: int  # characters that the waiting tokens make by themselves
+
     def feed(self, token: str) -> str: ...
 
     def finish(self) -> str: ...
+
+    def own_text(self, token: str) -> str:
+        """The text of a token in the middle of a text, bytes that begin no character included."""
+        ...
 
 
 class Detokenizer:
@@ -42,12 +50,44 @@ class Detokenizer:
         """Text that was held back, once the last token has come."""
         return self._decoder.finish()
 
+    @property
+    def num_waiting(self) -> int:
+        """Characters that are held back and already complete."""
+        return self._decoder.num_waiting
+
+    def own_text(self, token_id: int) -> str:
+        """The text of a token in the middle of a text."""
+        token = self._written(token_id)
+        return "" if token is None else self._decoder.own_text(token)
+
     def _piece(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
-        token = self._tokenizer.id_to_token(token_id)
-        # A model's vocabulary may be padded beyond the tokenizer's; such ids have no text.
+        token = self._written(token_id)
         return "" if token is None else self._decoder.feed(token)
+
+    def _written(self, token_id: int) -> str | None:
+        """A token as the tokenizer's file writes it. None: it has no text. A model's vocabulary may be padded beyond
+        the tokenizer's."""
+        return None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
+
+
+class TokenOffsets:
+    """Where each token of a text begins in it, in characters. A token that is a part of a character, or that adds no
+    text yet, begins where that character does."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._length = 0  # of the text so far, without what waits
+
+    def feed(self, run: Sequence[int]) -> list[int]:
+        """One offset for each token of the run."""
+        return [self._offset(token_id) for token_id in run]
+
+    def _offset(self, token_id: int) -> int:
+        offset = self._length + self._detokenizer.num_waiting
+        (piece,) = self._detokenizer.feed([token_id])
+        self._length += len(piece)
+        # A piece also holds what waited, and ends with all of the token's own text.
+        return max(offset, self._length - len(self._detokenizer.own_text(token_id))) if piece else offset
 
 
 def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
@@ -86,14 +126,23 @@ def _is_streamable(step: dict[str, Any]) -> bool:
 class _ByteLevel:
     """Each token is bytes; characters come out when their bytes are complete."""
 
+    num_waiting = 0
+
     def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _utf8_decoder()
 
     def feed(self, token: str) -> str:
         return self._utf8.decode(_token_bytes(token))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def own_text(self, token: str) -> str:
+        return _utf8_decoder().decode(_token_bytes(token))
+
+
+def _utf8_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -122,18 +171,26 @@ class _Pieces:
         self._has_byte_tokens = has_byte_tokens
         self._waiting: list[str] = []
         self._is_first = True
+        self._utf8, self.num_waiting = _utf8_decoder(), 0
 
     def feed(self, token: str) -> str:
         self._waiting.append(token)
         if self._has_byte_tokens and _is_byte_token(token):
+            self.num_waiting += len(self._utf8.decode(bytes.fromhex(token[3:5])))
             return ""
         return self._take()
 
     def finish(self) -> str:
         return self._take()
 
+    def own_text(self, token: str) -> str:
+        text: str = self._decoder.decode([CONTEXT, token])
+        return text[len(CONTEXT) :]
+
     def _take(self) -> str:
         tokens, self._waiting = self._waiting, []
+        if len(tokens) > 1:  # bytes were among them
+            self._utf8, self.num_waiting = _utf8_decoder(), 0
         inside: str = self._decoder.decode([CONTEXT, *tokens])[len(CONTEXT) :]
         if not (self._is_first and inside):
             return inside
@@ -142,7 +199,7 @@ class _Pieces:
 
 
 def _is_byte_token(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return BYTE_TOKEN.fullmatch(token) is not None
 
 
 @dataclass(frozen=True)

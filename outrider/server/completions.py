@@ -10,9 +10,10 @@ from typing import Any
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.errors import ApiError
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
+from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, whole_outputs
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, new_id
+from outrider.server.token_log import TokenLog
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 DEFAULT_MAX_TOKENS = 16
@@ -59,25 +60,26 @@ class _Completion:
         has_text = self._service.host.llm.engine.tokenizer is not None
         readers = [ChangeReader(i * n, has_text=has_text, keeps_runs=bool(self._body.return_run_lengths))
                    for i in range(len(self._asks))]
-        offsets = [0] * (n * len(self._asks))  # of the next token in each choice's text
+        num_logs = 0 if self._body.logprobs is None else n * len(self._asks)
+        logs = [self._token_log() for _ in range(num_logs)]  # by choice
         head = compact(self._head)[:-1]
         async with aclosing(self._service.run(self._asks, self._id)) as parts:
             async for i, increments in parts:
                 self._usage.update(i, increments)
-                chunks = [self._chunk(head, change, offsets) for change in readers[i].read(increments)]
+                chunks = [self._chunk(head, change, logs) for change in readers[i].read(increments)]
                 if chunks:
                     yield "".join(chunks).encode()
         if self._body.wants_usage:
             yield event(self._head | {"choices": [], "usage": self._usage.to_json(),
                                       "metrics": self._usage.metrics_to_json()})
 
-    def _chunk(self, head: str, change: Change, offsets: list[int]) -> str:
+    def _chunk(self, head: str, change: Change, logs: list[TokenLog]) -> str:
         """Put together by hand: there is one for every run of every stream."""
         logprobs = "null"
         if change.logprobs is not None:
-            written = self._logprobs(change.token_ids, named(change.logprobs), offsets[change.choice])
-            offsets[change.choice] = written.pop("next_offset")
-            logprobs = compact(written)
+            log = logs[change.choice]
+            log.add(change.token_ids, named(change.logprobs))
+            logprobs = compact(log.take(len(change.text), is_last=change.finish_reason is not None))
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
         if self._body.return_run_lengths:
             ids += f',"run_lengths":{compact(change.run_lengths)}'
@@ -91,46 +93,33 @@ class _Completion:
     def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
                                   "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
-        offset = 0
+        prompt = ""
         if self._body.max_tokens == 0:
             sample = replace(sample, text="", token_ids=[], logprobs=None if sample.logprobs is None else [])
             choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
         if self._body.echo:
             prompt = self._service.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-            choice["text"], offset = prompt + sample.text, len(prompt)
+            choice["text"] = prompt + sample.text
         if sample.logprobs is not None:
-            choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs, offset)
-            del choice["logprobs"]["next_offset"]
+            log = self._token_log(len(prompt))
+            log.add(sample.token_ids, sample.logprobs)
+            written = log.take(len(sample.text), is_last=True)
             if self._body.echo and output.prompt_logprobs is not None:
-                before = self._prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs)
-                choice["logprobs"] = {name: before[name] + own for name, own in choice["logprobs"].items()}
+                log = self._token_log(skip_special_tokens=False)
+                log.add(output.prompt_token_ids, output.prompt_logprobs)
+                before = log.take(len(prompt), is_last=True)
+                written = {name: before[name] + own for name, own in written.items()}
+            choice["logprobs"] = written
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_to_json(output.prompt_logprobs)
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
         return choice
 
-    def _prompt_logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob] | None]) -> dict[str, list[Any]]:
-        """As `_logprobs`, of the prompt: its first token has none."""
-        first = self._service.tokenizer.decode(token_ids[:1], skip_special_tokens=False)
-        rest = self._logprobs(token_ids[1:], [entry for entry in entries if entry is not None], len(first))
-        return {"tokens": [first, *rest["tokens"]], "token_logprobs": [None, *rest["token_logprobs"]],
-                "top_logprobs": [None, *rest["top_logprobs"]], "text_offset": [0, *rest["text_offset"]]}
-
-    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]], offset: int) -> dict[str, Any]:
-        tokens, values, top, offsets = [], [], [], []
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            chosen = entry[token_id]
-            tokens.append(chosen.decoded_token or "")
-            values.append(finite(chosen.logprob))
-            # The chosen token is always there, as OpenAI's API has it. Tokens that are parts of a character look the
-            # same: the likeliest of them is named.
-            named_ones = [chosen, *reversed(top_logprobs(entry, self._body.logprobs or 0))]
-            top.append({t.decoded_token or "": finite(t.logprob) for t in named_ones})
-            offsets.append(offset)
-            offset += len(tokens[-1])
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets,
-                "next_offset": offset}
+    def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:
+        if skip_special_tokens is None:
+            skip_special_tokens = self._body.skip_special_tokens is not False
+        return TokenLog(self._service.host.llm.engine.tokenizer, skip_special_tokens, self._body.logprobs or 0, begin)
 
 
 def prompt_logprobs_to_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:

@@ -236,3 +236,26 @@ def test_what_a_form_cannot_be_combined_with() -> None:
         chat_form(asked, None, "qwen3", "", chat_tokenizer())
     with pytest.raises(ApiError, match="reasoning parser openai_gptoss"):
         chat_form(body(response_format={"type": "json_object"}), None, "openai_gptoss", "", chat_tokenizer())
+
+
+@pytest.mark.parametrize("stop", [[], ["c本"], ["é"]])
+def test_offsets_of_tokens_are_within_the_text_that_was_given(served: Served, stop: list[str]) -> None:
+    """Also where a character has several tokens, and where a stop string cuts text off."""
+    said = "aé😀 b日c本d"
+    text = said[: said.index(stop[0])] if stop else said
+    begins = [i for i, char in enumerate(text + "".join(stop)) for _ in char.encode()]
+    expected = [min(begin, len(text)) for begin in begins] + ([] if stop else [len(text)])  # and the end token
+    asked: Any = {"model": MODEL, "prompt": "日x", "n": 2, "stop": stop, "max_tokens": 40, "logprobs": 0,
+                  "extra_body": {"structured_outputs": {"choice": [said]}}}
+    client = served.client()
+    for choice in client.completions.create(**asked).choices:
+        assert choice.text == text and choice.logprobs.text_offset == expected
+    for choice in client.completions.create(**asked, echo=True).choices:
+        assert choice.logprobs.text_offset == [0, 0, 0, 1, *(2 + begin for begin in expected)]
+    texts, offsets = ["", ""], [[], []]
+    for chunk in client.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.text
+        offsets[choice.index] += choice.logprobs.text_offset
+        assert max(choice.logprobs.text_offset, default=0) <= len(texts[choice.index])
+    assert texts == [text, text] and offsets == [expected, expected]

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from outrider.engine.detokenize import Detokenizer, StopStrings
+from outrider.engine.detokenize import Detokenizer, StopStrings, TokenOffsets
 from outrider.engine.text import Tokenizer, TokenizerError
 
 SPECIAL = ["<s>", "</s>"]
@@ -85,6 +85,36 @@ def test_pieces_join_to_the_whole_for_any_tokens_and_runs(case: tuple[str, list[
     # A token's piece does not depend on the run it came in.
     again = Detokenizer(tokenizer, skip_special_tokens=skip)
     assert [again.feed([token])[0] for token in whole] == [piece for run in pieces for piece in run]
+
+
+@given(runs())
+def test_offsets_of_tokens_rise_and_stay_within_the_text(case: tuple[str, list[list[int]], bool]) -> None:
+    name, split, skip = case
+    tokenizer = TOKENIZERS[name]
+    offsets = TokenOffsets(tokenizer, skip_special_tokens=skip)
+    found = [offset for run in split for offset in offsets.feed(run)]
+    whole = [token for run in split for token in run]
+    text = tokenizer.decode(whole, skip_special_tokens=skip)
+    assert found == sorted(found) and all(0 <= offset <= len(text) for offset in found) and len(found) == len(whole)
+
+
+@given(st.text(max_size=12), st.booleans())
+def test_every_byte_of_a_character_has_the_offset_of_the_character(text: str, falls_back: bool) -> None:
+    tokenizer = TOKENIZERS["sentencepiece_unstripped" if falls_back else "byte_level"]
+    ids = list(text.encode()) if falls_back else ids_of(tokenizer, text)
+    expected = [i for i, char in enumerate(text) for _ in char.encode()]
+    assert tokenizer.decode(ids) == text and TokenOffsets(tokenizer).feed(ids) == expected
+
+
+@pytest.mark.parametrize(("name", "tokens", "expected"), [
+    ("byte_level", ["a", "aðŁ", "ĺĢ", "Ġthe", "</s>", "x"], [0, 1, 2, 3, 7, 7]),  # aa😀 thex
+    ("byte_level", ["Ã", "a", "b"], [0, 1, 2]),  # a byte that begins a character and is none: �ab
+    ("sentencepiece", ["▁Hello", "▁world", "ing"], [0, 5, 11]),
+    ("sentencepiece", ["<0xE6>", "<0x97>", "<0xA5>", "<0xC3>", "<0xA9>", "▁Hello", "ing"], [0, 0, 0, 1, 1, 2, 8]),
+])
+def test_where_tokens_begin(name: str, tokens: list[str], expected: list[int]) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert TokenOffsets(tokenizer).feed([tokenizer.backend.token_to_id(token) for token in tokens]) == expected
 
 
 @given(st.text(max_size=20))

@@ -1,0 +1,52 @@
+"""Log-probabilities of /v1/completions: the tokens of one text, each with its offset in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from outrider.core.outputs import Logprob
+from outrider.engine.detokenize import TokenOffsets
+from outrider.engine.text import Tokenizer
+from outrider.server.generation import finite, top_logprobs
+
+Entry: TypeAlias = dict[int, Logprob] | None  # None: the first token of a prompt, which has no log-probability
+
+
+class TokenLog:
+    """The tokens of one text with their log-probabilities and offsets, as OpenAI's API has them.
+
+    An offset never exceeds the text that has been given: of a stream a token waits until the text that it begins in has
+    been given, and tokens of which a stop string cut the text off have the offset of the text's end. `begin`: offset of
+    the text's own beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, num_top: int, begin: int = 0) -> None:
+        self._offsets = None if tokenizer is None else TokenOffsets(tokenizer, skip_special_tokens)
+        self._names = {} if tokenizer is None else tokenizer.token_texts
+        self._num_top, self._begin, self._num_given = num_top, begin, 0
+        self._waiting: list[tuple[int, int, Entry]] = []  # offset, token, log-probabilities
+
+    def add(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> None:
+        offsets = [0] * len(token_ids) if self._offsets is None else self._offsets.feed(token_ids)
+        self._waiting += zip(offsets, token_ids, entries, strict=True)
+
+    def take(self, num_characters: int, is_last: bool) -> dict[str, list[Any]]:
+        """What goes out with the next characters of the text."""
+        self._num_given += num_characters
+        num_ready = len(self._waiting) if is_last else sum(offset <= self._num_given for offset, _, _ in self._waiting)
+        ready, self._waiting = self._waiting[:num_ready], self._waiting[num_ready:]
+        written = [self._written(token_id, entry) for _, token_id, entry in ready]
+        return {"tokens": [name for name, _, _ in written], "token_logprobs": [value for _, value, _ in written],
+                "top_logprobs": [top for _, _, top in written],
+                "text_offset": [self._begin + min(offset, self._num_given) for offset, _, _ in ready]}
+
+    def _written(self, token_id: int, entry: Entry) -> tuple[str, float | None, dict[str, float] | None]:
+        if entry is None:
+            return self._names[token_id], None, None
+        chosen = entry[token_id]
+        # The chosen token is always there, as OpenAI's API has it. Tokens that are parts of a character look the same:
+        # the likeliest of them is named.
+        named_ones = [chosen, *reversed(top_logprobs(entry, self._num_top))]
+        top = {one.decoded_token or "": finite(one.logprob) for one in named_ones}
+        return chosen.decoded_token or "", finite(chosen.logprob), top
