@@ -18,6 +18,7 @@ from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METH
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
+from outrider.core.token_ids import bias_from_json
 from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
@@ -337,10 +338,13 @@ def _any_value(text: str) -> Any:
 
 
 def _bias(text: str) -> dict[int, float]:
+    bias = json_object(text)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in bias.values()):
+        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}')
     try:
-        return {int(key): float(value) for key, value in json_object(text).items()}
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}') from None
+        return bias_from_json(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _form(text: str) -> StructuredOutputsParams:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
+from outrider.core.fields import shown
 from outrider.core.limits import Limits
 from outrider.core.params import SamplingParams
+
+KEY = re.compile("[0-9]{1,10}")
+
+
+def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
+    """The `logit_bias` of a JSON object, whose keys are texts. int() would also take ' 5_0 ' and digits of other
+    scripts."""
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not KEY.fullmatch(key):
+            raise ValueError(f"logit_bias: the key {shown(key)} is no token id: write its decimal digits, as \"42\"")
+        if int(key) in found:
+            raise ValueError(f"logit_bias: the key {shown(key)} names a token that another key names")
+        found[int(key)] = value
+    return found
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from outrider.core.fields import shown
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
+from outrider.core.token_ids import bias_from_json
 from outrider.server.errors import ApiError, bad_value
 
 # Known fields of OpenAI's and vLLM's bodies that are not served: values that change nothing, and what to say of others.
@@ -180,9 +181,9 @@ class Sampled(Scheduled):
         given |= more
         if self.logit_bias is not None:
             try:
-                given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-            except ValueError:
-                raise ApiError(400, "logit_bias must have token ids as its keys", param="logit_bias") from None
+                given["logit_bias"] = bias_from_json(self.logit_bias)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="logit_bias") from None
         self._check_sizes()
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs is for answers that are not streamed", param="prompt_logprobs")

@@ -42,7 +42,10 @@ def guarded() -> Iterator[Served]:
 @pytest.mark.parametrize(("field", "value", "words"), [
     ("temperature", "hot", "temperature"), ("temperature", -1, "temperature must be a number from 0"),
     ("n", True, "n: "), ("n", 1000, "n must be"), ("top_p", 2, "top_p must be"), ("max_tokens", 0, "max_tokens"),
-    ("logprobs", 99, "max_logprobs"), ("stop", 5, "stop: "), ("logit_bias", {"x": 1}, "token ids"),
+    ("logprobs", 99, "max_logprobs"), ("stop", 5, "stop: "), ("logit_bias", {"x": 1}, "'x' is no token id"),
+    ("logit_bias", {" 5_0 ": 1}, "' 5_0 ' is no token id"), ("logit_bias", {"５": 1}, "'５' is no token id"),
+    ("logit_bias", {"-5": 1}, "'-5' is no token id"), ("logit_bias", {"9" * 5000: 1}, "no token id"),
+    ("logit_bias", {"5": 1, "05": 2}, "'05' names a token that another key names"),
     ("logit_bias", {"5": 1e99}, "logit_bias"), ("prompt", [], "prompt"), ("prompt", [[]], "empty"),
     ("prompt", [999999], "vocabulary"), ("prompt", ["a"] * 4, "at most 3"), ("prompt", None, "prompt"),
     ("prompt", "x" * 300, "max_model_len"), ("temprature", 1, "did you mean temperature"),

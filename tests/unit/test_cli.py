@@ -133,6 +133,8 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "smollm2", "more"], "unexpected argument 'more'"),
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
+    (["generate", "--logit-bias", '{" 5_0 ": 1}'], "the key ' 5_0 ' is no token id"),
+    (["generate", "--logit-bias", '{"5": "1"}'], "must map token ids to numbers"),
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
     (["chat", "--prompt", "x"], "`outrider chat` has no flag --prompt: `outrider generate` has it"),
