@@ -1,7 +1,8 @@
 """BoundedHttp: uvicorn's HTTP protocol with bounds on the head of a request, which comes before any key is known.
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
-connections. Bodies have their bounds in guard.py.
+connections. Fields behind a body in chunks (trailers) count like those of the head, and nobody reads them. Bodies have
+their bounds in guard.py.
 
 Requests that offer to go on in another protocol are answered in this one. Java's client offers HTTP/2 with every first
 request (`Upgrade: h2c`), and the parser takes whatever follows such a head for the other protocol: bodies were lost.
@@ -15,9 +16,14 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16  # of the request line, all fields and the empty line, without spaces around values
+TOO_LARGE = "The head of the request is too large."
 UPGRADING = (b"upgrade", b"http2-settings")  # headers of an offer, and what Connection says of them
 HEAD_SECONDS = 60.0  # for a client to send a head, from its connection or from the head's first bytes
+
+
+class HeadTooLarge(Exception):
+    """Raised in the parser's calls; the parser then refuses the request."""
 
 
 class StayingParser(httptools.HttpRequestParser):
@@ -46,8 +52,10 @@ class BoundedHttp(HttpToolsProtocol):
     """Between requests uvicorn's own timeout for idle connections applies."""
 
     parser: StayingParser
-    _num_head_bytes = 0
+    _num_unread_bytes = 0  # that came in a head since its beginning; those of the piece in which it ended are not known
+    _num_field_bytes = 0  # of the head that is being read, as far as the parser has read it
     _is_in_head = True
+    _may_be_in_trailer = False
     _num_requests = 0  # whose bodies have come whole
     _timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
 
@@ -66,13 +74,17 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         num_requests = self._num_requests
         super().data_received(data)
-        if not self._is_in_head or self._num_requests > num_requests or self.transport.is_closing():
+        is_in_fields = self._is_in_head or self._may_be_in_trailer
+        if not is_in_fields or self._num_requests > num_requests or self.transport.is_closing():
             return
-        self._num_head_bytes += len(data)
-        if self._num_head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("The head of the request is too large.")
-        elif self._timer is None:
+        self._num_unread_bytes += len(data)
+        if self._num_unread_bytes > MAX_HEAD_BYTES:
+            self.send_400_response(TOO_LARGE)
+        elif self._is_in_head and self._timer is None:
             self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(TOO_LARGE if self._num_field_bytes > MAX_HEAD_BYTES else msg)
 
     def read_without_offer(self, rest: bytes) -> None:
         """rest: what has come behind the head that was read last, which made an offer."""
@@ -86,7 +98,33 @@ class BoundedHttp(HttpToolsProtocol):
         self.parser = StayingParser(self)
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
 
+    def on_message_begin(self) -> None:
+        self._num_field_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._may_be_in_trailer, self._num_unread_bytes = True, 0
+
+    def on_body(self, body: bytes) -> None:
+        self._may_be_in_trailer = False
+        super().on_body(body)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_field_bytes += num_bytes
+        if self._num_field_bytes > MAX_HEAD_BYTES:
+            raise HeadTooLarge
+
     def on_headers_complete(self) -> None:
+        self._count(len(self.parser.get_method()) + len("  HTTP/1.1\r\n\r\n"))
         if self.parser.makes_offer:
             return
         self._is_in_head = False
@@ -96,7 +134,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.makes_offer:
             return
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head, self._may_be_in_trailer, self._num_unread_bytes = True, False, 0
         self._num_requests += 1
         super().on_message_complete()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import socket
+import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -71,13 +74,18 @@ def test_a_body_that_is_called_something_else(served: Served, headers: dict[str,
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
-def talk(served: Served, *parts: bytes) -> bytes:
-    """All that the server says until it closes the connection."""
+def talk(served: Served, *parts: bytes, pause: float = 0.0) -> bytes:
+    """All that the server says until it closes the connection. `pause`: seconds between the parts."""
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as raw:
-        for part in parts:
-            raw.sendall(part)
-        return b"".join(iter(lambda: raw.recv(1 << 16), b""))
+        answer = b""
+        with suppress(ConnectionError):  # a server that refuses a request does not read the rest of it
+            for part in parts:
+                raw.sendall(part)
+                time.sleep(pause)
+            while got := raw.recv(1 << 16):
+                answer += got
+        return answer
 
 
 def test_a_head_without_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +94,31 @@ def test_a_head_without_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) 
     assert b"400" in talk(served, head, b"a" * 40_000, b"a" * 40_000)
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     assert talk(served) == b"" and talk(served, head) == b""
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["field", "fields", "url"])
+def test_a_head_of_exactly_the_bound(served: Served, kind: str, num_parts: int) -> None:
+    """The piece in which a head ends counts, too."""
+    rest = b"GET /health%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%s\r\n"
+    for more, status in ((0, b"200 OK"), (1, b"400 Bad Request\r\n")):
+        size = http_protocol.MAX_HEAD_BYTES - len(rest % (b"", b"")) + more
+        long = {"url": (b"?" + b"a" * (size - 1), b""), "field": (b"", b"X: " + b"a" * (size - 5) + b"\r\n"),
+                "fields": (b"", b"X: aaa\r\n" * (size // 8 - 1) + b"X: " + b"a" * (size % 8 + 3) + b"\r\n")}[kind]
+        head = rest % long
+        assert len(head) == http_protocol.MAX_HEAD_BYTES + more
+        cuts = [len(head) * i // num_parts for i in range(num_parts + 1)]
+        assert status in talk(served, *(head[start:end] for start, end in itertools.pairwise(cuts)), pause=0.02)
+
+
+def test_fields_behind_a_body_are_bounded_and_not_read(served: Served) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+    body = b"\r\n%x\r\n%s\r\n0\r\n" % (len(b'{"prompt":"a"}'), b'{"prompt":"a"}')
+    kind = b"Content-Type: application/json\r\n"
+    assert b"200 OK" in talk(served, head + kind + body + b"X: a\r\n\r\n")
+    assert b"send the body as JSON" in talk(served, head + body + kind + b"\r\n")
+    for trailer in (b"X: " + b"a" * 70_000, b"X: aaa\r\n" * 10_000):
+        assert b"400 Bad Request" in talk(served, head + kind + body, trailer[:50_000], trailer[50_000:], pause=0.05)
 
 
 def test_requests_one_after_the_other(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
