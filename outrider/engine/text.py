@@ -164,23 +164,29 @@ class Tokenizer:
         messages: Iterable[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
         **variables: Any,
     ) -> str:
-        """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template. Further
-        `variables`, also as `chat_template_kwargs`, must be some that the template uses.
+        """The prompt of a chat. It ends where an answer begins (`add_generation_prompt`, the default), or within the
+        last message (`continue_final_message`). `chat_template`: the name of one of the model's templates, or a
+        template. Further `variables`, also as `chat_template_kwargs`, must be some that the template uses.
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
         from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
 
         messages = list(messages) if isinstance(messages, Iterable) else messages
         check_value("messages", list[dict[str, Any]], messages)
-        check_value("add_generation_prompt", bool, add_generation_prompt)
+        check_value("add_generation_prompt", bool | None, add_generation_prompt)
         check_value("continue_final_message", bool, continue_final_message)
         check_value("chat_template_kwargs", dict[str, Any] | None, chat_template_kwargs)
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError("continue_final_message: it continues the last message, and add_generation_prompt "
+                                    "begins a new one: only one of them can be true")
+        for name in {"messages", "add_generation_prompt"} & (chat_template_kwargs or {}).keys():
+            raise ChatTemplateError(f"chat_template_kwargs must not set {name}, which is a parameter of its own")
         if chat_template_content_format not in ("auto", "string"):
             raise ChatTemplateError(f"chat_template_content_format={shown(chat_template_content_format)} is not "
                                     "supported: templates get the content of a message as text")
@@ -190,7 +196,7 @@ class Tokenizer:
         template.check_variables(name for name, value in asked.items() if value is not None and value != [])
         values = {"documents": None, **self.special_tokens, **asked}
         if not continue_final_message:
-            return template.render(messages, add_generation_prompt, values)
+            return template.render(messages, add_generation_prompt is not False, values)
         return up_to_the_end_of(messages, template.render(messages, False, values))
 
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,

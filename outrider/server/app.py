@@ -127,7 +127,7 @@ def _text_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
             ids = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs,
-                                            body.add_generation_prompt)
+                                            body.add_generation_prompt, body.continue_final_message)
         else:
             ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
         strings = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None

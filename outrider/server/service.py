@@ -95,11 +95,11 @@ class Service:
         def work() -> list[int]:
             try:
                 text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
-                                             add_generation_prompt=add_generation_prompt is not False,
+                                             add_generation_prompt=add_generation_prompt,
                                              continue_final_message=continue_final_message is True,
                                              chat_template=self._chat_template, chat_template_kwargs=variables)
             except ValueError as error:
-                raise bad_value(error, ("messages", "tools")) from None
+                raise bad_value(error, ("messages", "tools", "continue_final_message")) from None
             self._check_length(text)
             return self._encoded(text, add_special_tokens=False)
 

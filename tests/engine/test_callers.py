@@ -190,6 +190,10 @@ class WithoutItems:
     (lambda llm: llm.beam_search([{"prompt_token_ids": [5], "cache_salt": "x"}], BEAMS), "'cache_salt' and"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_prompt="no"), "add_generation_prompt"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=1), "continue_final_message must"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, add_generation_prompt=True),
+     "only one of them can be true"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"add_generation_prompt": False}),
+     "must not set add_generation_prompt"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs=[5]), "chat_template_kwargs must"),
 ])
 def test_arguments_of_a_wrong_type(llm: LLM, call: Callable[[LLM], object], message: str) -> None:

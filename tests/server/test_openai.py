@@ -168,12 +168,17 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert bytes(chat) == b"[user]hello hello[assistant]"
 
 
-def test_a_message_of_the_assistant_may_be_continued(client: openai.OpenAI) -> None:
+def test_a_message_of_the_assistant_may_be_continued(client: openai.OpenAI, served: Served) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "Well"}]
     options = {"model": MODEL, "temperature": 0, "max_tokens": 8}
     answer = client.chat.completions.create(messages=messages, extra_body={"continue_final_message": True}, **options)
     same = client.completions.create(prompt="[user]hello hello[assistant]Well", **options)
     assert answer.choices[0].message.content == same.choices[0].text
+    tokens = served.post("/tokenize", messages=messages, continue_final_message=True).json()["tokens"]
+    assert bytes(tokens) == b"[user]hello hello[assistant]Well"
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = served.error(path, messages=messages, continue_final_message=True, add_generation_prompt=True)
+        assert error["param"] == "continue_final_message" and "only one of them" in error["message"]
 
 
 def test_a_prefix_hit_shows_in_the_usage(client: openai.OpenAI) -> None:
