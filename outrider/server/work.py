@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -137,6 +137,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _cancelled(task: asyncio.Future[None]) -> None:
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
+    task.cancel()
+    while not task.done():
+        with suppress(asyncio.CancelledError):  # a server that ends cancels twice, and whatever then fails is logged
+            await asyncio.wait({task})

@@ -228,8 +228,10 @@ def test_an_error_in_a_stream_of_messages_has_a_name(served: Served, monkeypatch
     served.assert_idle()
 
 
-def test_a_stream_that_the_server_cuts_off_says_so() -> None:
-    """At the end of the time for a shutdown, the web server cancels whatever still runs."""
+@pytest.mark.parametrize("num_rounds", range(8))
+def test_a_stream_that_the_server_cuts_off_says_so(num_rounds: int) -> None:
+    """At the end of the time for a shutdown, the web server cancels whatever still runs, and so does the event loop
+    some rounds later, when the web server has ended."""
     sent: list[bytes] = []
 
     async def frames() -> AsyncGenerator[bytes, None]:
@@ -246,6 +248,9 @@ def test_a_stream_that_the_server_cuts_off_says_so() -> None:
         task = asyncio.ensure_future(EventStream(frames(), None)({"type": "http"}, receive, send))
         while len(sent) < 2:
             await asyncio.sleep(0.001)
+        task.cancel()
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
         task.cancel()
         await task  # not cancelled: nobody need log it
 
