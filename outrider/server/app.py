@@ -127,9 +127,10 @@ def _text_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
             ids = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs,
-                                            body.add_generation_prompt, body.continue_final_message)
+                                            body.add_generation_prompt, body.continue_final_message,
+                                            body.add_special_tokens)
         else:
-            ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+            ids = await service.encode(body.prompt or "", "prompt", body.add_special_tokens is not False)
         strings = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.host.llm.engine.limits.max_len, "tokens": ids,
                 "token_strs": strings}
@@ -201,28 +202,28 @@ def _state_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _answer(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, headers=error.headers)
+def _answer(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body_for(request.url.path), error.status, headers=error.headers)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
-    return _answer(api_error(error))
+    return _answer(request, api_error(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404 and path in NOT_SERVED:
-        return _answer(ApiError(404, f"{path} is not supported: {NOT_SERVED[path]}"))
+        return _answer(request, ApiError(404, f"{path} is not supported: {NOT_SERVED[path]}"))
     messages = {404: "there is no such route", 405: "this route has another method", 400: "the body cannot be read"}
-    answer = _answer(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    answer = _answer(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
     answer.headers.update(error.headers or {})  # 405 says which methods there are
     return answer
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    answer = _answer(ApiError(500, INTERNAL))
+    answer = _answer(request, ApiError(500, INTERNAL))
     answer.headers[REQUEST_ID_HEADER] = request.scope[REQUEST_ID_HEADER]  # this answer does not pass the guard
     return answer
 
@@ -242,15 +243,15 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
     match first["type"]:
         case "refused":
             param = where[0] if where else first["ctx"]["param"]
-            return _answer(ApiError(400, f"{param}: {first['msg']}" if where else first["msg"], param=param))
+            return _answer(request, ApiError(400, f"{param}: {first['msg']}" if where else first["msg"], param=param))
         case "json_invalid":
-            return _answer(ApiError(400, "the body is not valid JSON"))
+            return _answer(request, ApiError(400, "the body is not valid JSON"))
         case "missing" if not where:
-            return _answer(ApiError(400, "the request has no body"))
+            return _answer(request, ApiError(400, "the request has no body"))
         case "extra_forbidden":
             hint = did_you_mean(where[0], _body_fields(request)) if len(where) == 1 else ""
-            return _answer(ApiError(400, f"there is no field {'.'.join(where)[:100]!r}{hint}", param=where[0]))
+            return _answer(request, ApiError(400, f"there is no field {'.'.join(where)[:100]!r}{hint}", param=where[0]))
     param = where[0] if where else None
     said = list(dict.fromkeys(p["msg"] for p in problems if p["loc"][1:2] == first["loc"][1:2]))
     place = ".".join(where) if len(said) == 1 else param
-    return _answer(ApiError(400, f"{place or 'the body'}: {', or '.join(said[:3])}"[:500], param=param))
+    return _answer(request, ApiError(400, f"{place or 'the body'}: {', or '.join(said[:3])}"[:500], param=param))

@@ -40,7 +40,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     prompt = await service.encode_chat(body.messages, tools, variables, body.add_generation_prompt,
-                                       body.continue_final_message)
+                                       body.continue_final_message, body.add_special_tokens)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
@@ -48,7 +48,10 @@ async def prepare_chat(service: Service, body: ChatRequest,
     choice = _parsed_choice(service, body, forced, prompt_end)
     if choice is not None:
         more["skip_special_tokens"] = False  # markers often are special tokens
-    asks = await service.asks(body, [prompt], tenant, **more)
+    try:
+        asks = await service.asks(body, [prompt], tenant, **more)
+    except ApiError as error:
+        raise error.renamed(_own_names(body)) from None
     # Only now: until the engine agrees, `n` may be any number.
     others = [_parsed_choice(service, body, forced, prompt_end) for _ in range(1, asks[0].num_samples)]
     return model, asks, [own for own in (choice, *others) if own is not None]
@@ -75,6 +78,12 @@ def _check(body: ChatRequest, tool_format: str | None) -> None:
                             "tools, or set tool_choice to none", param="tools")
     if body.tool_choice == "auto" and not body.tools:
         raise ApiError(400, "tool_choice is for requests with tools", param="tool_choice")
+
+
+def _own_names(body: ChatRequest) -> dict[str, str]:
+    """A chat's names of fields that the engine calls otherwise."""
+    own = {"logprobs": "top_logprobs"}
+    return own if body.max_completion_tokens is None else own | {"max_tokens": "max_completion_tokens"}
 
 
 def _max_tokens(body: ChatRequest) -> int | None:

@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    prompts = await service.encode_prompts(body.prompt, "prompt")
+    prompts = await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False)
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
         if body.stream:

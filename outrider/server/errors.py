@@ -14,9 +14,12 @@ TYPES = {
     408: "RequestTimeoutError", 413: "RequestTooLargeError", 429: "RateLimitError", 500: "InternalServerError",
     503: "ServiceUnavailableError", 504: "TimeoutError",
 }  # fmt: skip
+MESSAGES_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+                  413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 INTERNAL = "the server failed to handle this request; its log says why"
 PARAMS = re.compile(r"^(?:SamplingParams|PoolingParams): ")
 OWNER = re.compile(r"^(\w+)\b")
+PROMPTS = ("prompt", "messages", "input")  # fields that hold one, of which a body has one
 
 
 class ApiError(Exception):
@@ -33,6 +36,12 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": TYPES.get(self.status, "APIError"), "param": self.param,
                           "code": self.status}}
 
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body in the form of the API that a path belongs to: Anthropic's has names of its own around it."""
+        if not path.startswith("/v1/messages"):
+            return self.body
+        return {"type": "error", "error": self.body["error"] | {"type": MESSAGES_TYPES.get(self.status, "api_error")}}
+
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The error in the words of a body whose fields have other names: `names` by the names in the message."""
         if self.param is None or self.param not in names:
@@ -47,4 +56,5 @@ def bad_value(error: ValueError, fields: Any = ()) -> ApiError:
     """A request that the engine refused. Its message names the field first, if one field is at fault."""
     message = PARAMS.sub("", str(error))
     found = OWNER.match(message)
-    return ApiError(400, message, param=found[1] if found and found[1] in fields else None)
+    names = PROMPTS if message.startswith(("the prompt ", "prompt token ")) else (found[1],) if found else ()
+    return ApiError(400, message, param=next((name for name in names if name in fields), None))

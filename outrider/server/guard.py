@@ -58,7 +58,7 @@ class Guard:
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             receive = await self._with_body(scope, receive)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, scope["path"], error)
             return
         except ConnectionResetError:
             return  # the client left while it sent its body
@@ -120,8 +120,8 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
     return send_with
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    body = json.dumps(error.body).encode()
+async def send_error(send: Send, path: str, error: ApiError) -> None:
+    body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
                *((name.lower().encode(), value.encode()) for name, value in error.headers.items())]
     if error.status == 413:

@@ -18,7 +18,6 @@ from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
-ERROR_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class TextBlock(Body):
@@ -262,8 +261,7 @@ class ContentBlocks:
 
 def error_event(error: ApiError) -> bytes:
     """Clients of this API read events by their names, and pass over one that has none."""
-    kind = ERROR_TYPES.get(error.status, "api_error")
-    return _framed([("error", {"error": {"type": kind, "message": str(error)}})])
+    return _framed([("error", error.body_for("/v1/messages"))])
 
 
 def _framed(changes: Iterable[tuple[str, Json]]) -> bytes:

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), "nothing is stored: send the whole conversation"),
     "spaces_between_special_tokens": ((True,), "the tokenizer's decoder says where spaces are"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
-    "add_special_tokens": ((), "chat templates hold their own special tokens, and prompts may be token ids"),
+    "add_special_tokens": ((), "prompts may be token ids"),
     "use_beam_search": ((False,), "beam search is not supported"),
     "length_penalty": ((1, 1.0), "beam search is not supported"),
     "echo": ((False,), "the prompt is not repeated"),
@@ -217,6 +217,8 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = Field(default=None, description="the answer begins with the prompt")
+    add_special_tokens: bool | None = Field(default=None, description="those that the tokenizer puts around a text; "
+                                                                      "default true")
 
 
 class TextPart(Body):
@@ -289,6 +291,8 @@ class ChatRequest(Sampled):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = Field(default=None, description="also those that the tokenizer puts around a "
+                                                                      "text; default false")
     reasoning_effort: str | None = Field(default=None, description="given to the chat template, which must read it")
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -218,7 +218,7 @@ class _Response:
         async with aclosing(self._conversation.events(self._id)) as parts:
             async for events in parts:
                 yield [change for event in events for change in self._items.take(event)]
-        yield list(self._items.close())
+        yield list(self._items.close(self._status))
 
     def _framed(self, changes: Iterable[tuple[str, Json]]) -> bytes:
         numbered = [{"type": kind, "sequence_number": self._items.number()} | data for kind, data in changes]
@@ -273,12 +273,12 @@ class ResponseItems:
                 yield from self.close()
                 yield from self._call(name, arguments)
 
-    def close(self) -> Iterable[tuple[str, Json]]:
+    def close(self, status: str = "completed") -> Iterable[tuple[str, Json]]:
         item, self._open = self._open, None
         if item is None:
             return
         place, text, self._text = self._place(0), self._text, ""
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]
             yield "response.reasoning_text.done", place | {"text": text}

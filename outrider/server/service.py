@@ -64,16 +64,18 @@ class Service:
 
     # Prompts
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """A text of the field `param` of a body."""
         if len(text) > LONG_TEXT:
-            self._check_length(text)
-            return await asyncio.to_thread(self._encoded, text, add_special_tokens)
-        return self._encoded(text, add_special_tokens)
+            self._check_length(text, param)
+            return await asyncio.to_thread(self._encoded, text, param, add_special_tokens)
+        return self._encoded(text, param, add_special_tokens)
 
-    async def encode_prompts(self, given: str | list[str] | list[int] | list[list[int]], param: str) -> list[list[int]]:
+    async def encode_prompts(self, given: str | list[str] | list[int] | list[list[int]], param: str,
+                             add_special_tokens: bool = True) -> list[list[int]]:
         """One prompt or several, each a text or token ids, from the field `param` of a body."""
         if isinstance(given, str):
-            return [await self.encode(given)]
+            return [await self.encode(given, param, add_special_tokens)]
         if not given:
             raise ApiError(400, f"{param} is an empty list", param=param)
         if isinstance(given[0], int):
@@ -81,12 +83,15 @@ class Service:
         if len(given) > self.config.max_prompts:
             raise ApiError(400, f"{param} has {len(given)} prompts, and at most {self.config.max_prompts} are served "
                                 "in one request", param=param)
-        return [await self.encode(each) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
+        return [await self.encode(each, param, add_special_tokens)
+                if isinstance(each, str) else list(each)  # type: ignore[arg-type]
                 for each in given]
 
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
-                          continue_final_message: bool | None = None) -> list[int]:
+                          continue_final_message: bool | None = None,
+                          add_special_tokens: bool | None = None) -> list[int]:
+        """add_special_tokens: those that the tokenizer puts around a text, beside those that the template writes."""
         variables = variables or {}
         for name in variables.keys() & set(RESERVED):
             raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
@@ -99,9 +104,12 @@ class Service:
                                              continue_final_message=continue_final_message is True,
                                              chat_template=self._chat_template, chat_template_kwargs=variables)
             except ValueError as error:
-                raise bad_value(error, ("messages", "tools", "continue_final_message")) from None
-            self._check_length(text)
-            return self._encoded(text, add_special_tokens=False)
+                refused = bad_value(error, ("messages", "tools", "continue_final_message", "reasoning_effort"))
+                is_variable = str(error).startswith(tuple(f"{name} " for name in variables))
+                refused.param = refused.param or ("chat_template_kwargs" if is_variable else "messages")
+                raise refused from None
+            self._check_length(text, "messages")
+            return self._encoded(text, "messages", add_special_tokens=add_special_tokens is True)
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
@@ -160,18 +168,18 @@ class Service:
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests):
             pass
 
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encoded(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         try:
             return self.tokenizer.encode(text, add_special_tokens)
         except ValueError as error:
-            raise bad_value(error) from None
+            raise ApiError(400, str(error), param=param) from None
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str) -> None:
         """A text that cannot fit is refused before it is tokenized: a token has at most so many characters."""
         max_len = self.host.llm.engine.limits.max_len
         if len(text) > max_len * self._longest_token:
             raise ApiError(400, f"the prompt has {len(text)} characters, more than max_model_len ({max_len}) tokens "
-                                "can hold")
+                                "can hold", param=param)
 
     @cached_property
     def _longest_token(self) -> int:

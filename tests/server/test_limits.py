@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.text import Tokenizer
 from tests.server.rig import MODEL, Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -48,7 +49,8 @@ def guarded() -> Iterator[Served]:
     ("logit_bias", {"5": 1, "05": 2}, "'05' names a token that another key names"),
     ("logit_bias", {"5": 1e99}, "logit_bias"), ("prompt", [], "prompt"), ("prompt", [[]], "empty"),
     ("prompt", [999999], "vocabulary"), ("prompt", ["a"] * 4, "at most 3"), ("prompt", None, "prompt"),
-    ("prompt", "x" * 300, "max_model_len"), ("temprature", 1, "did you mean temperature"),
+    ("prompt", "x" * 300, "max_model_len"), ("prompt", "", "the prompt is empty"),
+    ("temprature", 1, "did you mean temperature"),
     ("stream_options", {"include_usage": True}, "stream=true"), ("best_of", 3, "best_of is not supported"),
     ("response_format", {"type": "yaml"}, "response_format"), ("guided_json", {}, "use structured_outputs"),
     ("structured_outputs", {"regx": "a"}, "did you mean regex"), ("structured_outputs", {}, "exactly one of"),
@@ -59,14 +61,16 @@ def guarded() -> Iterator[Served]:
 def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, words: str) -> None:
     error = served.error("/v1/completions", **({"prompt": "hello"} | {field: value}))
     assert words in error["message"], error
-    assert error["param"] in (field, None) or field == "prompt"
+    assert error["param"] == field
     assert "/" not in error["message"] and "Traceback" not in error["message"]
 
 
 @pytest.mark.parametrize(("fields", "words"), [
     ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"), ({"messages": "x"}, "messages"),
-    ({"top_logprobs": 2}, "logprobs=true"), ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+    ({"top_logprobs": 2}, "logprobs=true"), ({"top_logprobs": 99, "logprobs": True}, "top_logprobs=99 exceeds"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens must be"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
     ({"chat_template_kwargs": {"messages": []}}, "must not set messages"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "same thing"), ({"functions": []}, "use tools"),
     ({"response_format": {"type": "json_schema"}}, "json_schema goes with"),
@@ -76,13 +80,25 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
 ])  # fmt: skip
 def test_a_bad_chat_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
-    assert words in served.error("/v1/chat/completions", **({"messages": CHAT} | fields))["message"]
+    error = served.error("/v1/chat/completions", **({"messages": CHAT} | fields))
+    assert words in error["message"] and error["param"] in fields, error
 
 
 def test_values_that_change_nothing_are_taken(served: Served) -> None:
     answer = served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, response_format={"type": "text"},
                          store=False, service_tier="auto", best_of=None, user="me", stop=None)
     assert answer.status_code == 200, answer.text
+
+
+def test_special_tokens_around_texts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates write theirs, so by default only texts of completions get some."""
+    seen: list[bool] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda own, text, add: [seen.append(add), encode(own, text, add)][1])
+    for more in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        assert served.post("/v1/completions", prompt="a", max_tokens=1, **more).status_code == 200
+        assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, **more).status_code == 200
+    assert seen == [True, False, False, False, True, True]
 
 
 def test_other_mistakes_have_their_own_status(served: Served) -> None:

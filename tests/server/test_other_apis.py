@@ -32,6 +32,7 @@ def test_a_response_and_its_stream(plain: Served) -> None:
     options: dict[str, Any] = {"model": MODEL, "input": "hello", "temperature": 0, "instructions": "Be brief."}
     whole = plain.client().responses.create(max_output_tokens=12, **options)
     assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.output[-1].status == "incomplete"
     assert whole.usage.output_tokens == 12 and whole.output[0].type == "message"
     events = list(plain.client().responses.create(max_output_tokens=12, stream=True, **options))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -131,7 +132,10 @@ def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
     assert plain.error("/v1/responses", input=[])["param"] == "input"
     asked = {"format": {"type": "yaml"}}
     assert "text.format.type" in plain.error("/v1/responses", input="x", text=asked)["message"]
-    assert plain.error("/v1/messages", messages=[])["param"] == "max_tokens"
+    body = plain.post("/v1/messages", messages=[]).json()
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["param"] == "max_tokens" and body["error"]["message"]
+    assert plain.post("/v1/messages/other").json()["error"]["type"] == "not_found_error"
     message = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
     assert plain.error("/v1/messages", **message, thinking={"type": "enabled"})["param"] == "thinking"
     assert plain.error("/v1/messages", **message, tool_choice={"type": "any"})["param"] == "tool_choice"
