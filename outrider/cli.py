@@ -26,7 +26,7 @@ from outrider.commands.parser import (
     count_flag,
     counts_flag,
 )
-from outrider.core.status_line import CLEAR
+from outrider.core.status_line import CLEAR, is_terminal
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
@@ -302,7 +302,7 @@ def _report(error: Exception) -> int:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        clear = CLEAR if sys.stderr.isatty() else ""  # a status line may stand where the record begins
+        clear = CLEAR if is_terminal(sys.stderr) else ""  # a status line may stand where the record begins
         return f"{clear}outrider: {record.levelname.lower()}: {record.getMessage()}"
 
 

@@ -29,6 +29,7 @@ from outrider.commands.env import cpu_name
 from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
+from outrider.commands.result_file import check_result_file
 from outrider.commands.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.commands.run_prompts import Ask, run_prompts
 from outrider.config import EngineConfig
@@ -64,7 +65,7 @@ class Shape:
         if text == NANO:
             return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
         parts = text.split("x")
-        if len(parts) != 3 or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
+        if len(parts) != 3 or not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
             raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
         return cls(text, *map(int, parts))
 
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
-    _check_file(args.save_result)
+    check_result_file(args.save_result)
     bandwidth = measure_bandwidth(pick_device(config.device))
     start = time.perf_counter()
     loaded = load(config, needs_text=False)
@@ -165,12 +166,6 @@ def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded) 
             "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
             "speculative_config": config.speculative_config, "routing": args.routing,
             "sampling": _asked(sampling_params(args)), "sampled_requests": args.sampled_requests}
-
-
-def _check_file(name: str | None) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    if name is not None and not Path(name).resolve().parent.is_dir():
-        raise UsageError(f"--save-result: there is no folder {Path(name).resolve().parent}")
 
 
 def _process_seconds() -> float | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from outrider.commands.http_stream import Address, HttpError, model_names, stream_events
 from outrider.commands.parser import UsageError
+from outrider.commands.result_file import check_result_file
 
 PERCENTILES = (50, 90, 99)
 WORDS = ("sea", "wind", "stone", "light", "road", "house", "river", "night", "tree", "song")
@@ -50,9 +51,13 @@ class Measured:
 
 def run(args: argparse.Namespace) -> int:
     goals = _goals(args.goodput or [])
+    check_result_file(args.save_result)
     address = Address.parse(args.base_url)
     began = time.perf_counter()
-    measured = asyncio.run(_drive(args, address))
+    try:
+        measured = asyncio.run(_drive(args, address))
+    except (HttpError, OSError, LookupError, asyncio.IncompleteReadError) as error:  # of the question for its models
+        raise ValueError(f"no model to measure at {args.base_url}: {error}") from None
     result = summary(measured, time.perf_counter() - began, goals)
     result |= {"base_url": args.base_url, "max_concurrency": args.max_concurrency, "request_rate": args.request_rate}
     _print(result)

@@ -17,6 +17,7 @@ from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
+from outrider.core.status_line import is_terminal
 from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
 
@@ -126,4 +127,4 @@ def _stats(output: RequestOutput, seconds: float) -> str:
         line += (f"; {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "
                  f"{metrics.mean_run_length:.2f} tokens a step")
     line += "]"
-    return f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line
+    return f"\x1b[2m{line}\x1b[0m" if is_terminal(sys.stderr) else line

@@ -12,6 +12,7 @@ from outrider.commands.loading import Loaded, load
 from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams
+from outrider.core.status_line import is_terminal
 
 MODEL = "smollm2"
 PROMPTS = [
@@ -84,7 +85,7 @@ def _line_end(text: str, begin: int, is_last: bool) -> int:
 
 
 def _mark(index: int, line: str) -> str:
-    return f"\033[{COLORS[index % len(COLORS)]}m{line}\033[0m" if sys.stdout.isatty() else line
+    return f"\033[{COLORS[index % len(COLORS)]}m{line}\033[0m" if is_terminal(sys.stdout) else line
 
 
 def _with_drafts(loaded: Loaded, config: EngineConfig) -> None:

@@ -16,6 +16,8 @@ from outrider.commands.loading import load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.core import RequestOutput
+from outrider.core.fields import shown
+from outrider.core.status_line import is_terminal
 from outrider.engine.text import Tokenizer
 
 
@@ -25,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     loaded = load(config)
     asks = [Ask(_encode(loaded.need_tokenizer(), text, args), params, text) for text in prompts]
-    streams = sys.stdout.isatty() and len(asks) == 1 and params.n == 1 and not args.json
+    streams = is_terminal(sys.stdout) and len(asks) == 1 and params.n == 1 and not args.json
     show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
     with loaded.llm(config) as llm, closing(show):
         ran = run_prompts(llm, asks, on_output=show, priority=args.priority,
@@ -46,7 +48,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         return _from_file(Path(args.prompts_file))
     if given:
         return given
-    if sys.stdin.isatty():
+    if sys.stdin is None or is_terminal(sys.stdin):
         raise UsageError("no prompt: give --prompt TEXT, --prompts-file FILE, or text on standard input")
     text = sys.stdin.read().rstrip("\n")
     if not text:
@@ -57,25 +59,41 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def _from_file(path: Path) -> list[str]:
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
-    text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".json":
-            prompts = [_prompt_of(item) for item in json.loads(text)]
-        elif path.suffix == ".jsonl":
-            prompts = [_prompt_of(json.loads(line)) for line in text.splitlines() if line.strip()]
-        else:
-            prompts = [line for line in text.splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} must hold strings or objects with a \"prompt\": {error!r}") from error
+        text = path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}") from None
+    # Not splitlines: a line separator of Unicode may stand in a prompt.
+    lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if path.suffix == ".json":
+        prompts = [_prompt_of(f"{path}, item {i}", item) for i, item in enumerate(_json_list(path, text), start=1)]
+    elif path.suffix == ".jsonl":
+        prompts = [_prompt_of(place, _json_value(place, line)) for place, line in lines]
+    else:
+        prompts = [line for _, line in lines]
     if not prompts:
         raise UsageError(f"{path} holds no prompt")
     return prompts
 
 
-def _prompt_of(item: Any) -> str:
-    text = item if isinstance(item, str) else item["prompt"]
+def _json_list(path: Path, text: str) -> list[Any]:
+    value = _json_value(str(path), text)
+    if not isinstance(value, list):
+        raise UsageError(f"{path} must hold a list of texts, or of objects with a \"prompt\"")
+    return value
+
+
+def _json_value(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{place} is not valid JSON: {error}") from None
+
+
+def _prompt_of(place: str, item: Any) -> str:
+    text = item.get("prompt") if isinstance(item, dict) else item
     if not isinstance(text, str):
-        raise TypeError(f"{text!r} is not text")
+        raise UsageError(f"{place} must be a text or an object with a text as \"prompt\", got {shown(item)}")
     return text
 
 

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from outrider.core.status_line import is_terminal
 from outrider.models.sources.smollm2 import cache_folder
 
 HISTORY_LINES = 1000
@@ -19,7 +20,7 @@ class LineInput:
     terminal itself cuts it at 4,096 bytes."""
 
     def __init__(self, prompt: str) -> None:
-        self.on_terminal = sys.stdin.isatty()
+        self.on_terminal = is_terminal(sys.stdin)
         self._prompt = prompt if self.on_terminal else ""
         if self.on_terminal:
             _start_readline(cache_folder() / "chat_history")

@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from outrider.core.fields import shown
 from outrider.core.pooling import Output
+from outrider.core.status_line import is_terminal
 
 
 def bar(items: Any = None, **options: Any) -> Any:
     """A tqdm bar on a terminal, nothing elsewhere."""
-    return tqdm(items, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True, file=sys.stderr, **options)
+    return tqdm(items, disable=not is_terminal(sys.stderr), leave=False, dynamic_ncols=True, file=sys.stderr, **options)
 
 
 def loading_bar(model: str) -> Callable[[Any, int], Any]:

