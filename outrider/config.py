@@ -150,9 +150,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_fields("speculative_config: ", self)
-        if self.model is None and any(method in NEEDS_MODEL for method in self.methods):
-            raise ValueError(f"speculative_config: method {self.methods} needs 'model', the folder or id of the "
-                             "drafter")
+        lacking = next((method for method in self.methods if method in NEEDS_MODEL), None)
+        if self.model is None and lacking is not None:
+            raise ValueError(f"speculative_config: method {lacking!r} needs 'model', the folder or id of the drafter")
         low, high, k = self.prompt_lookup_min, self.prompt_lookup_max, self.num_speculative_tokens
         if low > high:
             raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be 1 to prompt_lookup_max ({high})")

@@ -142,7 +142,7 @@ class LLM(Front):
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}: write "
                              "[{'role': 'user', 'content': 'Hello'}], or give plain text to LLM.generate")
-        several = bool(messages) and not isinstance(messages[0], dict)
+        several = not messages or not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)

@@ -64,7 +64,8 @@ class NotEmpty:
 
     @staticmethod
     def words(kind: str) -> str:
-        return f"{kind} (not empty)"
+        items = kind.removeprefix("a list, each ")
+        return f"{kind} (not empty)" if items == kind else f"a list (not empty), each {items}"
 
 
 Count: TypeAlias = Annotated[int, Range(1, INT32)]
@@ -86,7 +87,14 @@ def check_value(name: str, declared: Any, value: Any) -> None:
         meant, allowed = _name_meant(declared, value), _check_of(declared)[1]
         if meant is not None:
             raise ValueError(f"{name} {shown(value)}: did you mean {meant!r}? It must be {allowed}")
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+        broken = ", which holds half of a character (a lone surrogate)" if _has_surrogate(value) else ""
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}{broken}")
+
+
+def _has_surrogate(value: Any) -> bool:
+    """Whether a text, or one of several, is none that UTF-8 can write."""
+    texts = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(text, str) and not _is_text(text) for text in texts)
 
 
 def _name_meant(declared: Any, value: Any) -> str | None:

@@ -1,12 +1,12 @@
 """Builds models from their sources and fills them, one tensor at a time or at random. Drafters' models and heads too.
 
-Every tensor of a source must find its slot and every slot its tensor; otherwise loading fails with all the names. At
+Every tensor of a source must find its slot and every slot its tensor; otherwise loading fails with their names. At
 most about one tensor of the files is in memory beside the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
 
 DUMMY_RANGE = 1e-3
+MOST_NAMED = 12  # in a message
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
 Tensors: TypeAlias = Iterator[tuple[str, Stored]]
@@ -58,10 +59,16 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     if missing or left_over:
         raise WeightError(
             "the weights do not fit the model"
-            + (f"; missing: {', '.join(sorted(missing))}" if missing else "")
-            + (f"; left over: {', '.join(sorted(left_over))}" if left_over else "")
+            + (f"; missing: {_some(missing)}" if missing else "")
+            + (f"; left over: {_some(left_over)}" if left_over else "")
         )
     model.finalize()
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names, and how many more there are: a file of another model lacks hundreds."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(sorted(names)[:MOST_NAMED]) + more
 
 
 def _one_by_one(

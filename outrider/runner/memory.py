@@ -135,7 +135,10 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    if config.max_model_len is not None or low < 1:
+    if low < 1:
+        raise ValueError(f"the cache holds {usable} pages besides one that stays empty, too few for one token: give it "
+                         "more memory (num_pages, kv_cache_memory_bytes, gpu_memory_utilization)")
+    if config.max_model_len is not None:
         raise ValueError(
             f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is "
             f"{limits.max_len}: "

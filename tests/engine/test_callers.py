@@ -190,6 +190,7 @@ class WithoutItems:
     (lambda llm: llm.beam_search([{"prompt_token_ids": [5], "cache_salt": "x"}], BEAMS), "'cache_salt' and"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_prompt="no"), "add_generation_prompt"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=1), "continue_final_message must"),
+    (lambda llm: llm.generate("a\ud83d"), "holds half of a character"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, add_generation_prompt=True),
      "only one of them can be true"),
     (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"add_generation_prompt": False}),
@@ -200,6 +201,10 @@ def test_arguments_of_a_wrong_type(llm: LLM, call: Callable[[LLM], object], mess
     with pytest.raises(ValueError, match=message):
         call(llm)
     assert_idle(llm)
+
+
+def test_no_prompts_and_no_conversations_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == [] and llm.chat([]) == []
 
 
 def test_beams_end_where_the_engine_does(llm: LLM) -> None:

@@ -151,6 +151,12 @@ def test_mtp_of_a_target_that_has_none(tmp_path: Path) -> None:
         build_drafter(config, DraftBuild(tiny_model("llama"), torch.float64, CPU, 64))
 
 
+def test_mtp_whose_tensors_are_not_there(tmp_path: Path) -> None:
+    drafter = make_drafter("mtp", "llama", tmp_path)
+    with pytest.raises(ValueError, match="'mtp': the files have no module that fits: .*missing: .* and [0-9]+ more"):
+        load(with_tensors(drafter, drop=tuple(load_file(drafter.folder / "model.safetensors"))))
+
+
 # What is warned of
 
 
