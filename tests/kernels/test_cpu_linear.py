@@ -64,6 +64,18 @@ def test_exact_rows_have_the_same_bits(inputs: int) -> None:
         assert torch.equal(product(x[70 - rows :]), whole[70 - rows :]), rows
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5, 16])
+@pytest.mark.parametrize("outputs", [257, 600])
+def test_threads_share_the_weight_rows(threads: int, outputs: int) -> None:
+    """Every weight row is multiplied, whoever does it: threads take pieces from each other, and there may be more
+    threads than pieces or processors. Rows beyond 128 are a second loop of the same threads."""
+    need_native()
+    matrix = native.Matrix(torch.randn(outputs, 96), None, native.FLOATS, 96)
+    for rows in (1, 8, 200) * 10:
+        x = torch.randn(rows, 96)
+        assert torch.equal(native.product(x, matrix, threads=threads), native.product(x, matrix, threads=1))
+
+
 @pytest.mark.usefixtures("without_native")
 def test_exact_rows_have_the_same_bits_without_native() -> None:
     product = make_product(torch.randn(131, 64), exact=True)

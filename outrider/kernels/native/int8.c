@@ -224,6 +224,7 @@ static _Thread_local size_t inputs_size;
 
 /* Token rows are rounded and multiplied so many at a time: that many stay in a core's cache. */
 #define SLICE8 64
+#define PIECE 24 /* weight rows that a thread takes at once */
 
 /* Each thread rounds the token rows for itself, so that none waits for them. */
 static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
@@ -239,12 +240,13 @@ static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, 
         for (int64_t b = 0; b < blocks; b++)
             round_inputs(x + (4 * fours + t) * x_stride + b * BLOCK, ones + t * blocks + b);
     Product8 p = {*w, quads, ones, y, blocks, tokens};
-#pragma omp for schedule(dynamic, 12) nowait
-    for (int64_t o = 0; o < w->outputs; o += COLS) switch (w->kind) {
-        case INT8_Q8_0: tiles(&p, o, INT8_Q8_0); break;
-        case INT8_Q4_0: tiles(&p, o, INT8_Q4_0); break;
-        default: tiles(&p, o, INT8_Q4_1);
-        }
+    Loop loop = start_loop(team, (w->outputs + PIECE - 1) / PIECE);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;)
+        for (int64_t o = i * PIECE; o < w->outputs && o < (i + 1) * PIECE; o += COLS) switch (w->kind) {
+            case INT8_Q8_0: tiles(&p, o, INT8_Q8_0); break;
+            case INT8_Q4_0: tiles(&p, o, INT8_Q4_0); break;
+            default: tiles(&p, o, INT8_Q4_1);
+            }
     meet(team);
 }
 

@@ -11,7 +11,8 @@
 #define LANES 16     /* weight rows side by side */
 #define ROWS 8       /* most token rows of a tile */
 #define SLICE 64     /* token rows that are rounded and multiplied at once: that many stay in a core's cache */
-#define FETCHED 6144 /* bytes between the weights that are read and those that are fetched */
+#define PIECE 32     /* weight rows that a thread takes at once */
+#define FETCHED 2560 /* bytes between the weights that are read and those that are fetched */
 
 INLINE int block_bytes(const int kind) { return kind == LANES_Q8_0 ? 34 : kind == LANES_Q4_0 ? 18 : 20; }
 INLINE int head_bytes(const int kind) { return kind == LANES_Q4_1 ? 4 : 2; }
@@ -120,13 +121,16 @@ INLINE void tile(const Product *p, int64_t t, int64_t o, const int rows, const i
     for (int64_t b = 0; b < p->blocks; b++, x++, at += size) {
         UNROLL for (int line = 0; line < size / 64; line++) __builtin_prefetch(at + FETCHED + 64 * line);
         Weights w = open_block(at, kind);
+        __m512i dots[ROWS];
+        UNROLL for (int r = 0; r < rows; r++)
+            dots[r] = kind == LANES_Q8_0 ? _mm512_set1_epi32(x[r * p->blocks].raised) : _mm512_setzero_si512();
+        UNROLL for (int g = 0; g < BLOCK / 4; g++) /* the rows in turns: one row's sums wait for each other */
+            UNROLL for (int r = 0; r < rows; r++)
+                dots[r] = _mm512_dpbusd_epi32(dots[r], w.numbers[g], repeated(x[r * p->blocks].q + 4 * g));
         UNROLL for (int r = 0; r < rows; r++) {
             const Inputs *in = x + r * p->blocks;
-            __m512i dots = kind == LANES_Q8_0 ? _mm512_set1_epi32(in->raised) : _mm512_setzero_si512();
-            UNROLL for (int g = 0; g < BLOCK / 4; g++)
-                dots = _mm512_dpbusd_epi32(dots, w.numbers[g], repeated(in->q + 4 * g));
             __m512 scale = _mm512_mul_ps(w.scale, _mm512_set1_ps(in->scale));
-            sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sums[r]);
+            sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r]), scale, sums[r]);
             if (kind != LANES_Q8_0) sums[r] = _mm512_fmadd_ps(w.least, _mm512_set1_ps(in->sum), sums[r]);
         }
     }
@@ -161,14 +165,15 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
     Tile *const *tiles = w->kind == LANES_Q8_0   ? LANES_Q8_0_TILES
                          : w->kind == LANES_Q4_0 ? LANES_Q4_0_TILES
                                                  : LANES_Q4_1_TILES;
-#pragma omp for schedule(dynamic, 3) nowait
-    for (int64_t o = 0; o < w->outputs; o += LANES) {
-        int64_t t = 0;
-        for (; t + 8 <= tokens; t += 8) tiles[3](&p, t, o);
-        if (t + 4 <= tokens) tiles[2](&p, t, o), t += 4;
-        if (t + 2 <= tokens) tiles[1](&p, t, o), t += 2;
-        if (t < tokens) tiles[0](&p, t, o);
-    }
+    Loop loop = start_loop(team, (w->outputs + PIECE - 1) / PIECE);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;)
+        for (int64_t o = i * PIECE; o < w->outputs && o < (i + 1) * PIECE; o += LANES) {
+            int64_t t = 0;
+            for (; t + 8 <= tokens; t += 8) tiles[3](&p, t, o);
+            if (t + 4 <= tokens) tiles[2](&p, t, o), t += 4;
+            if (t + 2 <= tokens) tiles[1](&p, t, o), t += 2;
+            if (t < tokens) tiles[0](&p, t, o);
+        }
     meet(team);
 }
 

@@ -66,7 +66,8 @@ typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define PARALLEL(threads) _Pragma("omp parallel num_threads(threads)")
+#define MOST_THREADS 128
+#define PARALLEL(threads) _Pragma("omp parallel num_threads((threads) < MOST_THREADS ? (threads) : MOST_THREADS)")
 
 INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
@@ -155,13 +156,55 @@ static inline void *kept(void **memory, size_t *size, size_t need) {
 
 /* ---- threads ---- */
 
-/* The threads of a parallel region, and where they wait for each other. */
+/* Of one thread of a region. */
+typedef struct {
+    int64_t asked __attribute__((aligned(64))); /* how often somebody asked for a piece of this thread's work */
+    int64_t before;                             /* the same before the present loop; for every thread alike */
+} Share;
+
+/* The threads of a parallel region, what each has to do, and where they wait for each other. */
 typedef struct {
     int threads;                               /* asked for: there may be fewer */
+    Share shares[MOST_THREADS];
     int arrived __attribute__((aligned(64)));  /* threads that wait */
     int turn __attribute__((aligned(64)));     /* how often all have met */
     int sleepers __attribute__((aligned(64))); /* threads that wait asleep */
 } Team;
+
+/* A loop over pieces of work that the threads share. Each thread has as many pieces, side by side, and takes those of
+ * others when its own are done: a core may be busy with something else. OpenMP has one counter for all threads, which
+ * costs as much as a small piece of work where the threads ask it in turns. */
+typedef struct {
+    Share *shares;
+    int64_t pieces, each, before;
+    int threads, self, tried; /* tried: how many threads have no piece left */
+} Loop;
+
+/* All threads call, and meet before the next loop. */
+INLINE Loop start_loop(Team *team, int64_t pieces) {
+#if defined(_OPENMP)
+    const int threads = omp_get_num_threads(), self = omp_get_thread_num();
+#else
+    const int threads = 1, self = 0;
+#endif
+    Share *own = team->shares + self;
+    Loop loop = {team->shares, pieces, (pieces + threads - 1) / threads, own->before, threads, self, 0};
+    own->before += loop.each + threads; /* in the end every thread has asked every thread once in vain */
+    return loop;
+}
+
+/* The next piece for this thread, or -1. */
+INLINE int64_t next_piece(Loop *l) {
+    while (l->tried < l->threads) {
+        int64_t owner = (l->self + l->tried) % l->threads;
+        int64_t i = __atomic_fetch_add(&l->shares[owner].asked, 1, __ATOMIC_RELAXED) - l->before;
+        if (i >= l->each)
+            l->tried++;
+        else if (owner * l->each + i < l->pieces)
+            return owner * l->each + i;
+    }
+    return -1;
+}
 
 #if defined(_OPENMP) && defined(__x86_64__) && defined(__linux__)
 #define PATIENCE 500 /* looks at the others, together about 10 microseconds, before a waiting thread sleeps */

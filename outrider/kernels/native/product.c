@@ -286,6 +286,7 @@ static _Thread_local size_t panel_size, x_size;
 #define GROUP 4          /* token rows that pass by together where there are many */
 #define PANEL (28 << 10) /* bytes of weights in floats that they pass by: about half of a nearest cache */
 #define SLICE 128        /* token rows packed at once */
+#define PIECE 48         /* weight rows that a thread takes at once: whole tiles for every number of token rows */
 
 #if defined(__aarch64__)
 /* Four token rows with four weight rows of a panel, of which `count` are there, from o on. */
@@ -398,20 +399,17 @@ static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs,
             }
 }
 
-/* Threads share the weight rows in pieces, handed out as threads become free: a core may be busy with others. Each has
- * its own packed token rows, so that none waits for them. */
+/* Each thread has its own packed token rows, so that none waits for them. */
 static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
     int64_t group = tokens <= 8 ? tokens : GROUP;
     float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float) + 64);
     if (!packed) abort(); /* likewise */
     pack(x, x_stride, tokens, w->inputs, group, packed);
     Product p = {*w, packed, y, tokens};
-    int64_t piece = w->outputs / (team->threads * 4) / 24 * 24; /* whole tiles for every number of token rows */
-    piece = piece < 24 ? 24 : piece > 192 ? 192 : piece;
-    if (w->inputs * w->outputs < 16384) piece = w->outputs + 1;
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t from = 0; from < w->outputs; from += piece)
-        PRODUCTS[w->kind](&p, from, from + piece < w->outputs ? from + piece : w->outputs);
+    const int64_t piece = w->inputs * w->outputs < 16384 ? w->outputs : PIECE;
+    Loop loop = start_loop(team, (w->outputs + piece - 1) / piece);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;)
+        PRODUCTS[w->kind](&p, i * piece, (i + 1) * piece < w->outputs ? (i + 1) * piece : w->outputs);
     meet(team);
 }
 
