@@ -12,6 +12,7 @@ from typing import NamedTuple
 from outrider.core.params import SamplingParams
 
 MEASURED_BOUNDS = 2  # steps with prompts are measured up to so many times their bound, which some may exceed
+SMALL_STEP = 1.15  # a small step takes at most so many times what decoding takes: reading the weights is most of both
 
 
 class DraftCost(NamedTuple):
@@ -92,6 +93,11 @@ class MixedStepCosts:
 
     def step(self, tokens: int) -> float:
         return _between(self.tokens, self.seconds, tokens)
+
+    def largest_size(self, max_seconds: float) -> int:
+        """The largest size whose step takes no longer; 0 if every step does."""
+        fitting = (size for size, seconds in zip(self.tokens, self.seconds, strict=True) if seconds <= max_seconds)
+        return max(fitting, default=0)
 
     def attend(self, num_tokens: int, context: int) -> float:
         """Attention of a chunk of a prompt, `context` tokens of which were computed before."""

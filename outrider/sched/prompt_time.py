@@ -2,12 +2,42 @@
 
 Every step yields a token for each request that decodes, so the longest step is the longest gap between two tokens of a
 request. A step with prompts and with requests that decode is therefore kept below a number of seconds, by measured
-costs. Prompts that nobody waits for are computed in full steps.
+costs, and takes hardly longer than decoding alone where prompts have time. Prompts that nobody waits for are computed
+in full steps.
 """
 
 from __future__ import annotations
 
-from outrider.core.costs import MixedStepCosts
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from outrider.core.costs import SMALL_STEP, MixedStepCosts
+from outrider.sched.request import Request
+
+LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decodes, so that new prompts find no queue
+
+
+class Patience(NamedTuple):
+    """Seconds that prompts may take in small steps. Prompts that would take longer are computed as fast as the bound of
+    a step allows."""
+
+    one_prompt: float
+    all_prompts: float  # those that have begun and those that wait
+
+    def allows(self, tokens_per_second: float, begun: Iterable[Request], waiting: Iterable[Request]) -> bool:
+        """Whether each of the prompts, and what is left of all of them, takes no longer. Ends early: many may wait."""
+        prompts = chain(((own.admitted_len, own.admitted_len - own.bound.at_most) for own in begun),
+                        ((len(own.token_ids), len(own.token_ids)) for own in waiting))
+        most, most_left = tokens_per_second * self.one_prompt, tokens_per_second * self.all_prompts
+        for num_tokens, num_left in prompts:
+            most_left -= num_left
+            if num_tokens > most or most_left < 0:
+                return False
+        return True
+
+
+PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
 
 
 class FullStep:
@@ -54,12 +84,20 @@ class TimedStep:
 class PromptTime:
     """Bounds the time of steps that compute prompts while other requests decode."""
 
-    def __init__(self, max_seconds: float, costs: MixedStepCosts) -> None:
-        self._max_seconds, self._costs = max_seconds, costs
+    def __init__(self, max_seconds: float, costs: MixedStepCosts, patience: Patience = PATIENCE) -> None:
+        self._max_seconds, self._costs, self._patience = max_seconds, costs, patience
 
-    def begin(self, lengths: list[int], num_tokens: int, budget: int) -> TimedStep:
-        """A step in which requests of these lengths decode, with num_tokens tokens in all. Where decoding alone takes
-        more than half of the bound, prompts still get as much time as decoding."""
+    def begin(self, lengths: list[int], num_tokens: int, budget: int, begun: Iterable[Request],
+              waiting: Iterable[Request]) -> TimedStep:
+        """A step in which requests of these lengths decode, with num_tokens tokens in all. begun: requests whose
+        prompts are computed in part. Where decoding alone takes more than half of the bound, prompts still get as much
+        time as decoding."""
         reading = self._costs.read(lengths)
         decoding = self._costs.step(num_tokens) + reading
-        return TimedStep(self._costs, max(self._max_seconds, 2 * decoding), num_tokens, budget, reading)
+        max_seconds = max(self._max_seconds, 2 * decoding)
+        size = self._costs.largest_size(SMALL_STEP * decoding - reading)
+        room, seconds = size - num_tokens, self._costs.step(size) + reading
+        if room >= LEAST_SHARE * len(lengths) and self._patience.allows(room / seconds, begun, waiting):
+            longest = int(room / seconds * self._patience.one_prompt)
+            max_seconds = min(max_seconds, seconds + self._costs.attend(room, longest))
+        return TimedStep(self._costs, max_seconds, num_tokens, budget, reading)

@@ -228,7 +228,8 @@ class Scheduler:
         """The room that the requests which decode leave for prompts."""
         if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget)
-        return self._prompt_time.begin(batch.bounds, self.limits.max_batched_tokens - budget, budget)
+        num_tokens = self.limits.max_batched_tokens - budget
+        return self._prompt_time.begin(batch.bounds, num_tokens, budget, prefills, self._waiting.ready)
 
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most

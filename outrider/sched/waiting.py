@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import count
 
 from outrider.sched.request import Request
@@ -31,6 +31,11 @@ class WaitingRequests:
     @property
     def next(self) -> Request:
         return self._heap[0][1]
+
+    @property
+    def ready(self) -> Iterator[Request]:
+        """Those that may run, in no order."""
+        return (request for _, request in self._heap)
 
     def first(self, most: int) -> list[Request]:
         return [request for _, request in heapq.nsmallest(most, self._heap)]

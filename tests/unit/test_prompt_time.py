@@ -1,4 +1,5 @@
-"""How many tokens of prompts a step has: full steps while nobody decodes, otherwise what a bound of time allows."""
+"""How many tokens of prompts a step has: full steps while nobody decodes, otherwise what a bound of time allows, and
+fewer where prompts have time."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import PromptTime
+from outrider.sched.prompt_time import Patience, PromptTime
 from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
@@ -18,11 +19,12 @@ from tests.unit.hash_mixer import make_layout
 # A step takes a tenth of a millisecond for its weights and a hundredth of one for each token.
 COSTS = MixedStepCosts((16, 32, 64, 128), (0.26e-3, 0.42e-3, 0.74e-3, 1.38e-3))
 LIMITS = Limits(8, 128, 4096, 0, 99)
+NO_PATIENCE = Patience(0.0, 0.0)  # no prompt has time: the bound alone decides
 
 
-def scheduler(max_ms: float, costs: MixedStepCosts = COSTS) -> Scheduler:
+def scheduler(max_ms: float, costs: MixedStepCosts = COSTS, patience: Patience = NO_PATIENCE) -> Scheduler:
     cache = CacheManager(make_layout((4, 0)), 4000, LIMITS, enable_prefix_caching=False)
-    return Scheduler(cache, LIMITS, prompt_time=PromptTime(max_ms * 1e-3, costs))
+    return Scheduler(cache, LIMITS, prompt_time=PromptTime(max_ms * 1e-3, costs, patience))
 
 
 def request(index: int, prompt: int) -> Request:
@@ -114,13 +116,71 @@ def test_steps_are_no_longer_where_many_prompts_wait(num_waiting: int) -> None:
     assert run_step(sched) == {0: 1, 9: 31}
 
 
+# 32 tokens take a tenth longer than 16, so a step of 32 is a small one. It has 30 tokens of prompts beside 2 requests.
+WEIGHTS_FIRST = MixedStepCosts((16, 32, 64, 128), (1.0e-3, 1.1e-3, 2.0e-3, 4.0e-3))
+
+
+def patient(one_ms: float = 10.0, all_ms: float = 20.0) -> Scheduler:
+    """A prompt has time if small steps compute it, and all others, so soon. Steps of 128 tokens keep the bound."""
+    return scheduler(5.0, WEIGHTS_FIRST, Patience(one_ms * 1e-3, all_ms * 1e-3))
+
+
+def test_a_prompt_that_has_time_is_computed_in_small_steps() -> None:
+    sched = patient()
+    decoding(sched, 2)
+    sched.add(request(9, 250))
+    chunks = [run_step(sched)[9] for _ in range(9)]
+    assert chunks == [30] * 8 + [10], "nine steps take 9.9 ms"
+
+
+def test_a_long_prompt_is_computed_at_the_bound_to_its_end() -> None:
+    sched = patient()
+    decoding(sched, 2)
+    sched.add(request(9, 280))
+    assert [run_step(sched)[9] for _ in range(3)] == [126, 126, 28]
+
+
+def test_short_prompts_beside_a_long_one_are_computed_at_the_bound() -> None:
+    sched = patient()
+    decoding(sched, 2)
+    sched.add(request(9, 30), request(10, 280))
+    assert run_step(sched) == {0: 1, 1: 1, 9: 30, 10: 96}
+
+
+def test_small_steps_begin_when_few_tokens_of_prompts_are_left() -> None:
+    """20 ms are 545 tokens. Three prompts of 200 have more, until a step has taken some."""
+    sched = patient()
+    decoding(sched, 2)
+    sched.add(*(request(9 + index, 200) for index in range(3)))
+    assert run_step(sched) == {0: 1, 1: 1, 9: 126}
+    assert run_step(sched) == {0: 1, 1: 1, 9: 30}
+
+
+@pytest.mark.parametrize(("num_decoding", "tokens"), [(5, 27), (6, 26), (7, 121)])
+def test_small_steps_have_a_share_of_prompts_for_each_request_that_decodes(num_decoding: int, tokens: int) -> None:
+    """Four tokens each: otherwise prompts may arrive faster than small steps compute them."""
+    sched = patient(one_ms=1000.0, all_ms=1000.0)
+    decoding(sched, num_decoding)
+    sched.add(request(9, 200))
+    assert run_step(sched)[9] == tokens
+
+
+def test_attention_to_a_context_does_not_shrink_small_steps() -> None:
+    costs = MixedStepCosts(WEIGHTS_FIRST.tokens, WEIGHTS_FIRST.seconds, attending=(ReadCost(None, 1e-8),))
+    sched = scheduler(5.0, costs, Patience(0.010, 0.020))
+    decoding(sched, 2)
+    sched.add(request(9, 250))
+    assert [run_step(sched)[9] for _ in range(8)] == [30] * 8
+
+
+@pytest.mark.parametrize("patience", [NO_PATIENCE, Patience(1e-3, 4e-3)])
 @pytest.mark.parametrize("seed", range(10))
-def test_bounds_hold_and_nobody_starves(seed: int) -> None:
+def test_bounds_hold_and_nobody_starves(seed: int, patience: Patience) -> None:
     """Requests come as they like. Whoever decodes gets a token in every step, prompts go on while rows are left, and
     steps that others wait for are as long as promised."""
     source = random.Random(seed)
     max_seconds = source.choice([0.1e-3, 0.3e-3, 0.6e-3])
-    sched, lengths, computed = scheduler(max_seconds * 1e3), dict[int, int](), dict[int, int]()
+    sched, lengths, computed = scheduler(max_seconds * 1e3, patience=patience), dict[int, int](), dict[int, int]()
     num_mixed = 0
     while len(lengths) < 60 or sched.num_waiting:
         for _ in range(source.choice([0, 0, 0, 0, 0, 0, 1, 2, 5]) if len(lengths) < 60 else 0):

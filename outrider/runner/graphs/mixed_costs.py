@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider.core import Limits
-from outrider.core.costs import MEASURED_BOUNDS, MixedStepCosts, ReadCost
+from outrider.core.costs import MEASURED_BOUNDS, SMALL_STEP, MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.costs import best_seconds, read_costs
@@ -23,6 +23,7 @@ from outrider.runner.step import DeviceStep
 
 CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
 LEAST_TOKENS = 64  # tokens of the smallest step that is measured
+FEW_REQUESTS = (16, 64)  # small steps have few requests, and graphs for so many: logits of more take time
 CALLS = 4  # calls of a kernel between two looks at the clock
 
 
@@ -35,7 +36,12 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
 
     useful = useful_sizes(seconds_up_to(max_seconds, mixed_sizes(GraphSizes.from_limits(limits)), seconds_of))
     reading, row_seconds = read_costs(step)
-    return MixedStepCosts(tuple(useful), tuple(useful.values()), reading, row_seconds, attend_costs(step))
+    costs = MixedStepCosts(tuple(useful), tuple(useful.values()), reading, row_seconds, attend_costs(step))
+    if graphs is not None:
+        small = costs.largest_size(SMALL_STEP * costs.seconds[0])
+        for requests in FEW_REQUESTS:
+            graphs.get(_mixed_key(limits, min(requests, limits.max_requests), small, takes_checkpoints))
+    return costs
 
 
 def seconds_up_to(max_seconds: float, sizes: Sequence[int], seconds_of: Callable[[int], float]) -> dict[int, float]:
@@ -70,9 +76,12 @@ def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
-    captured = graphs.get(GraphKey(limits.max_requests, tokens, limits.max_drafts, limits.max_drafts > 0,
-                                   takes_checkpoints, has_prompts=True))
+    captured = graphs.get(_mixed_key(limits, limits.max_requests, tokens, takes_checkpoints))
     return lambda: captured.replay(lambda: None)
+
+
+def _mixed_key(limits: Limits, requests: int, tokens: int, takes_checkpoints: bool) -> GraphKey:
+    return GraphKey(requests, tokens, limits.max_drafts, limits.max_drafts > 0, takes_checkpoints, has_prompts=True)
 
 
 def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
