@@ -16,10 +16,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.attention_core import (
+    PagedHead,
     attend_keys,
     check_attention,
+    end_of_keys,
     find_queries,
+    first_position,
     load_queries,
+    load_request,
+    no_sums,
     store_result,
     zero_padding,
 )
@@ -73,78 +78,112 @@ def _decode_kernel(
         split = item % MOST_SPLITS
     if FILL_PADDING:
         num_scheduled = tl.load(query_starts + num_requests)  # early: at the end it would be waited for
-    first_token = tl.load(query_starts + request)
-    scheduled = tl.load(query_starts + request + 1) - first_token
-    length = tl.load(lengths + request)
-    num_live = tl.load(live + request)
-
-    first_key = 0
-    if HAS_STARTS:
-        first_key = tl.load(key_starts + request)
+    tokens = load_request(query_starts, lengths, live, request, True)
+    first_key = tl.load(key_starts + request) if HAS_STARTS else 0
     base, size, num_active = split_geometry(
-        length, num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW
+        tokens.length, tokens.num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW
     )
     if SPLIT and not LISTED:
         if split >= tl.maximum(num_active, 1):  # the first one also writes what dead tokens get
             return
 
-    query, head, is_query, q_position, token = find_queries(
-        tile, kv_head, first_token, length, num_live, Q_TILE, BLOCK_M, GROUP
+    rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
+    begin, lowest, highest = _keys_of_split(
+        tile, tokens, split, base, size, num_active, first_key, window, Q_TILE, BLOCK_N, SPLIT, HAS_WINDOW, HAS_STARTS
     )
-    dim = tl.arange(0, D_PAD)
-    in_dim = (dim < D)[None, :]
-    queries = load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride)
-
-    # Keys any query of this tile can see, cut to this split.
-    highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
-    lowest = first_key
-    begin = base + split * size
-    if HAS_WINDOW:
-        lowest = tl.maximum(length - num_live + tile * Q_TILE - window + 1, first_key)
-    if HAS_WINDOW or HAS_STARTS:
-        begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
-    if SPLIT:
-        highest = tl.where(split + 1 < num_active, tl.minimum(highest, base + (split + 1) * size), highest)
-    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    keys, values = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
-    table = page_table + request.to(tl.int64) * table_stride
-    # Many tiles are worth a longer beginning, in which more of them are asked for.
-    if LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
-        acc, peak, total = attend_keys(
-            queries, acc, peak, total, q_position, begin, highest, lowest, highest, keys, values, table,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
-        )
-    else:
-        acc, peak, total = attend_keys(
-            queries, acc, peak, total, q_position, begin, highest, lowest, highest, keys, values, table,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
-        )
+    pages = PagedHead(
+        k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
+        page_table + request.to(tl.int64) * table_stride,
+        k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+    )  # fmt: skip
+    acc, peak, total = _attend_split(
+        queries, rows.position, begin, lowest, highest, pages, scale, softcap, window,
+        D, D_PAD, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
+    )  # fmt: skip
 
     is_last = True
     if SPLIT:
-        is_last = num_active <= 1
-        if num_active > 1:
-            divisor = tl.where(total > 0, total, 1.0)
-            part = (((request * max_query + query) * HEADS + head) * num_splits).to(tl.int64)
-            own_part = part_out + (part + split)[:, None] * D_PAD + dim[None, :]
-            tl.store(own_part, acc / divisor[:, None], mask=is_query[:, None])
-            lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
-            tl.store(part_lse + part + split, lse, mask=is_query)
-            is_last = arrive(counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile, num_active)
-            if is_last:
-                acc, peak, total = _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M, D_PAD)
+        acc, total, is_last = _merge_splits(
+            acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
+            num_splits, num_tiles, HEADS, BLOCK_M, D_PAD,
+        )  # fmt: skip
     if is_last:
-        store_result(out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride,
-                     out_head_stride, Q_TILE, BLOCK_M, GROUP)
+        store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M,
+                     GROUP)
     if FILL_PADDING:
         # One split of one tile does it.
         padding = num_scheduled + request + (tile + split) * num_tokens
         zero_padding(out, padding, num_requests, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
                      D, D_PAD, GROUP, GROUP_PAD)
+
+
+@triton.jit
+def _keys_of_split(
+    tile, tokens, split, base, size, num_active, first_key, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
+):
+    """(begin, lowest, highest): keys that any query of the tile sees, cut to one split. The split's key tiles begin at
+    `begin`; positions in [lowest, highest) may be loaded."""
+    highest = end_of_keys(tile, tokens, Q_TILE)
+    lowest = first_key
+    begin = base + split * size
+    if HAS_WINDOW:
+        lowest = tl.maximum(first_position(tile, tokens, Q_TILE) - window + 1, first_key)
+    if HAS_WINDOW or HAS_STARTS:
+        begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
+    if SPLIT:
+        highest = tl.where(split + 1 < num_active, tl.minimum(highest, base + (split + 1) * size), highest)
+    return begin, lowest, highest
+
+
+@triton.jit
+def _attend_split(
+    queries, q_position, begin, lowest, highest, pages, scale, softcap, window,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr,
+):
+    """(weighted values, peak, sum of weights) over the keys of a split. Many tiles are worth a longer beginning, in
+    which more of them are asked for."""
+    acc, peak, total = no_sums(BLOCK_M, D_PAD)
+    if LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, highest, lowest, highest, pages, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
+        )
+    else:
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, highest, lowest, highest, pages, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
+        )
+    return acc, peak, total
+
+
+@triton.jit
+def _merge_splits(
+    acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
+    num_splits, num_tiles, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr,
+):
+    """(weighted values, sum of weights, whether they are those of the whole tile). Where a tile has several splits,
+    each stores its part, and the last to arrive merges them."""
+    is_last = num_active <= 1
+    if num_active > 1:
+        divisor = tl.where(total > 0, total, 1.0)
+        part = (((request * max_query + rows.query) * HEADS + rows.head) * num_splits).to(tl.int64)
+        own_part = part_out + (part + split)[:, None] * D_PAD + rows.dim[None, :]
+        tl.store(own_part, acc / divisor[:, None], mask=rows.is_query[:, None])
+        lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
+        tl.store(part_lse + part + split, lse, mask=rows.is_query)
+        is_last = arrive(tile_counter(counters, request, kv_head, tile, num_tiles), num_active)
+        if is_last:
+            acc, peak, total = _merge(part_out, part_lse, part, rows.is_query, num_active, BLOCK_M, D_PAD)
+    return acc, total, is_last
+
+
+@triton.jit
+def tile_counter(counters, request, kv_head, tile, num_tiles):
+    """Counts the programs of a tile that have arrived; axis 0 of the grid is that of key/value heads."""
+    return counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
 
 
 @triton.jit
@@ -158,11 +197,11 @@ def arrive(counter, num_active):
 
 
 @triton.jit
-def _part(part_out, part_lse, at, exists, dim, D_PAD: tl.constexpr):
+def _part(part_out, part_lse, at, exists, D_PAD: tl.constexpr):
     """(logarithm of the sum of weights, values) of a split. Parts come from other multiprocessors: they are read where
     all of them write."""
     lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-    value = tl.load(part_out + at[:, None] * D_PAD + dim[None, :], mask=exists[:, None], other=0.0,
+    value = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=exists[:, None], other=0.0,
                     cache_modifier=".cg")
     return lse, value
 
@@ -177,15 +216,12 @@ def _add_part(acc, peak, total, lse, value):
 
 
 @triton.jit
-def _merge(part_out, part_lse, part, is_query, num_active, dim, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
+def _merge(part_out, part_lse, part, is_query, num_active, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
     """(weighted values, peak, total) over a tile's splits, in their order. Two are on their way at a time."""
-    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc, peak, total = no_sums(BLOCK_M, D_PAD)
     for split in range(0, num_active, 2):
-        lse, value = _part(part_out, part_lse, part + split, is_query, dim, D_PAD)
-        next_lse, next_value = _part(part_out, part_lse, part + split + 1, is_query & (split + 1 < num_active), dim,
-                                     D_PAD)  # fmt: skip
+        lse, value = _part(part_out, part_lse, part + split, is_query, D_PAD)
+        next_lse, next_value = _part(part_out, part_lse, part + split + 1, is_query & (split + 1 < num_active), D_PAD)
         acc, peak, total = _add_part(acc, peak, total, lse, value)
         acc, peak, total = _add_part(acc, peak, total, next_lse, next_value)
     return acc, peak, total

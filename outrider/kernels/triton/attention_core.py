@@ -1,4 +1,5 @@
-"""Shared parts of decode and prefill attention: the loop over a tile's keys, and the checks of their common arguments.
+"""Shared parts of decode, prefill and exact attention: a tile's queries and keys, the loop over them, the store of its
+result, and the checks of their common arguments.
 
 A tile is some query tokens of one request times the query heads of one key/value head, so that keys and values are
 read once for all of them. Keys are visited in tiles anchored at position 0. Keys and values outside a tile's range
@@ -29,28 +30,70 @@ def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl
         return tl.load(at)
 
 
+class RequestTokens(NamedTuple):
+    """A request of the batch: its token rows, and its length in the cache."""
+
+    first_token: tl.tensor  # its first token row
+    scheduled: tl.tensor  # its token rows
+    length: tl.tensor  # its tokens in the cache, live ones included
+    num_live: tl.tensor  # its token rows that are queries; the others are dead
+
+
+class QueryRows(NamedTuple):
+    """The rows [BLOCK_M] of a tile, and its columns."""
+
+    query: tl.tensor  # query token of the request
+    head: tl.tensor
+    is_query: tl.tensor  # whether the row is a live query
+    position: tl.tensor  # -1 where the row is no live query
+    token: tl.tensor  # token row
+    dim: tl.tensor  # [D_PAD] column
+    in_dim: tl.tensor  # [1, D_PAD] whether the column is one of the head's
+
+
+class PagedHead(NamedTuple):
+    """One head's keys and values in all pages, and the page table of one request."""
+
+    k_head: tl.tensor  # the head's keys in page 0
+    v_head: tl.tensor
+    table: tl.tensor
+    k_page_stride: tl.tensor
+    k_token_stride: tl.tensor
+    v_page_stride: tl.tensor
+    v_token_stride: tl.tensor
+
+
+@triton.jit
+def no_sums(BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
+    """(weighted values, running maximum in base 2, sum of weights) of a tile before its first key."""
+    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    return acc, peak, tl.zeros([BLOCK_M], dtype=tl.float32)
+
+
 @triton.jit
 def attend_keys(
-    q, acc, peak, total, q_position, begin, end, lowest, highest, keys, values, table,
-    k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
+    q, acc, peak, total, q_position, begin, end, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
     STAGES: tl.constexpr = None,
 ):
-    """Folds keys [begin, end) into (acc, peak, total): the weighted values, the running maximum in base 2, and the
-    sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches that all of
-    [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its keys. STAGES:
-    tiles on their way at a time, instead of the kernel's own number."""
+    """Folds keys [begin, end) of a `PagedHead` into (acc, peak, total): the weighted values, the running maximum in
+    base 2, and the sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
+    that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
+    keys. STAGES: tiles on their way at a time, instead of the kernel's own number."""
     dim = tl.arange(0, D_PAD)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         inside = (position >= lowest) & (position < highest)
         if MASKED:
-            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+            page = tl.load(pages.table + position // PAGE, mask=inside, other=0).to(tl.int64)
         else:
-            page = tl.load(table + position // PAGE).to(tl.int64)
-        k_at = keys + (page * k_page_stride + (position % PAGE) * k_token_stride)[:, None] + dim[None, :]
-        v_at = values + (page * v_page_stride + (position % PAGE) * v_token_stride)[:, None] + dim[None, :]
+            page = tl.load(pages.table + position // PAGE).to(tl.int64)
+        k_row = page * pages.k_page_stride + (position % PAGE) * pages.k_token_stride
+        k_at = pages.k_head + k_row[:, None] + dim[None, :]
+        v_row = page * pages.v_page_stride + (position % PAGE) * pages.v_token_stride
+        v_at = pages.v_head + v_row[:, None] + dim[None, :]
         k = _load_tile(k_at, inside, dim, D, D_PAD, MASKED)
         if EARLY_VALUES:
             v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
@@ -77,40 +120,64 @@ def attend_keys(
 
 
 @triton.jit
-def find_queries(
-    tile, kv_head, first_token, length, num_live, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
-):
-    """The rows of a tile: query token of the request, head, whether the row is a live query, its position (-1 where it
-    is none), token row."""
-    row = tl.arange(0, BLOCK_M)
-    query = tile * Q_TILE + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    is_query = (row < Q_TILE * GROUP) & (query < num_live)
-    q_position = tl.where(is_query, length - num_live + query, -1)
-    return query, head, is_query, q_position, (first_token + query).to(tl.int64)
+def load_request(query_starts, lengths, live, request, exists):
+    """A `RequestTokens`. A program without a tile (not `exists`) gets the request's without any token rows."""
+    first_token = tl.load(query_starts + request)
+    scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
+    return RequestTokens(first_token, scheduled, tl.load(lengths + request),
+                         tl.where(exists, tl.load(live + request), 0))  # fmt: skip
 
 
 @triton.jit
-def load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride):
+def find_queries(
+    tile, kv_head, tokens, D: tl.constexpr, D_PAD: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The `QueryRows` of a tile of a request's `RequestTokens`."""
+    row = tl.arange(0, BLOCK_M)
+    query = tile * Q_TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_query = (row < Q_TILE * GROUP) & (query < tokens.num_live)
+    position = tl.where(is_query, tokens.length - tokens.num_live + query, -1)
+    token = (tokens.first_token + query).to(tl.int64)
+    dim = tl.arange(0, D_PAD)
+    return QueryRows(query, head, is_query, position, token, dim, (dim < D)[None, :])
+
+
+@triton.jit
+def first_position(tile, tokens, Q_TILE: tl.constexpr):
+    """The position of a tile's first query."""
+    return tokens.length - tokens.num_live + tile * Q_TILE
+
+
+@triton.jit
+def end_of_keys(tile, tokens, Q_TILE: tl.constexpr):
+    """The position after the last key that any query of a tile sees; 0 if the tile has no live query."""
+    context = tokens.length - tokens.num_live
+    return tl.where(tile * Q_TILE < tokens.num_live, context + tl.minimum(tokens.num_live, (tile + 1) * Q_TILE), 0)
+
+
+@triton.jit
+def load_queries(q, rows, q_token_stride, q_head_stride):
     return tl.load(
-        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-        mask=is_query[:, None] & in_dim, other=0.0,
+        q + rows.token[:, None] * q_token_stride + rows.head[:, None] * q_head_stride + rows.dim[None, :],
+        mask=rows.is_query[:, None] & rows.in_dim, other=0.0,
     )
 
 
 @triton.jit
 def store_result(
-    out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride, out_head_stride,
+    out, acc, total, rows, scheduled, out_token_stride, out_head_stride,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):
     """The mean of the values by their weights; scheduled tokens that are not live get 0."""
     row = tl.arange(0, BLOCK_M)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    is_scheduled = (row < Q_TILE * GROUP) & (query < scheduled)
-    result = tl.where(is_query[:, None], result, 0.0)
+    is_scheduled = (row < Q_TILE * GROUP) & (rows.query < scheduled)
+    result = tl.where(rows.is_query[:, None], result, 0.0)
     tl.store(
-        out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
-        result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & in_dim,
+        out + rows.token[:, None] * out_token_stride + rows.head[:, None] * out_head_stride + rows.dim[None, :],
+        result.to(out.dtype.element_ty), mask=is_scheduled[:, None] & rows.in_dim,
     )
 
 

@@ -14,13 +14,18 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for
+from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for, tile_counter
 from outrider.kernels.triton.attention_core import (
     AttentionShape,
+    PagedHead,
     attend_keys,
     check_attention,
+    end_of_keys,
     find_queries,
+    first_position,
     load_queries,
+    load_request,
+    no_sums,
     store_result,
     zero_padding,
 )
@@ -54,6 +59,42 @@ def _merge(acc, peak, total, part, part_peak, part_total):
     return tl.fma(acc, old[:, None], part * new[:, None]), new_peak, tl.fma(total, old, part_total * new)
 
 
+@triton.jit
+def _store_part(part_out, part_state, at, part, part_peak, part_total, is_query, D_PAD: tl.constexpr):
+    """Stores a split's part where `_merge_stored` finds it."""
+    tl.store(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], part, mask=is_query[:, None])
+    tl.store(part_state + 2 * at, part_peak, mask=is_query)
+    tl.store(part_state + 2 * at + 1, part_total, mask=is_query)
+
+
+@triton.jit
+def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_query, D_PAD: tl.constexpr):
+    """Adds the stored parts of all splits, in their order. Parts come from other multiprocessors: they are read where
+    all of them write."""
+    for split in range(0, num_splits):
+        at = place + split
+        part = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=is_query[:, None], other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        part_peak = tl.load(part_state + 2 * at, mask=is_query, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(part_state + 2 * at + 1, mask=is_query, other=0.0, cache_modifier=".cg")
+        acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
+    return acc, peak, total
+
+
+@triton.jit
+def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+                  HAS_STARTS: tl.constexpr):  # fmt: skip
+    """(lowest, highest): the queries of the tile see keys in [lowest, highest)."""
+    first = first_position(tile, tokens, Q_TILE)
+    highest = end_of_keys(tile, tokens, Q_TILE)
+    lowest = 0
+    if HAS_STARTS:
+        lowest = tl.load(key_starts + request)
+    if HAS_WINDOW:
+        lowest = tl.maximum(first - window + 1, lowest)
+    return lowest, highest
+
+
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _exact_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
@@ -76,72 +117,43 @@ def _exact_kernel(
     exists = True
     if LISTED:
         program = 0
-        if SEARCH > 0:
-            request, tile, exists = find_tile(tile_requests, tl.program_id(1), num_requests, SEARCH)
-        else:
-            tile = tl.load(tile_indices + request)
-            request = tl.load(tile_requests + request)
-    first_token = tl.load(query_starts + request)
-    scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
-    length = tl.load(lengths + request)
-    num_live = tl.where(exists, tl.load(live + request), 0)
-
-    query, head, is_query, q_position, token = find_queries(
-        tile, kv_head, first_token, length, num_live, Q_TILE, BLOCK_M, GROUP
-    )
-    dim = tl.arange(0, D_PAD)
-    in_dim = (dim < D)[None, :]
-    first_position = length - num_live + tile * Q_TILE
-    highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
-    lowest = 0
-    if HAS_STARTS:
-        lowest = tl.load(key_starts + request)
-    if HAS_WINDOW:
-        lowest = tl.maximum(first_position - window + 1, lowest)
+        request, tile, exists = find_tile(tile_requests, tile_indices, tl.program_id(1), num_requests, SEARCH)
+    tokens = load_request(query_starts, lengths, live, request, exists)
+    rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
+    lowest, highest = _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE, HAS_WINDOW, HAS_STARTS)
     first_split = lowest // KEYS
     num_splits = tl.maximum(tl.cdiv(highest, KEYS) - first_split, 0)
     if SHARED:
         if program >= tl.maximum(num_splits, 1):  # the first one also writes what dead tokens get
             return
-    queries = load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
     table = page_table + request.to(tl.int64) * table_stride
-    place = (((request * max_query + query) * HEADS + head) * num_parts).to(tl.int64)
-    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    place = (((request * max_query + rows.query) * HEADS + rows.head) * num_parts).to(tl.int64)
+    acc, peak, total = no_sums(BLOCK_M, D_PAD)
     for split in range(program, num_splits, num_programs):
         begin = tl.maximum((first_split + split) * KEYS, lowest // BLOCK_N * BLOCK_N)
+        end = tl.minimum((first_split + split + 1) * KEYS, highest)
+        pages = PagedHead(k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, table,
+                          k_page_stride, k_token_stride, v_page_stride, v_token_stride)  # fmt: skip
+        part, part_peak, part_total = no_sums(BLOCK_M, D_PAD)
         part, part_peak, part_total = attend_keys(
-            queries, tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32),
-            tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32), q_position,
-            begin, tl.minimum((first_split + split + 1) * KEYS, highest), lowest, highest,
-            k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, table,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+            queries, part, part_peak, part_total, rows.position, begin, end, lowest, highest, pages, scale, softcap,
+            window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
         if SHARED:
-            own = place + split
-            tl.store(part_out + own[:, None] * D_PAD + dim[None, :], part, mask=is_query[:, None])
-            tl.store(part_state + 2 * own, part_peak, mask=is_query)
-            tl.store(part_state + 2 * own + 1, part_total, mask=is_query)
+            _store_part(part_out, part_state, place + split, part, part_peak, part_total, rows.is_query, D_PAD)
         else:
             acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
     is_last = True
     if SHARED:
-        counter = counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
+        counter = tile_counter(counters, request, kv_head, tile, num_tiles)
         is_last = arrive(counter, tl.maximum(tl.minimum(num_splits, num_programs), 1))
         if is_last:
-            for split in range(0, num_splits):
-                # Parts come from other multiprocessors: they are read where all of them write.
-                at = place + split
-                part = tl.load(part_out + at[:, None] * D_PAD + dim[None, :], mask=is_query[:, None], other=0.0,
-                               cache_modifier=".cg")  # fmt: skip
-                part_peak = tl.load(part_state + 2 * at, mask=is_query, other=float("-inf"), cache_modifier=".cg")
-                part_total = tl.load(part_state + 2 * at + 1, mask=is_query, other=0.0, cache_modifier=".cg")
-                acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
+            acc, peak, total = _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, rows.is_query,
+                                             D_PAD)  # fmt: skip
     if is_last:
-        store_result(out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride,
-                     out_head_stride, Q_TILE, BLOCK_M, GROUP)
+        store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M,
+                     GROUP)
     if FILL_PADDING:
         # One program of one tile does it, or each tile of a list its share.
         step = tl.num_programs(1)

@@ -16,10 +16,15 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.attention_core import (
+    PagedHead,
     attend_keys,
     check_attention,
+    end_of_keys,
     find_queries,
+    first_position,
     load_queries,
+    load_request,
+    no_sums,
     store_result,
     zero_padding,
 )
@@ -56,13 +61,49 @@ def _count_tiles_kernel(
 
 
 @triton.jit
-def find_tile(starts, program, num_requests, PAD: tl.constexpr):
+def _search_tile(starts, program, num_requests, PAD: tl.constexpr):
     """(request, tile of it, whether there is such a tile): the last request whose first tile is not after `program`.
     Requests without tiles share their start with the next and never come last."""
     request = tl.arange(0, PAD)
     first = tl.load(starts + request, mask=request < num_requests, other=2147483647)
     owner = tl.sum((first <= program).to(tl.int32), axis=0) - 1
     return owner, program - tl.load(starts + owner), program < tl.load(starts + num_requests)
+
+
+@triton.jit
+def find_tile(tile_requests, tile_indices, program, num_requests, SEARCH: tl.constexpr):
+    """(request, tile of it, whether there is such a tile) of a program: as the host listed the tiles, or with SEARCH as
+    the device counted them."""
+    if SEARCH > 0:
+        return _search_tile(tile_requests, program, num_requests, SEARCH)
+    else:
+        return tl.load(tile_requests + program), tl.load(tile_indices + program), True
+
+
+@triton.jit
+def _keys_of_tile(
+    tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
+):
+    """(lowest, highest, begin, whole_begin, whole_end): queries of the tile see keys in [lowest, highest), whose tiles
+    begin at `begin`. Key tiles in [whole_begin, whole_end) need no mask, as every query sees all of them."""
+    first = first_position(tile, tokens, Q_TILE)
+    highest = end_of_keys(tile, tokens, Q_TILE)
+    lowest = 0
+    begin = 0
+    whole_begin = 0
+    if HAS_STARTS:
+        lowest = tl.load(key_starts + request)
+        whole_begin = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
+    if HAS_WINDOW:
+        lowest = tl.maximum(first - window + 1, lowest)
+        whole_begin = tl.maximum(tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N, whole_begin)
+    if HAS_WINDOW or HAS_STARTS:
+        begin = lowest // BLOCK_N * BLOCK_N
+    whole_end = tl.maximum(tl.minimum(first + 1, highest), 0) // BLOCK_N * BLOCK_N
+    whole_begin = tl.minimum(whole_begin, whole_end)
+    whole_begin = tl.maximum(whole_begin, begin)
+    return lowest, highest, begin, whole_begin, tl.maximum(whole_end, whole_begin)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
@@ -80,67 +121,33 @@ def _prefill_kernel(
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    if SEARCH > 0:
-        request, tile, exists = find_tile(tile_requests, program, num_requests, SEARCH)
-    else:
-        request = tl.load(tile_requests + program)
-        tile = tl.load(tile_indices + program)
-        exists = True
-    first_token = tl.load(query_starts + request)
-    scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
-    length = tl.load(lengths + request)
-    num_live = tl.where(exists, tl.load(live + request), 0)
-
-    query, head, is_query, q_position, token = find_queries(
-        tile, kv_head, first_token, length, num_live, Q_TILE, BLOCK_M, GROUP
+    request, tile, exists = find_tile(tile_requests, tile_indices, program, num_requests, SEARCH)
+    tokens = load_request(query_starts, lengths, live, request, exists)
+    rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
+    lowest, highest, begin, whole_begin, whole_end = _keys_of_tile(
+        tile, tokens, key_starts, request, window, Q_TILE, BLOCK_N, HAS_WINDOW, HAS_STARTS
     )
-    dim = tl.arange(0, D_PAD)
-    in_dim = (dim < D)[None, :]
-    queries = load_queries(q, token, head, is_query, dim, in_dim, q_token_stride, q_head_stride)
-
-    first_position = length - num_live + tile * Q_TILE
-    highest = tl.where(tile * Q_TILE < num_live, length - num_live + tl.minimum(num_live, (tile + 1) * Q_TILE), 0)
-    # [whole_begin, whole_end): key tiles that need no mask, as every query of this tile sees all of them.
-    lowest = 0
-    begin = 0
-    whole_begin = 0
-    if HAS_STARTS:
-        lowest = tl.load(key_starts + request)
-        whole_begin = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
-    if HAS_WINDOW:
-        lowest = tl.maximum(first_position - window + 1, lowest)
-        whole_begin = tl.maximum(tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N, whole_begin)
-    if HAS_WINDOW or HAS_STARTS:
-        begin = lowest // BLOCK_N * BLOCK_N
-    whole_end = tl.maximum(tl.minimum(first_position + 1, highest), 0) // BLOCK_N * BLOCK_N
-    whole_begin = tl.minimum(whole_begin, whole_end)
-    whole_begin = tl.maximum(whole_begin, begin)
-    whole_end = tl.maximum(whole_end, whole_begin)
-    keys = k_cache + kv_head * k_head_stride
-    values = v_cache + kv_head * v_head_stride
-    table = page_table + request.to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    pages = PagedHead(
+        k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
+        page_table + request.to(tl.int64) * table_stride,
+        k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+    )  # fmt: skip
+    acc, peak, total = no_sums(BLOCK_M, D_PAD)
     if HAS_WINDOW or HAS_STARTS:
         acc, peak, total = attend_keys(
-            queries, acc, peak, total, q_position, begin, tl.minimum(whole_begin, highest), lowest, highest,
-            keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            queries, acc, peak, total, rows.position, begin, tl.minimum(whole_begin, highest), lowest, highest, pages,
             scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
         )
     acc, peak, total = attend_keys(
-        queries, acc, peak, total, q_position, whole_begin, whole_end, lowest, highest,
-        keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+        queries, acc, peak, total, rows.position, whole_begin, whole_end, lowest, highest, pages,
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP,
     )
     acc, peak, total = attend_keys(
-        queries, acc, peak, total, q_position, whole_end, highest, lowest, highest,
-        keys, values, table, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+        queries, acc, peak, total, rows.position, whole_end, highest, lowest, highest, pages,
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
-
-    store_result(out, acc, total, token, query, head, is_query, scheduled, dim, in_dim, out_token_stride,
-                 out_head_stride, Q_TILE, BLOCK_M, GROUP)
+    store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M, GROUP)
     if FILL_PADDING:
         first = tl.load(query_starts + num_requests) + program
         zero_padding(out, first, num_tiles, num_tokens, kv_head * GROUP, out_token_stride, out_head_stride,
