@@ -69,11 +69,35 @@ def _load_columns(source, channel, in_row, ROWS: tl.constexpr):
         return tl.load(source + channel, mask=in_row, other=0.0)[None, :]
 
 
+class ConvPointers(NamedTuple):
+    """The convolution's arguments in a kernel."""
+
+    conv_in: torch.Tensor
+    conv_stride: int
+    tail: torch.Tensor
+    window: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    convolved: torch.Tensor
+
+
+class GatePointers(NamedTuple):
+    """The gates' arguments in a kernel; a tuple has one for each gate."""
+
+    gates: tuple[torch.Tensor, ...]
+    strides: tuple[int, ...]
+    windows: tuple[torch.Tensor, ...]
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    low: float
+    high: float
+    wide_gates: tuple[torch.Tensor, ...]
+
+
 @triton.jit
 def _convolve(
-    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
-    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    ARE_NEW: tl.constexpr = False,
+    target, j, exists, row, start, pending, conv, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, ARE_NEW: tl.constexpr = False,
 ):  # fmt: skip
     """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result. ARE_NEW: all
     inputs that they need are of this step."""
@@ -84,23 +108,23 @@ def _convolve(
     for tap in tl.static_range(WIDTH):
         if ARE_NEW:
             token = (start + j - (WIDTH - 1) + tap).to(tl.int64)[:, None]
-            value = tl.load(conv_in + token * conv_stride + channel[None, :], mask=valid, other=0.0)
+            value = tl.load(conv.conv_in + token * conv.conv_stride + channel[None, :], mask=valid, other=0.0)
         else:
             value = input_of(
-                conv_in, conv_stride, tail, window, row, start, pending, (j - (WIDTH - 1) + tap)[:, None],
-                channel[None, :], valid, CONV_DIM, WIDTH, WINDOW,
+                conv.conv_in, conv.conv_stride, conv.tail, conv.window, row, start, pending,
+                (j - (WIDTH - 1) + tap)[:, None], channel[None, :], valid, CONV_DIM, WIDTH, WINDOW,
             )  # fmt: skip
-        total += value.to(tl.float32) * _load_columns(weight + tap * CONV_DIM, channel, in_row, j.shape[0])
+        total += value.to(tl.float32) * _load_columns(conv.weight + tap * CONV_DIM, channel, in_row, j.shape[0])
     if HAS_BIAS:
-        total += _load_columns(bias, channel, in_row, j.shape[0])
-    at = convolved + target.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
+        total += _load_columns(conv.bias, channel, in_row, j.shape[0])
+    at = conv.convolved + target.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
     tl.store(at, total * _sigmoid(total), mask=valid)
 
 
 @triton.jit
 def _open_gates(
-    target, j, exists, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low, high, wide_gates,
-    HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr, HEAD_TILE: tl.constexpr,
+    target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
     """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results."""
     head = tl.arange(0, HEAD_TILE)
@@ -110,21 +134,69 @@ def _open_gates(
     at = target.to(tl.int64)[:, None] * HEADS + head[None, :]
     is_new = valid & (j >= 0)[:, None]
     is_kept = valid & (j < 0)[:, None]
-    first = tl.load(gates[0] + token * gate_strides[0] + head[None, :], mask=is_new, other=0.0)
+    first = tl.load(gating.gates[0] + token * gating.strides[0] + head[None, :], mask=is_new, other=0.0)
     if WINDOW > 0:
         kept = row * (WINDOW * HEADS) + (j + pending)[:, None] * HEADS + head[None, :]
-        first = tl.where(is_new, first, tl.load(gate_windows[0] + kept, mask=is_kept, other=0.0))
-    step = _softplus(first.to(tl.float32) + _load_columns(dt_bias, head, is_head, j.shape[0]))
+        first = tl.where(is_new, first, tl.load(gating.windows[0] + kept, mask=is_kept, other=0.0))
+    step = _softplus(first.to(tl.float32) + _load_columns(gating.dt_bias, head, is_head, j.shape[0]))
     if IS_DELTA:
-        tl.store(wide_gates[0] + at, step * _load_columns(decay, head, is_head, j.shape[0]), mask=valid)
-        second = tl.load(gates[1] + token * gate_strides[1] + head[None, :], mask=is_new, other=0.0)
+        tl.store(gating.wide_gates[0] + at, step * _load_columns(gating.decay, head, is_head, j.shape[0]), mask=valid)
+        second = tl.load(gating.gates[1] + token * gating.strides[1] + head[None, :], mask=is_new, other=0.0)
         if WINDOW > 0:
-            second = tl.where(is_new, second, tl.load(gate_windows[1] + kept, mask=is_kept, other=0.0))
-        tl.store(wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
+            second = tl.where(is_new, second, tl.load(gating.windows[1] + kept, mask=is_kept, other=0.0))
+        tl.store(gating.wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
     else:
         # A card's plain minimum drops NaN.
-        step = tl.maximum(step, low, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(wide_gates[0] + at, tl.minimum(step, high, propagate_nan=tl.PropagateNan.ALL), mask=valid)
+        step = tl.maximum(step, gating.low, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(gating.wide_gates[0] + at, tl.minimum(step, gating.high, propagate_nan=tl.PropagateNan.ALL),
+                 mask=valid)  # fmt: skip
+
+
+@triton.jit
+def _compute_block(
+    token, token_end, counts, request_of, requests, conv, gating, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; those without a
+    request count as dead tokens of the last one."""
+    index = tl.arange(0, ROWS)
+    while token < token_end:
+        request = tl.load(request_of + token).to(tl.int32)
+        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+        count = tl.where(token < stop, tl.minimum(stop, token_end), token_end) - token
+        j = token - start + index
+        exists = (index < count) & (j < known + drafts)
+        target = requests * WINDOW + start + j
+        if token - start >= WIDTH - 1:
+            _convolve(target, j, exists, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS, True)
+        else:
+            _convolve(target, j, exists, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS)
+        if tl.program_id(1) == 0:
+            _open_gates(target, j, exists, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, HEAD_TILE)
+        token += count
+
+
+@triton.jit
+def _own_tokens(program, num_blocks, counts, request_of, requests, lanes, WINDOW: tl.constexpr,
+                FOLD_ONLY: tl.constexpr):  # fmt: skip
+    """(row, first token row, pending drafts) of the request of a program, and its tokens: (first, end, step, row of the
+    results for token 0). A program has one token row, or every `lanes`-th of a request's pending drafts."""
+    if program < num_blocks:
+        request = tl.load(request_of + program).to(tl.int32)
+        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+        first = program - start
+        end = tl.where(first < known + drafts, first + 1, first)
+        base = requests * WINDOW + start
+        step = 1
+    else:
+        request = (program - num_blocks) // lanes
+        row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
+        first = (program - num_blocks) % lanes - pending
+        end = tl.where((known > 0) | FOLD_ONLY, 0, first)
+        base = request * WINDOW + pending
+        step = lanes
+    return row, start, pending, first, end, step, base
 
 
 _VARYING = ["requests", "tokens", "lanes", "low", "high"]
@@ -143,59 +215,22 @@ def _inputs_kernel(
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     num_blocks = tl.cdiv(tokens, ROWS)
+    conv = ConvPointers(conv_in, conv_stride, tail, window, weight, bias, convolved)
+    gating = GatePointers(gates, gate_strides, gate_windows, dt_bias, decay, low, high, wide_gates)
     if ROWS > 1 and program < num_blocks:
-        # The tokens of one request at a time; those without a request count as dead tokens of the last one.
-        index = tl.arange(0, ROWS)
-        token, token_end = program * ROWS, tl.minimum(tokens, program * ROWS + ROWS)
-        while token < token_end:
-            request = tl.load(request_of + token).to(tl.int32)
-            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-            count = tl.where(token < stop, tl.minimum(stop, token_end), token_end) - token
-            j = token - start + index
-            exists = (index < count) & (j < known + drafts)
-            target = requests * WINDOW + start + j
-            if token - start >= WIDTH - 1:
-                _convolve(
-                    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
-                    CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS, True,
-                )  # fmt: skip
-            else:
-                _convolve(
-                    target, j, exists, row, start, pending, conv_in, conv_stride, tail, window, weight, bias, convolved,
-                    CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
-                )  # fmt: skip
-            if tl.program_id(1) == 0:
-                _open_gates(
-                    target, j, exists, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay, low,
-                    high, wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
-                )  # fmt: skip
-            token += count
+        _compute_block(
+            program * ROWS, tl.minimum(tokens, program * ROWS + ROWS), counts, request_of, requests, conv, gating,
+            CONV_DIM, WIDTH, WINDOW, HEADS, HAS_BIAS, IS_DELTA, CHANNELS, HEAD_TILE, ROWS,
+        )  # fmt: skip
     else:
-        if program < num_blocks:
-            request = tl.load(request_of + program).to(tl.int32)
-            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-            first = program - start
-            end = tl.where(first < known + drafts, first + 1, first)
-            base = requests * WINDOW + start
-            step = 1
-        else:
-            request = (program - num_blocks) // lanes
-            row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
-            first = (program - num_blocks) % lanes - pending
-            end = tl.where((known > 0) | FOLD_ONLY, 0, first)
-            base = request * WINDOW + pending
-            step = lanes
+        row, start, pending, first, end, step, base = _own_tokens(
+            program, num_blocks, counts, request_of, requests, lanes, WINDOW, FOLD_ONLY
+        )
         for place in range(first, end, step):
             j = place + tl.arange(0, 1)
-            _convolve(
-                base + j, j, j == place, row, start, pending, conv_in, conv_stride, tail, window, weight, bias,
-                convolved, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS,
-            )  # fmt: skip
+            _convolve(base + j, j, j == place, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS)
             if tl.program_id(1) == 0:
-                _open_gates(
-                    base + j, j, j == place, row, start, pending, gates, gate_strides, gate_windows, dt_bias, decay,
-                    low, high, wide_gates, HEADS, WINDOW, IS_DELTA, HEAD_TILE,
-                )  # fmt: skip
+                _open_gates(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, HEAD_TILE)
 
 
 def inputs_tile(tokens: int) -> tuple[int, int, int]:
