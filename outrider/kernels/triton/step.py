@@ -183,6 +183,42 @@ def _first(found, index, NONE: tl.constexpr):
     return tl.min(tl.where(found, index, NONE), axis=0)
 
 
+@triton.jit
+def _compare_drafts(
+    sampled, bad, first_logit, drafts, state, request, row, num_drafts, samples, max_drafts, stop_width, stop_stride,
+    RUN: tl.constexpr, STOPS: tl.constexpr,
+):
+    """(sampled tokens [RUN], index of the first one without an equal draft, of the first stop id, of the first bad
+    logit row); an index is RUN where there is none."""
+    index = tl.arange(0, RUN).to(tl.int64)
+    # Logit rows past the live drafts are never reached, and a request that does not sample may have none.
+    reached = samples & (index <= num_drafts)
+    logit_row = tl.load(first_logit + request, mask=samples, other=0) + index
+    chosen = tl.load(sampled + logit_row, mask=reached, other=0)
+    is_bad = reached & (tl.load(bad + logit_row, mask=reached, other=0) != 0)
+    draft = tl.load(drafts + request * max_drafts + index, mask=index < num_drafts, other=0)
+    stop_index = tl.arange(0, STOPS)
+    is_id = stop_index < tl.minimum(tl.load(state.num_stop_ids + row), stop_width)
+    stop_id = tl.load(state.stop_ids + row * stop_stride + stop_index, mask=is_id, other=0)
+    hits = (chosen[:, None] == stop_id[None, :]) & is_id[None, :]
+    accepted = _first((draft != chosen) | (index >= num_drafts), index, RUN)
+    first_stop = _first(tl.max(hits.to(tl.int32), axis=1) > 0, index, RUN)
+    return chosen, accepted, first_stop, _first(is_bad, index, RUN)
+
+
+@triton.jit
+def _end_run(accepted, first_stop, first_bad, room, samples):
+    """(tokens of the run, how it finishes, accepted drafts in it). room: tokens up to the request's end."""
+    run_len = tl.minimum(tl.minimum(accepted, first_stop) + 1, room)
+    finish = tl.where(run_len >= room, _LENGTH, _NO)
+    finish = tl.where(first_bad < run_len, _ERROR, finish)
+    run_len = tl.minimum(run_len, first_bad)
+    finish = tl.where(first_stop < run_len, _STOP, finish)
+    run_len = tl.where(samples, run_len, 0)
+    finish = tl.where(samples, finish, _NO)
+    return run_len, finish, tl.minimum(accepted, tl.maximum(run_len - 1, 0))
+
+
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _commit_kernel(
     sampled, bad, rows, num_known, num_drafts, samples, first_logit, drafts, state, out, counts, run, goes_on,
@@ -198,32 +234,14 @@ def _commit_kernel(
     samples = tl.load(samples + request) != 0
     known = tl.load(state.known + row)
     room = tl.maximum(tl.load(state.end_len + row) - known, 0)
-    index = tl.arange(0, RUN).to(tl.int64)
-
-    # Logit rows past the live drafts are never reached, and a request that does not sample may have none.
-    reached = samples & (index <= num_drafts)
-    logit_row = tl.load(first_logit + request, mask=samples, other=0) + index
-    chosen = tl.load(sampled + logit_row, mask=reached, other=0)
-    is_bad = reached & (tl.load(bad + logit_row, mask=reached, other=0) != 0)
-    draft = tl.load(drafts + request * max_drafts + index, mask=index < num_drafts, other=0)
-    stop_index = tl.arange(0, STOPS)
-    is_id = stop_index < tl.minimum(tl.load(state.num_stop_ids + row), stop_width)
-    stop_id = tl.load(state.stop_ids + row * stop_stride + stop_index, mask=is_id, other=0)
-    hits = (chosen[:, None] == stop_id[None, :]) & is_id[None, :]
-    accepted = _first((draft != chosen) | (index >= num_drafts), index, RUN)
-    first_stop = _first(tl.max(hits.to(tl.int32), axis=1) > 0, index, RUN)
-    first_bad = _first(is_bad, index, RUN)
-
-    run_len = tl.minimum(tl.minimum(accepted, first_stop) + 1, room)
-    finish = tl.where(run_len >= room, _LENGTH, _NO)
-    finish = tl.where(first_bad < run_len, _ERROR, finish)
-    run_len = tl.minimum(run_len, first_bad)
-    finish = tl.where(first_stop < run_len, _STOP, finish)
-    run_len = tl.where(samples, run_len, 0)
-    finish = tl.where(samples, finish, _NO)
-    num_accepted = tl.minimum(accepted, tl.maximum(run_len - 1, 0))
+    chosen, accepted, first_stop, first_bad = _compare_drafts(
+        sampled, bad, first_logit, drafts, state, request, row, num_drafts, samples, max_drafts, stop_width,
+        stop_stride, RUN, STOPS,
+    )  # fmt: skip
+    run_len, finish, num_accepted = _end_run(accepted, first_stop, first_bad, room, samples)
     num_computed = num_known + num_accepted
 
+    index = tl.arange(0, RUN).to(tl.int64)
     in_run = index < run_len
     tl.store(run + request * (max_drafts + 1) + index, tl.where(in_run, chosen, 0), mask=index <= max_drafts)
     tl.store(out + request, run_len)
