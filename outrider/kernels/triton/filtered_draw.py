@@ -39,7 +39,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_about, weights_within
+from outrider.kernels.triton.masses import PIVOTS, distance_of, furthest_kept, scaled_at, weights_within
 from outrider.kernels.triton.rejection import best_nearer, draw_by_rejection, is_weighed, token_distances
 from outrider.kernels.triton.sampling import GROUP, QUADS, SLICES, TILE, Spans, greatest_of_spans, own_logits, shift_of
 from outrider.kernels.triton.scans import NO_ID, best_of, scan, scan_greedy
@@ -223,11 +223,10 @@ def _weigh_kernel(
         own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         first, pivots = tl.program_id(0) * span, scratch.pivots + at * PIVOTS
-        weigh: tl.constexpr = weights_about if ABOUT else weights_within
-        total, sum0, sum1, sum2, sum3 = weigh(
+        total, sum0, sum1, sum2, sum3 = weights_within(
             own, first, tl.minimum(first + span, num_tiles), vocab, shift, tl.load(rows.temperature + of),
             tl.load(rows.min_p_floor + of), (flag & _TOP_P) != 0, tl.load(pivots), tl.load(pivots + 1),
-            tl.load(pivots + 2), tl.load(pivots + 3), SIZE,
+            tl.load(pivots + 2), tl.load(pivots + 3), SIZE, ABOUT,
         )  # fmt: skip
         sums = scratch.sums + (at * num_spans + tl.program_id(0)) * (PIVOTS + 1)
         tl.store(sums, total)

@@ -13,7 +13,7 @@ import triton.language as tl
 INFINITE = tl.constexpr(0x7F800000)  # the distance of a scaled logit of -inf
 UNKNOWN = tl.constexpr(0x7FFFFFFF)  # further than any scaled logit
 PIVOTS = 4  # distances that one pass over a logit row weighs
-SLACK = tl.constexpr(1e-4)  # of all masses: what `weights_about` decides lies further from the limit
+SLACK = tl.constexpr(1e-4)  # of all masses: what nearly known weights decide lies further from the limit
 
 
 @triton.jit
@@ -54,51 +54,37 @@ def scaled_logits(own, token, valid, shift, heat, floor):
 
 @triton.jit
 def weights_within(
-    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr
+    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr,
+    ABOUT: tl.constexpr = False,
 ):
-    """(weight of all tokens, weights of those strictly nearer than each pivot) of tiles [first, last)."""
-    total = tl.zeros([SIZE], dtype=tl.int64)
+    """(weight of all tokens, weights of those strictly nearer than each pivot) of tiles [first, last).
+
+    ABOUT: in half of the time, as bits that `weight_of_bits` takes back: sums in float32 of exponentials that are not
+    written out. A mass is off by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses;
+    numbers of tokens are exact."""
+    total = tl.zeros([SIZE], dtype=tl.float32 if ABOUT else tl.int64)
     sum0, sum1, sum2, sum3 = total, total, total, total
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
         scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
         distance = distance_of(scaled)
-        weight = tl.where(is_mass, probability_mass(scaled), 1)
+        mass = tl.exp2(scaled * 1.4426950408889634) if ABOUT else probability_mass(scaled)
+        weight = tl.where(is_mass, mass, 1)
         total += weight
         sum0 += tl.where(distance < pivot0, weight, 0)
         sum1 += tl.where(distance < pivot1, weight, 0)
         sum2 += tl.where(distance < pivot2, weight, 0)
         sum3 += tl.where(distance < pivot3, weight, 0)
-    return (tl.sum(total, axis=0), tl.sum(sum0, axis=0), tl.sum(sum1, axis=0), tl.sum(sum2, axis=0),
-            tl.sum(sum3, axis=0))  # fmt: skip
+    return _sum(total, ABOUT), _sum(sum0, ABOUT), _sum(sum1, ABOUT), _sum(sum2, ABOUT), _sum(sum3, ABOUT)
 
 
 @triton.jit
-def weights_about(
-    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr
-):
-    """As `weights_within`, in half of the time: sums in float32 of exponentials that are not written out. A mass is off
-    by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses; numbers of tokens are exact."""
-    total = tl.zeros([SIZE], dtype=tl.float32)
-    sum0, sum1, sum2, sum3 = total, total, total, total
-    for tile in range(first, last):
-        token = tile * SIZE + tl.arange(0, SIZE)
-        scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
-        distance = distance_of(scaled)
-        weight = tl.where(is_mass, tl.exp2(scaled * 1.4426950408889634), 1.0)
-        total += weight
-        sum0 += tl.where(distance < pivot0, weight, 0.0)
-        sum1 += tl.where(distance < pivot1, weight, 0.0)
-        sum2 += tl.where(distance < pivot2, weight, 0.0)
-        sum3 += tl.where(distance < pivot3, weight, 0.0)
-    return (_as_bits(tl.sum(total, axis=0)), _as_bits(tl.sum(sum0, axis=0)), _as_bits(tl.sum(sum1, axis=0)),
-            _as_bits(tl.sum(sum2, axis=0)), _as_bits(tl.sum(sum3, axis=0)))  # fmt: skip
-
-
-@triton.jit
-def _as_bits(weight):
-    """As it is kept beside integers; `weight_of_bits` takes it back."""
-    return weight.to(tl.float64).to(tl.int64, bitcast=True)
+def _sum(weight, ABOUT: tl.constexpr):
+    """A sum of weights, as it is kept: float64 beside integers as bits."""
+    if ABOUT:
+        return tl.sum(weight, axis=0).to(tl.float64).to(tl.int64, bitcast=True)
+    else:
+        return tl.sum(weight, axis=0)
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def _limit_of(flag, top_k, top_p, total):
 
 @triton.jit
 def _sum_of(weights, valid, ABOUT: tl.constexpr):
-    """The sum of spans' weights, integers or about (`weights_about`)."""
+    """The sum of spans' weights, integers, or nearly (ABOUT of `weights_within`)."""
     weight = tl.load(weights, mask=valid, other=0)
     if ABOUT:
         return tl.sum(weight_of_bits(weight), axis=0)
@@ -108,6 +108,46 @@ def _search_top_k(own, flag, top_k, top_p, shift, heat, floor, vocab, num_tiles,
 
 
 @triton.jit
+def _best_of_spans(scratch, at, has_scores, num_spans, SPANS: tl.constexpr):
+    """(scores, tokens) [SPANS]: the best token of each span; without scores every span has its turn."""
+    index = tl.arange(0, SPANS)
+    is_span = index < num_spans
+    if has_scores:
+        score = tl.load(scratch.scores + at * num_spans + index, mask=is_span, other=float("-inf"))
+        token = tl.load(scratch.tokens + at * num_spans + index, mask=is_span, other=NO_ID)
+    else:
+        score = tl.where(is_span, float("inf"), float("-inf"))
+        token = tl.full([SPANS], NO_ID, dtype=tl.int32)
+    return score, token
+
+
+@triton.jit
+def _narrowed_by_four(inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum1, sum2, sum3, limit):
+    """As `narrowed`, by four pivots with their exact weights. The first is one; of the others those above 0 are."""
+    inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
+    if pivot1 > 0:
+        inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)
+    if pivot2 > 0:
+        inside, outside = narrowed(inside, outside, pivot2, sum2, limit, 0.0)
+    if pivot3 > 0:
+        inside, outside = narrowed(inside, outside, pivot3, sum3, limit, 0.0)
+    return inside, outside
+
+
+@triton.jit
+def _leave_pivots(scratch, at, pivot0, pivot1, pivot2, pivot3, inside, outside, PIVOTS: tl.constexpr):
+    """Leaves a row's pivots to be weighed before the next round."""
+    pivots = scratch.pivots + at * PIVOTS
+    tl.store(pivots, pivot0)
+    tl.store(pivots + 1, pivot1)
+    tl.store(pivots + 2, pivot2)
+    tl.store(pivots + 3, pivot3)
+    tl.store(scratch.brackets + 2 * at, inside)
+    tl.store(scratch.brackets + 2 * at + 1, outside)
+    tl.store(scratch.is_pending + at, 1)
+
+
+@triton.jit
 def draw_by_rejection(
     own, position_word, of, flag, rows, scratch, at, shift, heat, floor, vocab, num_tiles, num_groups, num_spans, span,
     FIRST: tl.constexpr, LAST: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
@@ -118,13 +158,8 @@ def draw_by_rejection(
     SIZE: tl.constexpr = 4 * QUADS
     top_k, top_p, is_mass = tl.load(rows.top_k + of), tl.load(rows.top_p + of), (flag & _TOP_P) != 0
     index = tl.arange(0, SPANS)
-    is_span = index < num_spans
-    if has_candidates(flag, top_k, num_groups):  # too many: no span has been scored
-        score = tl.where(is_span, float("inf"), float("-inf"))
-        token = tl.full([SPANS], NO_ID, dtype=tl.int32)
-    else:
-        score = tl.load(scratch.scores + at * num_spans + index, mask=is_span, other=float("-inf"))
-        token = tl.load(scratch.tokens + at * num_spans + index, mask=is_span, other=NO_ID)
+    # Of a row with too many candidates no span has been scored.
+    score, token = _best_of_spans(scratch, at, not has_candidates(flag, top_k, num_groups), num_spans, SPANS)
     distance = token_distances(own, token, shift, heat, vocab)
     limit, inside, outside = _weighed_pivots(
         scratch, at, flag, top_k, top_p, num_spans, FIRST, FIRST and not LAST, PIVOTS, SPANS
@@ -161,21 +196,10 @@ def draw_by_rejection(
                     _, sum0, sum1, sum2, sum3 = weights_within(
                         own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
                     )
-                    inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
-                    if pivot1 > 0:
-                        inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)
-                    if pivot2 > 0:
-                        inside, outside = narrowed(inside, outside, pivot2, sum2, limit, 0.0)
-                    if pivot3 > 0:
-                        inside, outside = narrowed(inside, outside, pivot3, sum3, limit, 0.0)
+                    inside, outside = _narrowed_by_four(
+                        inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum1, sum2, sum3, limit
+                    )
                 else:
-                    pivots = scratch.pivots + at * PIVOTS
-                    tl.store(pivots, pivot0)
-                    tl.store(pivots + 1, pivot1)
-                    tl.store(pivots + 2, pivot2)
-                    tl.store(pivots + 3, pivot3)
-                    tl.store(scratch.brackets + 2 * at, inside)
-                    tl.store(scratch.brackets + 2 * at + 1, outside)
-                    tl.store(scratch.is_pending + at, 1)
+                    _leave_pivots(scratch, at, pivot0, pivot1, pivot2, pivot3, inside, outside, PIVOTS)
                     chosen = best_token  # the next round replaces it
     return chosen, limit, inside, outside
