@@ -220,6 +220,7 @@ BATCHES = {
     "decode, long, split among threads": Batch([1], [1], [777]),
     "verify with dead drafts": Batch([5, 3, 8], [2, 3, 8], [130, 3, 256]),
     "padded requests and tokens": Batch([2, 0, 1, 0, 0], [2, 0, 1, 0, 0], [40, 0, 17, 0, 0], padding=3),
+    "many requests": Batch([1] * 9, [1] * 9, [1, 300, 16, 17, 128, 129, 64, 5, 77]),
     "a request that ended": Batch([2, 2], [0, 2], [0, 19]),
     "prefill": Batch([75], [75], [75], page_size=32),
     "prefill chunk beside decode": Batch([1, 67, 1], [1, 67, 1], [300, 200, 129]),
@@ -284,6 +285,26 @@ def test_a_token_does_not_depend_on_its_batch(threads: int, window: int, monkeyp
                 torch.tensor([first + count]), torch.tensor([count]), 0.125, window,
             )  # fmt: skip
             assert torch.equal(part, whole[first : first + count]), (first, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_request_does_not_depend_on_the_others(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take all heads of one of many requests at once, and of few requests every tile of keys by itself."""
+    if not native.available():
+        pytest.skip(native.reason())
+    lengths = [1, 300, 16, 129, 128, 64, 640, 77, 31, 33, 256, 90]
+    q, k_cache, v_cache, table, starts, *counts = Batch([1] * 12, [1] * 12, lengths).build()
+    refuse_reference(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = ops.paged_attention(q, k_cache, v_cache, table, starts, *counts, 0.125)
+        for i in range(len(lengths)):
+            rows, ends = slice(i, i + 1), torch.tensor([0, 1])
+            alone = ops.paged_attention(q[rows], k_cache, v_cache, table[rows], ends, *(n[rows] for n in counts), 0.125)
+            assert torch.equal(alone, whole[rows]), lengths[i]
     finally:
         torch.set_num_threads(before)
 

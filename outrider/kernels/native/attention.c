@@ -51,14 +51,17 @@ INLINE void outer_rows(const float *a, int64_t a_stride, const float *const *b, 
     }
 }
 
-static void outer_wide(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
-                       int64_t to, float *c, int64_t c_stride, int64_t rows) {
-    outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, NV);
-}
-
-static void outer_narrow(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
-                         int64_t to, float *c, int64_t c_stride, int64_t rows) {
-    outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 1);
+/* `width` columns of C: NV vectors, or fewer. */
+static void outer_columns(const float *a, int64_t a_stride, const float *const *b, int64_t shift, int64_t from,
+                          int64_t to, float *c, int64_t c_stride, int64_t rows, int64_t width) {
+    switch (width / VL) {
+    case 1: outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 1); break;
+    case 2: outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 2); break;
+#if NV == 4
+    case 3: outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 3); break;
+    case 4: outer_rows(a, a_stride, b, shift, from, to, c, c_stride, rows, 4); break;
+#endif
+    }
 }
 
 /* VL rows of VL floats, transposed: to[i * stride + j] = from[j][at + i]. */
@@ -75,26 +78,43 @@ static void transpose(const float *const *from, int64_t at, float *to, int64_t s
     UNROLL for (int i = 0; i < VL; i++) store(to + i * stride, a[i]);
 }
 
-/* Where the keys [from, to) of a tile lie. False if the table does not reach or names a page that is not there. */
-static int find_keys(const Attention *a, const Item *item, int64_t base, int64_t from, int64_t to,
-                     const float **k_rows, const float **v_rows) {
+/* The keys [low, high) of a tile that the tokens of an item see, and where they lie. A tile that was not found has a
+ * page table that does not reach, or that names a page that is not there. */
+typedef struct {
+    const Item *item; /* null: there is no tile */
+    int64_t index, low, high;
+    int is_found;
+    const float *k_rows[KEYS], *v_rows[KEYS];
+} Tile;
+
+static int find_keys(const Attention *a, Tile *t) {
     const Requests *requests = &a->requests;
     const Cache *cache = &a->cache;
-    int64_t token_stride = cache->kv_heads * cache->dim;
-    for (int64_t j = from; j < to;) {
+    int64_t token_stride = cache->kv_heads * cache->dim, base = t->index * KEYS;
+    for (int64_t j = t->low; j < t->high;) {
         int64_t column = (base + j) / cache->page_size, offset = (base + j) % cache->page_size;
         if (column >= requests->table_width) return 0;
-        int64_t at = item->request * requests->table_stride + column;
+        int64_t at = t->item->request * requests->table_stride + column;
         int64_t page = integer(requests->page_table, requests->wide_table, at);
         if (page < 0 || page >= cache->num_pages) return 0;
-        const float *k = cache->k + page * cache->k_stride + item->head * cache->dim;
-        const float *v = cache->v + page * cache->v_stride + item->head * cache->dim;
-        for (; offset < cache->page_size && j < to; offset++, j++) {
-            k_rows[j] = k + offset * token_stride;
-            v_rows[j] = v + offset * token_stride;
+        const float *k = cache->k + page * cache->k_stride + t->item->head * cache->dim;
+        const float *v = cache->v + page * cache->v_stride + t->item->head * cache->dim;
+        for (; offset < cache->page_size && j < t->high; offset++, j++) {
+            t->k_rows[j] = k + offset * token_stride;
+            t->v_rows[j] = v + offset * token_stride;
         }
     }
     return 1;
+}
+
+static void find_tile(const Attention *a, const Item *item, int64_t index, Tile *t) {
+    int64_t base = index * KEYS, begin = item->first_key - base; /* as seen from this tile */
+    int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
+    int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
+    low = low < begin ? begin : low;
+    t->item = item, t->index = index;
+    t->low = low < 0 ? 0 : low, t->high = high > KEYS ? KEYS : high;
+    t->is_found = find_keys(a, t);
 }
 
 typedef struct {
@@ -103,21 +123,34 @@ typedef struct {
     float keys[MAX_DIM * NV * VL]; /* some keys, transposed */
     float part[MAX_TILE_ROWS * (MAX_DIM + 2)];
     float merged[MAX_TILE_ROWS * (MAX_DIM + 2)];
-    const float *k_rows[KEYS], *v_rows[KEYS], *key_lines[MAX_DIM];
+    const float *key_lines[MAX_DIM];
+    Tile tiles[2];
 } Scratch;
 
-/* scores[row, from..to) of one tile. `from` and `to` are multiples of VL; rows of keys outside the request's are
- * stand-ins, masked later. */
-static void score_keys(const Attention *a, Scratch *s, int64_t rows, int64_t from, int64_t to) {
+#if defined(__x86_64__)
+#define CACHE_LEVEL 2 /* x86 is faster if fetched rows wait in the second cache, ARM if in the first */
+#else
+#define CACHE_LEVEL 3
+#endif
+
+/* Asks for the cache lines of a row that is needed soon. Rows of one head lie apart, in pages anywhere, which
+ * processors foresee badly (x86) or not at all (ARM). */
+INLINE void fetch_row(const float *row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d, 0, CACHE_LEVEL);
+}
+
+/* scores[row, from..to) of one tile, and asks for the keys' values. `from` and `to` are multiples of VL; rows of keys
+ * outside the tile's are stand-ins, masked later. */
+static void score_keys(const Attention *a, Scratch *s, const Tile *t, int64_t rows, int64_t from, int64_t to) {
+    int64_t dim = a->cache.dim;
     for (int64_t j = from; j < to;) {
-        int64_t width = to - j >= NV * VL ? NV * VL : VL;
-        for (int64_t v = 0; v < width; v += VL)
-            for (int64_t d = 0; d < a->cache.dim; d += VL)
-                transpose(s->k_rows + j + v, d, s->keys + d * NV * VL + v, NV * VL);
-        if (width > VL)
-            outer_wide(s->scaled_q, a->cache.dim, s->key_lines, 0, 0, a->cache.dim, s->scores + j, KEYS, rows);
-        else
-            outer_narrow(s->scaled_q, a->cache.dim, s->key_lines, 0, 0, a->cache.dim, s->scores + j, KEYS, rows);
+        int64_t width = to - j >= NV * VL ? NV * VL : to - j;
+        for (int64_t v = 0; v < width; v += VL) {
+            for (int64_t i = j + v; i < j + v + VL; i++) fetch_row(t->v_rows[i], dim);
+            for (int64_t d = 0; d < dim; d += VL)
+                transpose(t->k_rows + j + v, d, s->keys + d * NV * VL + v, NV * VL);
+        }
+        outer_columns(s->scaled_q, dim, s->key_lines, 0, 0, dim, s->scores + j, KEYS, rows, width);
         j += width;
     }
 }
@@ -147,31 +180,27 @@ static float weigh(float *scores, int64_t from, int64_t to, int64_t first, int64
     return top;
 }
 
-/* One tile of keys for all rows of an item: part[row] = max, sum, weighted values. */
-static int attend_tile(const Attention *a, const Item *item, int64_t tile, Scratch *s, float *part) {
-    int64_t group = a->heads / a->cache.kv_heads, rows = item->count * group, base = tile * KEYS, dim = a->cache.dim;
-    int64_t begin = item->first_key - base; /* as seen from this tile */
-    int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
-    int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
-    low = low < begin ? begin : low;
-    low = low < 0 ? 0 : low;
-    high = high > KEYS ? KEYS : high;
-    if (!find_keys(a, item, base, low, high, s->k_rows, s->v_rows)) return 0;
-    int64_t from = low / VL * VL, to = (high + VL - 1) / VL * VL;
-    for (int64_t j = from; j < low; j++) s->k_rows[j] = s->k_rows[low];
-    for (int64_t j = high; j < to; j++) s->k_rows[j] = s->k_rows[low];
-    score_keys(a, s, rows, from, to);
+/* One tile of keys for all rows of an item: part[row] = max, sum, weighted values. Asks for the keys of the tile that
+ * comes next. */
+static void attend_tile(const Attention *a, Tile *t, const Tile *next, Scratch *s, float *part) {
+    const Item *item = t->item;
+    int64_t group = a->heads / a->cache.kv_heads, rows = item->count * group, base = t->index * KEYS;
+    int64_t dim = a->cache.dim, from = t->low / VL * VL, to = (t->high + VL - 1) / VL * VL;
+    int64_t coming = next->item && next->is_found ? next->high - next->low : 0;
+    for (int64_t j = from; j < t->low; j++) t->k_rows[j] = t->k_rows[t->low], t->v_rows[j] = t->v_rows[t->low];
+    for (int64_t j = t->high; j < to; j++) t->k_rows[j] = t->k_rows[t->low], t->v_rows[j] = t->v_rows[t->low];
+    score_keys(a, s, t, rows, from, to);
     for (int64_t r = 0; r < rows; r++) {
         int64_t last = item->position + r / group - base, first = a->window > 0 ? last - a->window + 1 : 0;
-        first = first < begin ? begin : first;
+        first = first < item->first_key - base ? item->first_key - base : first;
         part[r * (dim + 2)] = weigh(s->scores + r * KEYS, from, to, first < 0 ? 0 : first, last < -1 ? -1 : last,
                                     a->softcap, part + r * (dim + 2) + 1);
+        for (int64_t j = coming * r / rows; j < coming * (r + 1) / rows; j++)
+            fetch_row(next->k_rows[next->low + j], dim);
     }
-    int64_t d = 0;
-    for (; d + NV * VL <= dim; d += NV * VL)
-        outer_wide(s->scores, KEYS, s->v_rows, d, low, high, part + 2 + d, dim + 2, rows);
-    for (; d < dim; d += VL) outer_narrow(s->scores, KEYS, s->v_rows, d, low, high, part + 2 + d, dim + 2, rows);
-    return 1;
+    for (int64_t d = 0; d < dim; d += NV * VL)
+        outer_columns(s->scores, KEYS, t->v_rows, d, t->low, t->high, part + 2 + d, dim + 2, rows,
+                      dim - d < NV * VL ? dim - d : NV * VL);
 }
 
 /* Both hold max, sum, weighted values. */
@@ -186,41 +215,47 @@ static void merge(float *into, const float *part, int64_t dim) {
     for (int64_t d = 2; d < dim + 2; d += VL) store(into + d, fused(load(into + d), old, load(part + d) * new));
 }
 
-static void clear(float *merged, int64_t rows, int64_t dim) {
-    memset(merged, 0, rows * (dim + 2) * sizeof(float));
-    for (int64_t r = 0; r < rows; r++) merged[r * (dim + 2)] = -INFINITY;
-}
-
 static void finish(const Attention *a, const Item *item, int64_t row, const float *merged) {
     int64_t group = a->heads / a->cache.kv_heads;
     float *out = a->out + ((item->token + row / group) * a->heads + item->head * group + row % group) * a->cache.dim;
-    for (int64_t d = 0; d < a->cache.dim; d += VL) store(out + d, load(merged + 2 + d) / merged[1]);
+    /* + 0: a zero's sign does not depend on how many results were merged */
+    for (int64_t d = 0; d < a->cache.dim; d += VL) store(out + d, (load(merged + 2 + d) + 0.0f) / merged[1]);
 }
 
-static int attend(const Attention *a, const Item *item, Scratch *s) {
-    int64_t group = a->heads / a->cache.kv_heads, rows = item->count * group, dim = a->cache.dim, width = dim + 2;
-    for (int64_t r = 0; r < rows; r++) {
+static void scale_queries(const Attention *a, const Item *item, Scratch *s) {
+    int64_t group = a->heads / a->cache.kv_heads, dim = a->cache.dim;
+    for (int64_t r = 0; r < item->count * group; r++) {
         const float *q = a->q + (item->token + r / group) * a->q_stride + (item->head * group + r % group) * dim;
         for (int64_t d = 0; d < dim; d += VL) store(s->scaled_q + r * dim + d, load(q + d) * a->scale);
     }
-    for (int64_t d = 0; d < dim; d++) s->key_lines[d] = s->keys + d * NV * VL;
-    if (item->partial) return attend_tile(a, item, item->from, s, item->partial);
-    clear(s->merged, rows, dim);
-    for (int64_t tile = item->from; tile < item->to; tile++) {
-        if (!attend_tile(a, item, tile, s, s->part)) return 0;
-        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, s->part + r * width, dim);
+}
+
+static int64_t end_of(const Item *item) { return item->partial ? item->from + 1 : item->to; }
+
+/* One tile of an item. The first leaves its results, the others are merged with them. */
+static void attend(const Attention *a, Tile *t, const Tile *next, Scratch *s) {
+    const Item *item = t->item;
+    int64_t rows = item->count * (a->heads / a->cache.kv_heads), width = a->cache.dim + 2;
+    float *merged = item->partial ? item->partial : s->merged;
+    if (t->index == item->from) {
+        scale_queries(a, item, s);
+        attend_tile(a, t, next, s, merged);
+    } else {
+        attend_tile(a, t, next, s, s->part);
+        for (int64_t r = 0; r < rows; r++) merge(merged + r * width, s->part + r * width, a->cache.dim);
     }
-    for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
-    return 1;
+    if (!item->partial && t->index + 1 == item->to)
+        for (int64_t r = 0; r < rows; r++) finish(a, item, r, merged + r * width);
 }
 
 /* Merges the partial results of consecutive items that share their tokens and head; `item` is the first. */
-static void join(const Attention *a, const Item *item, Scratch *s) {
+static void join(const Attention *a, const Item *item) {
     int64_t rows = item->count * (a->heads / a->cache.kv_heads), width = a->cache.dim + 2;
-    clear(s->merged, rows, a->cache.dim);
-    for (int64_t i = 0; i < item->to - item->from; i++)
-        for (int64_t r = 0; r < rows; r++) merge(s->merged + r * width, item[i].partial + r * width, a->cache.dim);
-    for (int64_t r = 0; r < rows; r++) finish(a, item, r, s->merged + r * width);
+    for (int64_t r = 0; r < rows; r++) {
+        float *merged = item->partial + r * width;
+        for (int64_t i = 1; i < item->to - item->from; i++) merge(merged, item[i].partial + r * width, a->cache.dim);
+        finish(a, item, r, merged);
+    }
 }
 
 /* Lists the work. With `items` null only counts. Tiles are shared among threads if `share`; each item then covers
@@ -273,7 +308,6 @@ static _Thread_local size_t scratch_size, items_size, partials_size;
 int list_attention(const Attention *a, int threads, AttentionWork *work) {
     int64_t group = a->heads / a->cache.kv_heads, n = list_items(a, 0, NULL, NULL);
     if (n < 0) return 1;
-    zero_dead(a);
     int share = 0;
     if (n < 4 * threads) { /* too few items to keep the threads busy: share the tiles of keys as well */
         int64_t tiles = list_items(a, 1, NULL, NULL);
@@ -286,26 +320,65 @@ int list_attention(const Attention *a, int threads, AttentionWork *work) {
     Item *items = kept(&kept_items, &items_size, (n + 1) * sizeof(Item));
     if (!items || (share && !partials)) return 3;
     list_items(a, share, items, partials);
-    *work = (AttentionWork){a, items, n, share};
+    int64_t kv_heads = a->cache.kv_heads, together = !share && n >= 4 * threads * kv_heads ? kv_heads : 1;
+    *work = (AttentionWork){a, items, n, together, 0, share};
     return 0;
 }
 
-void share_attention(const AttentionWork *work, int64_t *failed, Team *team) {
+/* Some items that a thread has taken. */
+typedef struct {
+    int64_t at, end;
+} Taken;
+
+/* The tile behind t, of the same item or of the thread's next one; t->item is null before the first. */
+static void find_next(AttentionWork *work, Taken *taken, const Tile *t, Tile *next) {
+    if (t->item && t->index + 1 < end_of(t->item)) {
+        find_tile(work->attention, t->item, t->index + 1, next);
+        return;
+    }
+    if (taken->at == taken->end) {
+        taken->at = __atomic_fetch_add(&work->taken, work->together, __ATOMIC_RELAXED);
+        taken->end = taken->at + work->together;
+    }
+    next->item = NULL;
+    if (taken->at >= work->count) {
+        taken->end = taken->at;
+        return;
+    }
+    const Item *item = work->items + taken->at++;
+    find_tile(work->attention, item, item->from, next);
+}
+
+void share_attention(AttentionWork *work, int64_t *failed, Team *team) {
     const Attention *a = work->attention;
     const Item *items = work->items;
+    const int64_t count = work->count, share = work->share; /* behind the last meeting `work` may be for another layer */
     Scratch *s = kept(&kept_scratch, &scratch_size, sizeof(Scratch));
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t i = 0; i < work->count; i++)
-        if (!s || !attend(a, items + i, s)) {
-#pragma omp atomic
-            *failed += 1;
+#pragma omp master
+    zero_dead(a);
+    if (s) {
+        Taken taken = {0};
+        Tile *tile = s->tiles, *next = s->tiles + 1;
+        for (int64_t d = 0; d < a->cache.dim; d++) s->key_lines[d] = s->keys + d * NV * VL;
+        next->item = NULL;
+        find_next(work, &taken, next, tile);
+        while (tile->item) {
+            find_next(work, &taken, tile, next); /* early, so that its keys are on their way meanwhile */
+            if (tile->is_found)
+                attend(a, tile, next, s);
+            else
+                __atomic_add_fetch(failed, 1, __ATOMIC_RELAXED);
+            Tile *done = tile;
+            tile = next, next = done;
         }
+    } else {
+        __atomic_add_fetch(failed, 1, __ATOMIC_RELAXED);
+    }
     meet(team);
-    if (!work->share) return;
+    if (!share) return;
 #pragma omp for schedule(dynamic) nowait
-    for (int64_t i = 0; i < work->count; i++)
-        if (s && (i == 0 || items[i].head != items[i - 1].head || items[i].token != items[i - 1].token))
-            join(a, items + i, s);
+    for (int64_t i = 0; i < count; i++)
+        if (i == 0 || items[i].head != items[i - 1].head || items[i].token != items[i - 1].token) join(a, items + i);
     meet(team);
 }
 

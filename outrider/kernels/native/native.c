@@ -252,7 +252,10 @@ static void prepare_layer(Pass *p, const BoundLayer *b, int threads) {
     p->error = list_attention(&p->attention, threads, &p->work);
 }
 
-static void share_layer(Pass *p, const Layer *l, int has_delta, Team *team) {
+/* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when nobody
+ * reads any more what was prepared for this one. */
+static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, int has_delta, Team *team) {
+    const Layer *l = &bound->weights;
     int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
     if (has_delta)
         share_norm(p->delta, hidden, p->residual, hidden, l->input_norm, p->x, tokens, hidden, l->eps, team);
@@ -261,6 +264,8 @@ static void share_layer(Pass *p, const Layer *l, int has_delta, Team *team) {
     share_product(&l->qkv, p->x, hidden, p->spread, tokens, team);
     share_rope_write(p->spread, l->qkv.outputs, tokens, &p->rope, &p->bad, team);
     share_attention(&p->work, &p->failed, team);
+#pragma omp master
+    if (next) prepare_layer(p, next, team->threads);
     share_product(&l->out, p->gathered, mixed, p->delta, tokens, team);
     share_norm(p->delta, hidden, p->residual, hidden, l->mlp_norm, p->x, tokens, hidden, l->eps, team);
     share_product(&l->gate_up, p->x, hidden, p->spread, tokens, team);
@@ -277,12 +282,9 @@ int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep 
     Pass pass = {.step = s, .delta = delta, .residual = residual};
     Team team = {.threads = threads};
     if (!find_memory(&pass, layers, count)) return 3;
-    PARALLEL(threads) for (int64_t i = 0; i < count; i++) {
-#pragma omp master
-        prepare_layer(&pass, layers + i, threads);
-        meet(&team);
-        if (pass.error) break;
-        share_layer(&pass, &layers[i].weights, has_delta || i > 0, &team);
+    prepare_layer(&pass, layers, threads);
+    PARALLEL(threads) for (int64_t i = 0; i < count && !pass.error; i++) {
+        share_layer(&pass, layers + i, i + 1 < count ? layers + i + 1 : NULL, has_delta || i > 0, &team);
         if (pass.bad || pass.failed) break;
     }
     return pass.error ? pass.error : pass.bad ? -pass.bad : pass.failed ? 2 : 0;

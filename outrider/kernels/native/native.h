@@ -359,8 +359,8 @@ typedef struct Item Item;
 typedef struct {
     const Attention *attention;
     Item *items;
-    int64_t count;
-    int share; /* threads share the tiles of keys as well */
+    int64_t count, together, taken; /* a thread takes so many together; so many are taken */
+    int share;                      /* threads share the tiles of keys as well */
 } AttentionWork;
 
 /* ---- operations that the threads of a parallel region share: all of them call, and all are done on return ---- */
@@ -374,7 +374,7 @@ void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, 
 void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
 /* Likewise for the kinds LANES. */
 void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
-void share_attention(const AttentionWork *work, int64_t *failed, Team *team);
+void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */
 int list_attention(const Attention *a, int threads, AttentionWork *work);
