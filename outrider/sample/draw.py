@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.ops import FLOAT32, Exactness, Operation, triton_kernel
+from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, triton_kernel
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.filters import scale
 from outrider.sample.philox import gumbel
@@ -37,6 +37,8 @@ def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor
 
 
 draw_tokens = Operation(
-    _draw_tokens, triton_kernel("outrider.kernels.triton.sampling:draw_tokens", FLOAT32), name="draw_tokens",
-    exact=Exactness.ROW_BY_ROW,
+    _draw_tokens,
+    native_kernel("outrider.kernels.native:draw_tokens", FLOAT32, "outrider.kernels.native.checks:takes_draw"),
+    triton_kernel("outrider.kernels.triton.sampling:draw_tokens", FLOAT32),
+    name="draw_tokens", exact=Exactness.ROW_BY_ROW,
 )

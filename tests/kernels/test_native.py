@@ -19,6 +19,8 @@ from torch import Tensor
 from outrider.kernels import native, ops, reference
 from outrider.kernels.native import build as native_build
 from outrider.kernels.native import structures
+from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.sample.draw import draw_tokens
 
 NAN = float("nan")
 
@@ -102,6 +104,24 @@ def test_scales_and_caps(kernels: str, width: int) -> None:
 def test_activations_keep_nan(kernels: str) -> None:
     gate_up = torch.tensor([[NAN, 1.0, 1.0, 2.0]])
     assert ops.silu_mul(gate_up).isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 577, 49152])
+def test_tokens_are_drawn(kernels: str, width: int) -> None:
+    """The greatest logit, the first of equals. Rows with a NaN or +inf, and rows with -inf alone, are bad."""
+    logits = torch.randn(11, width + 3)[:, :width].round(decimals=1)  # rows at a distance, with equals
+    logits[1] = 0
+    logits[2, width // 2], logits[3, width - 1] = NAN, float("inf")
+    logits[4], logits[5] = -float("inf"), NAN
+    logits[6, : width - 1] = -float("inf")
+    logits[7, [0, width // 2, width - 1]] = 9.0
+    place = torch.arange(len(logits))
+    keys = SamplingKeys(torch.zeros(len(logits)), place, place)
+    for num in (1, len(logits)):
+        got = draw_tokens(logits[:num], place[:num], place[:num], keys, False)
+        torch.testing.assert_close(got, draw_tokens.reference(logits[:num], place[:num], place[:num], keys, False))
+    assert got[1].tolist() == [i in (2, 3, 4, 5) for i in range(len(logits))]
+    assert got[0][7] == 0 and got[0][6] == width - 1
 
 
 # Rope and cache write

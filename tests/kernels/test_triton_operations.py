@@ -86,6 +86,7 @@ COMPARED = {
     ("plan_reading_pass", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],
     ("forget_pages", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],
     ("choose_scaled", "triton"): ["test_triton_sampling::test_the_sampler_gives_the_same_with_kernels"],
+    ("draw_tokens", "native"): ["test_native::test_tokens_are_drawn"],
     ("draw_tokens", "triton"): ["test_triton_sampling::test_the_sampler_gives_the_same_with_kernels"],
     ("sample_chunk", "triton"): ["test_triton_sampler::test_any_batch_gives_what_the_torch_code_gives"],
     ("accept_at_rates", "triton"): ["test_triton_sampling::test_verdicts_at_rates_equal_the_torch_code"],

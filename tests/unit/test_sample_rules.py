@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import check_token_ids, stop_ids_of
+from outrider.kernels import native, ops
 from outrider.sample import SamplingRows, StepExtras, StepNeeds
+from outrider.sample.draw import draw_tokens
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
@@ -205,9 +207,13 @@ class TestNeeds:
     def test_a_greedy_batch_is_one_argmax(self) -> None:
         """Filters of greedy requests cost nothing either: generation configs set them for everybody."""
         batch = make_batch([one(replace(GREEDY, top_k=20, top_p=0.8), logits_of(1, 2)) for _ in range(3)])
-        with Wide(batch.logits.numel()) as wide:
+        with Wide(batch.logits.numel()) as wide, ops.using("torch", draw_tokens):
             batch.sample()
         assert wide.seen == ["argmax", "gather"]
+        if native.available():
+            with Wide(batch.logits.numel()) as wide:
+                batch.sample()
+            assert wide.seen == []
 
     def test_extras_of_another_batch_are_refused(self) -> None:
         batch = make_batch([one(replace(GREEDY, logit_bias={1: 1.0}), logits_of(1))])

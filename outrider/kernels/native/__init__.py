@@ -26,6 +26,7 @@ from outrider.kernels.native.matrix import (
 from outrider.kernels.native.rows import (
     add_rms_norm,
     cap_logits,
+    draw_tokens,
     find_ngram,
     gelu_scale,
     gelu_tanh_mul,
@@ -55,6 +56,7 @@ __all__ = [
     "decoder_layer",
     "dense_matrix",
     "dequantize",
+    "draw_tokens",
     "find_ngram",
     "gelu_scale",
     "gelu_tanh_mul",

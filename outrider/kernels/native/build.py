@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I]),
     "elements": (None, [_P, _L, _P, _L, _L, _P, _L, _L, _F, _I, _I]),
     "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
+    "choose_greatest": (None, [_P, _L, _L, _L, _P, _P, _I]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
     "find_exact_least": (_L, [_P]),

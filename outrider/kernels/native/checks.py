@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels.sampling_keys import SamplingKeys
+
 # Limits of attention.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64
@@ -63,6 +65,11 @@ def takes_elements(x: Tensor, y: Tensor) -> bool:
 
 def takes_logits(logits: Tensor, cap: float) -> bool:
     return is_matrix(logits) and logits.is_contiguous()
+
+
+def takes_draw(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKeys, any_sampled: bool) -> bool:
+    """The C code draws without temperatures."""
+    return not any_sampled and is_matrix(logits)
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
