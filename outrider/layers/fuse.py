@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,14 @@ class FusedLayer(DecoderLayer):
         return self.plain.for_rows(rows, *args)
 
 
+class NativeRun(NamedTuple):
+    """A layer and those behind it, bound to their caches."""
+
+    cache: Callable[[], KeyValueCache | None]  # the first layer's, while it lives: which pool the run is bound to
+    following: Sequence[DecoderLayer]  # asked for behind the first layer
+    joined: BoundLayer | None  # those that one native call does together; None if the first must be done in parts
+
+
 class NativeDecoderLayer(FusedLayer):
     """A decoder layer as one native call on the CPU. Its results have the bits of the parts computed one by one."""
 
@@ -47,7 +55,7 @@ class NativeDecoderLayer(FusedLayer):
         self.head_norms = None if plain.attention.head_norm is None else plain.attention.head_norm.norms
         self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
         self._bound: BoundLayer | None = None  # lives
-        self._run: tuple[list[BoundLayer], BoundLayer] | None = None  # this layer and those behind it, and all as one
+        self._run: NativeRun | None = None  # this layer and those behind it, as they were last called
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
@@ -74,23 +82,34 @@ class NativeDecoderLayer(FusedLayer):
         attend: Attend,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor]:
         paged: PagedLayer = attend.mixer(self.index)
-        bound = self._bind(paged)
-        if bound is not None:
-            run = [bound]
-            for layer in following:
-                if not isinstance(layer, NativeDecoderLayer) or layer.rotary != self.rotary:
-                    break
-                beside: PagedLayer = attend.mixer(layer.index)
-                if beside.plan is not paged.plan or (also := layer._bind(beside)) is None:
-                    break
-                if also.max_tokens != bound.max_tokens:
-                    break
-                run.append(also)
+        run = self._run
+        if run is None or run.cache() is not paged.cache or run.following != following:
+            run = self._run = NativeRun(weakref.ref(paged.cache), following, self._join(following, attend))
+        if run.joined is not None:
             assert isinstance(paged.backend, NativeBackend)
-            added = paged.backend.decoder_layer(self._joined(run), paged.plan, delta, residual, angles)
+            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles)
             if added is not None:
-                return len(run), added, residual
+                return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, attend)
+
+    def _join(self, following: Sequence[DecoderLayer], attend: Attend) -> BoundLayer | None:
+        """This layer and those behind it that one native call can do with it; None if this one must be done in parts.
+        Which these are depends on the layers and their caches, and not on the step."""
+        paged: PagedLayer = attend.mixer(self.index)
+        bound = self._bind(paged)
+        if bound is None:
+            return None
+        run = [bound]
+        for layer in following:
+            if not isinstance(layer, NativeDecoderLayer) or layer.rotary != self.rotary:
+                break
+            beside: PagedLayer = attend.mixer(layer.index)
+            if beside.plan is not paged.plan or (also := layer._bind(beside)) is None:
+                break
+            if also.max_tokens != bound.max_tokens:
+                break
+            run.append(also)
+        return BoundLayer.joined(run)
 
     def _bind(self, paged: PagedLayer) -> BoundLayer | None:
         """This layer with its cache; None if it must be done in parts."""
@@ -99,13 +118,6 @@ class NativeDecoderLayer(FusedLayer):
             if isinstance(paged.backend, NativeBackend):
                 self._bound = paged.backend.bind_layer(paged, self.native_weights, self.head_norms)
         return self._bound
-
-    def _joined(self, run: list[BoundLayer]) -> BoundLayer:
-        if len(run) == 1:
-            return run[0]
-        if self._run is None or self._run[0] != run:
-            self._run = run, BoundLayer.joined(run)
-        return self._run[1]
 
 
 class InPlaceLayer(FusedLayer):

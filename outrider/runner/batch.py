@@ -206,7 +206,10 @@ def _batch(shape: StepShape, packet: StepPacket, made: PreparedStep) -> ForwardB
 
 
 def _cut(view: BatchView, shape: EagerShape) -> BatchView:
+    """The view without padding."""
     requests, tokens = shape.scheduled_requests, shape.scheduled_tokens
+    if (requests, tokens) == (shape.requests, shape.tokens):
+        return view
     return BatchView(
         num_requests=requests, num_tokens=tokens, queries=ExactQueries(shape.queries.lens[:requests]),
         max_length=view.max_length, rows=view.rows[:requests], query_starts=view.query_starts[: requests + 1],

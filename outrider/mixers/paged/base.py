@@ -111,8 +111,7 @@ class Backend(ABC):
         while it is captured belongs to that capture alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayer:
+class PagedLayer(NamedTuple):
     """One attention layer in one step, as a model calls it. Fused layers give its fields to a backend they know."""
 
     backend: Backend
