@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
@@ -22,6 +26,9 @@ from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.suffix import SuffixDrafter
 
+PROCESS_ID = os.getpid()  # of the process that imported this
+T = TypeVar("T")
+
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
@@ -40,10 +47,18 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
             from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
 
         grammars = _grammars(tokenizer, source)
-        worker = Worker.load(config, source, grammars, loading_bar(source.name))
+        load = partial(Worker.load, config, source, grammars, loading_bar(source.name))
+        worker = load() if os.getpid() == PROCESS_ID else _in_thread(load)
     engine = engine_around(config, worker, tokenizer, grammars)
     freeze_heap(engine)
     return engine
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Runs the work in a thread of its own, for a process that was forked: a thread that has computed before the fork
+    waits for ever for the threads that helped it (OpenMP's), which the fork did not copy."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def _grammars(tokenizer: Tokenizer | None, source: ModelSource,

@@ -11,9 +11,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider import LLM, SamplingParams
 from outrider.beam_search import BeamSearchParams
@@ -21,7 +23,7 @@ from outrider.engine import engine_thread
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.engine import EngineError
 from outrider.engine.output import SampleOutput
-from tests.engine.harness import greedy, prompt_of
+from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder
 from tests.engine.test_interrupts import generate, make_llm
 
 SOME_PROMPT = prompt_of(5, 9)
@@ -95,6 +97,23 @@ def test_a_forked_process_and_async_llm() -> None:
     assert run_in_fork(async_llm.shutdown) == ""
     assert async_llm.is_running
     async_llm.shutdown()
+
+
+def test_a_forked_process_may_have_an_engine_of_its_own(tmp_path: Path) -> None:
+    """Also where torch has computed with several threads before: they are not in the forked process."""
+    folder = save_folder(tmp_path, CONFIGS["llama"])
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.ones(1 << 22).sum() == 1 << 22
+
+        def work() -> None:
+            with LLM(str(folder), num_pages=64) as own:
+                assert own.generate([list(SOME_PROMPT)], greedy(3))[0].outputs[0].token_ids
+
+        assert run_in_fork(work) == ""
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_the_id_of_a_request_is_free_when_its_reader_has_left() -> None:
