@@ -5,7 +5,7 @@ import sys
 from outrider import LLM, SamplingParams
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-PROMPT = "one two three four, one two three four, one two three four, one two"
+PROMPT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday, Wednesday,"
 PARAMS = SamplingParams(temperature=0, max_tokens=32)
 
 with LLM(MODEL) as llm:

@@ -268,7 +268,7 @@ class ChatMessage(Said):
 
 
 class Function(Body):
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(default=None, description="arguments of forced calls always have the schema's form")
