@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from io import TextIOWrapper
 
 from outrider import __version__
 from outrider.commands.parser import (
@@ -267,6 +268,8 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # an answer is not lost for a character that a terminal lacks
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] in (["help"], ["version"]):

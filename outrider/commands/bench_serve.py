@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -22,6 +23,7 @@ from outrider.commands.parser import UsageError
 from outrider.commands.result_file import check_result_file
 
 PERCENTILES = (50, 90, 99)
+FIRST_ID = 10  # of random prompts
 WORDS = ("sea", "wind", "stone", "light", "road", "house", "river", "night", "tree", "song")
 
 
@@ -52,6 +54,10 @@ class Measured:
 def run(args: argparse.Namespace) -> int:
     goals = _goals(args.goodput or [])
     check_result_file(args.save_result)
+    if args.request_rate is not None and not 0 < args.request_rate < math.inf:
+        raise UsageError(f"--request-rate must be a number above 0, got {args.request_rate}")
+    if args.vocab_size <= FIRST_ID:
+        raise UsageError(f"--vocab-size must be above {FIRST_ID}: lower ids are often special, and none is drawn")
     address = Address.parse(args.base_url)
     began = time.perf_counter()
     try:
@@ -99,7 +105,7 @@ def _body(args: argparse.Namespace, model: str, chosen: random.Random) -> dict[s
     if args.chat:
         words = " ".join(chosen.choice(WORDS) for _ in range(args.input_len))
         return body | {"messages": [{"role": "user", "content": words}]}
-    return body | {"prompt": [chosen.randrange(10, args.vocab_size) for _ in range(args.input_len)]}
+    return body | {"prompt": [chosen.randrange(FIRST_ID, args.vocab_size) for _ in range(args.input_len)]}
 
 
 async def measure(address: Address, path: str, body: dict[str, Any], key: str | None) -> Measured:

@@ -87,14 +87,15 @@ def check_value(name: str, declared: Any, value: Any) -> None:
         meant, allowed = _name_meant(declared, value), _check_of(declared)[1]
         if meant is not None:
             raise ValueError(f"{name} {shown(value)}: did you mean {meant!r}? It must be {allowed}")
-        broken = ", which holds half of a character (a lone surrogate)" if _has_surrogate(value) else ""
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}{broken}")
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}{_broken(value)}")
 
 
-def _has_surrogate(value: Any) -> bool:
-    """Whether a text, or one of several, is none that UTF-8 can write."""
-    texts = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(text, str) and not _is_text(text) for text in texts)
+def _broken(value: Any) -> str:
+    """The end of an error message for a text, or several, that UTF-8 cannot write."""
+    texts = "".join(text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str))
+    if re.search("[\udc80-\udcff]", texts):  # so Python writes bytes of a terminal or pipe that it cannot read
+        return ", which was not written in UTF-8, or holds half of a character"
+    return "" if _is_text(texts) else ", which holds half of a character (a lone surrogate)"
 
 
 def _name_meant(declared: Any, value: Any) -> str | None:

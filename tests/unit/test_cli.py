@@ -140,6 +140,8 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "throughput", "--shapes", "٣x4x5"], "is not BATCHxINxOUT"),
     (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no model to measure at http://127.0.0.1:1: "),
     (["bench", "serve", "--save-result", "no/such/folder/file"], "--save-result: there is no folder"),
+    (["bench", "serve", "--request-rate", "0"], "--request-rate must be a number above 0"),
+    (["bench", "serve", "--vocab-size", "10"], "--vocab-size must be above 10"),
     (["generate", "--logit-bias", '{"5": "1"}'], "must map token ids to numbers"),
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
@@ -238,6 +240,11 @@ def test_a_process_without_standard_streams(folder: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "stderr", stream)
         with LLM(str(folder), num_pages=200) as llm:
             assert llm.generate("a", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    assert cli.main(["generate", str(folder), "--prompt", "é", "--prompt", "日本", "--max-tokens", "2", *SMALL]) == 0
+    written.seek(0)
+    assert ">>> ??" in written.read()
     closed = io.StringIO()
     closed.close()
     assert not is_terminal(closed)
