@@ -83,13 +83,14 @@ def test_exact_rows_have_the_same_bits_without_native() -> None:
     assert torch.equal(product(x)[:1], product(x[:1]))
 
 
-def test_bfloat16_weights_are_kept_in_half_the_bytes_and_give_the_same_bits() -> None:
+@pytest.mark.parametrize("inputs", [201, 1601])
+def test_bfloat16_weights_are_kept_in_half_the_bytes_and_give_the_same_bits(inputs: int) -> None:
     need_native()
-    weight = torch.randn(131, 201).bfloat16().float()
+    weight = torch.randn(131, inputs).bfloat16().float()
     plain, packed = make_product(weight), make_product(weight, packed=True)
     assert (plain.extra_bytes, packed.extra_bytes) == (0, weight.nbytes // 2)
     for rows in ROWS:
-        x = torch.randn(rows, 201)
+        x = torch.randn(rows, inputs)
         assert torch.equal(packed(x), plain(x))
 
 

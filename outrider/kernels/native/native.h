@@ -65,7 +65,7 @@ typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define MOST_THREADS 128
 #define PARALLEL(threads) _Pragma("omp parallel num_threads((threads) < MOST_THREADS ? (threads) : MOST_THREADS)")
 

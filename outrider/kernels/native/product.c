@@ -10,7 +10,7 @@
 #endif
 
 #define BLOCK 32    /* weights that share a scale */
-#define MAX_SUMS 16 /* of a tile: the registers hold them, and one tree adds them up where vectors have 16 lanes */
+#define MAX_SUMS (VL > 8 ? 32 : 16) /* of a tile: the registers hold them, and trees add them up, VL at a time */
 
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef int8_t vc __attribute__((vector_size(VL), aligned(1), may_alias));
@@ -26,8 +26,9 @@ typedef struct {
 /* Inputs that a kind of weight is read by. */
 #define UNIT(kind) ((kind) <= HALVES ? VL : BLOCK)
 
-/* Weight rows whose units are in registers together, so that a load of x serves all of them. */
-#define AT_ONCE(cols, kind) ((kind) <= HALVES ? (cols) : VL < 16 ? 1 : (cols) <= 3 ? (cols) : 2)
+/* Weight rows whose units are in registers together, so that a load of x serves all of them. With one token row blocks
+ * are unpacked one by one: x stays in registers then. */
+#define AT_ONCE(rows, cols, kind) ((kind) <= HALVES ? (cols) : VL < 16 || (rows) == 1 ? 1 : (cols) <= 3 ? (cols) : 2)
 
 INLINE int64_t padded(int64_t inputs) { return (inputs + VL - 1) / VL * VL; }
 
@@ -150,42 +151,71 @@ INLINE vf in_register(vf a) {
     return a;
 }
 
-/* Where a tile's weights lie, and those to fetch meanwhile: of some rows, as many bytes as the tile reads of one. */
+/* Where a tile's weights lie, and what to fetch meanwhile: for each unit that the tile reads of its rows, the next of
+ * `fetched` times as many bytes. */
 typedef struct {
     const uint8_t *w, *next;
     int64_t row_bytes;
 } Weights;
 
-/* The products of `cols` weight rows, from o on, with `rows` packed token rows, of which `live` are stored, from t on.
- * What is const int is a constant where this is inlined. */
-INLINE void product_tile(const Product *p, int64_t t, int live, int64_t o, const float *x, Weights at, const int rows,
-                         const int cols, const int fetched, const int kind) {
-    const Matrix *m = &p->w;
-    const int at_once = AT_ONCE(cols, kind);
-    vf sums[MAX_SUMS];
-    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = (vf){0};
+/* The weight rows of a tile by a pointer for every four and two distances. Left to themselves compilers keep a pointer
+ * for each row, too many for the registers, and move them to and from mask registers, which takes vector units. */
+typedef struct {
+    const uint8_t *fours[4];
+    int64_t once, thrice;
+} TileRows;
+
+INLINE TileRows find_rows(Weights at, const int cols) {
+    TileRows rows = {.once = at.row_bytes, .thrice = 3 * at.row_bytes};
+    UNROLL for (int f = 0; f * 4 < cols; f++) rows.fours[f] = at.w + 4 * f * at.row_bytes;
+#if defined(__x86_64__)
+    __asm__("" : "+r"(rows.thrice));
+    UNROLL for (int f = 0; f * 4 < cols; f++) __asm__("" : "+r"(rows.fours[f]));
+#endif
+    return rows;
+}
+
+INLINE const uint8_t *tile_row(const TileRows *rows, const int c) {
+    return rows->fours[c / 4] + (c % 4 == 3 ? rows->thrice : c % 4 * rows->once);
+}
+
+/* Adds the products of some inputs to the sums of a tile, of `rows` packed token rows with `cols` weight rows. What is
+ * const int is a constant where this is inlined. */
+INLINE void add_products(vf *sums, const float *x, Weights at, int64_t inputs, const int rows, const int cols,
+                         const int fetched, const int kind) {
+    const int at_once = AT_ONCE(rows, cols, kind), keeps_x = rows == 1 && kind > HALVES && VL == 16;
+    TileRows weights = find_rows(at, cols);
     int64_t i = 0;
-    for (; i + UNIT(kind) <= m->inputs; i += UNIT(kind), x += rows * UNIT(kind)) {
-        UNROLL for (int c = 0; c < fetched; c++) __builtin_prefetch(at.next + c * at.row_bytes);
+    for (; i + UNIT(kind) <= inputs; i += UNIT(kind), x += rows * UNIT(kind)) {
+        vf kept_x[BLOCK / VL];
+        if (keeps_x) UNROLL for (int v = 0; v < BLOCK / VL; v++) kept_x[v] = in_register(load(x + v * VL));
+        UNROLL for (int line = 0; line < fetched * unit_bytes(kind); line += 64) __builtin_prefetch(at.next + line);
         UNROLL for (int g = 0; g < cols; g += at_once) {
             vf units[8][BLOCK / VL];
-            UNROLL for (int c = 0; c < at_once; c++) load_unit(at.w + (g + c) * at.row_bytes, units[c], kind);
+            UNROLL for (int c = 0; c < at_once; c++) load_unit(tile_row(&weights, g + c), units[c], kind);
             UNROLL for (int v = 0; v < UNIT(kind) / VL; v++)
                 UNROLL for (int r = 0; r < rows; r++) {
-                    vf a = load(x + (v * rows + r) * VL);
+                    vf a = keeps_x ? kept_x[v] : load(x + (v * rows + r) * VL);
                     if (at_once > 1) a = in_register(a);
                     UNROLL for (int c = 0; c < at_once; c++)
                         sums[r * cols + g + c] = fused(a, units[c][v], sums[r * cols + g + c]);
                 }
         }
-        at.w += unit_bytes(kind), at.next += unit_bytes(kind);
+        at.next += fetched * unit_bytes(kind);
+        UNROLL for (int f = 0; f * 4 < cols; f++) weights.fours[f] += unit_bytes(kind);
     }
-    if (kind <= HALVES && i < m->inputs)
+    if (kind <= HALVES && i < inputs)
         UNROLL for (int c = 0; c < cols; c++) {
-            vf unit = load_unit_tail(at.w + c * at.row_bytes, (int)(m->inputs - i), kind);
+            vf unit = load_unit_tail(tile_row(&weights, c), (int)(inputs - i), kind);
             UNROLL for (int r = 0; r < rows; r++)
                 sums[r * cols + c] = fused(load(x + r * VL), unit, sums[r * cols + c]);
         }
+}
+
+/* The results of a tile: weight rows from o on, token rows from t on, of which `live` are there. */
+INLINE void store_products(const Product *p, int64_t t, int live, int64_t o, const vf *sums, const int rows,
+                           const int cols) {
+    const Matrix *m = &p->w;
     float totals[MAX_SUMS];
     vf held[MAX_SUMS]; /* a copy: sums that are summed up in place do not stay in registers in the loop above */
     UNROLL for (int s = 0; s < MAX_SUMS; s++) held[s] = sums[s];
@@ -197,16 +227,34 @@ INLINE void product_tile(const Product *p, int64_t t, int live, int64_t o, const
     }
 }
 
-/* Weight rows per tile for each number of token rows: up to 16 sums, which the registers hold and one tree adds up. */
-#if NV == 4 /* with vectors of four lanes, the fetches of eight weight rows take longer than their products */
-#define COLS(rows) ((rows) <= 2 && VL > 4 ? 8 : (rows) <= 4 ? 4 : (rows) <= 5 ? 3 : 2)
-#else
-#define COLS(rows) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
-#endif
+/* Weight rows between a tile and what is fetched meanwhile: that is fetched row by row, and a tile reads all its rows at
+ * once, so the last one's first units would come too late. */
+#define AHEAD(cols) ((cols) / 2)
 
 INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
     return (const uint8_t *)p->w.data + o * p->w.row_bytes;
 }
+
+INLINE void product_tile(const Product *p, int64_t o, const int rows, const int cols, const int fetched,
+                         const int kind) {
+    Weights at = {weight_row(p, o), weight_row(p, o + cols + AHEAD(cols)), p->w.row_bytes};
+    vf sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = (vf){0};
+    add_products(sums, p->x, at, p->w.inputs, rows, cols, fetched, kind);
+    store_products(p, 0, rows, o, sums, rows, cols);
+}
+
+/* Weight rows per tile for each number of token rows: up to 16 sums, which the registers hold and one tree adds up. */
+#if NV == 4 /* with vectors of four lanes, the fetches of eight weight rows take longer than their products */
+#define COLS(rows, kind)                                                                                               \
+    ((rows) <= 1 && VL > 8 && (kind) > HALVES ? 16                                                                     \
+     : (rows) <= 2 && VL > 4                  ? 8                                                                      \
+     : (rows) <= 4                            ? 4                                                                      \
+     : (rows) <= 5                            ? 3                                                                      \
+                                              : 2)
+#else
+#define COLS(rows, kind) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
+#endif
 
 #if defined(__aarch64__)
 #define ROW_GROUPS 48 /* fours of weight rows whose sums are kept before they are added up */
@@ -259,14 +307,9 @@ INLINE void product_few(const Product *p, int64_t from, int64_t to, const int ro
     }
 #endif
     int64_t o = from;
-    for (; o + COLS(rows) <= to; o += COLS(rows)) {
-        Weights at = {weight_row(p, o), weight_row(p, o + COLS(rows)), p->w.row_bytes};
-        product_tile(p, 0, rows, o, p->x, at, rows, COLS(rows), COLS(rows), kind);
-    }
-    for (; o < to; o++) {
-        Weights at = {weight_row(p, o), weight_row(p, o), p->w.row_bytes};
-        product_tile(p, 0, rows, o, p->x, at, rows, 1, 0, kind);
-    }
+    const int cols = COLS(rows, kind);
+    for (; o + cols <= to; o += cols) product_tile(p, o, rows, cols, cols, kind);
+    for (; o < to; o++) product_tile(p, o, rows, 1, 0, kind);
 }
 
 /* A weight row as floats; `stride` from one vector to the next. */
@@ -332,34 +375,64 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int k
     }
 }
 #else
+#define PANEL_COLS (VL > 8 ? 6 : COLS(GROUP, FLOATS)) /* weight rows of a tile */
+#define PART 768 /* inputs that pass by at once: of more, token rows and panel do not stay in the nearest cache together */
+
+/* Some inputs, from `first` on. */
+typedef struct {
+    int64_t first, count;
+} Part;
+
+static _Thread_local void *kept_sums;
+static _Thread_local size_t sums_size;
+
+/* Four token rows with `cols` weight rows of a panel, of which `part` is there. Sums of the inputs before it lie in
+ * `so_far`, and go there if more follow. */
+INLINE void add_part(const Product *p, int64_t t, int64_t o, Weights at, Part part, vf *so_far, const int cols,
+                     const int fetched) {
+    const float *x = p->x + t * padded(p->w.inputs) + part.first * GROUP;
+    vf sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = s < GROUP * cols && part.first > 0 ? so_far[s] : (vf){0};
+    add_products(sums, x, at, part.count, GROUP, cols, fetched, FLOATS);
+    if (part.first + part.count < p->w.inputs)
+        UNROLL for (int s = 0; s < GROUP * cols; s++) so_far[s] = sums[s];
+    else
+        store_products(p, t, p->tokens - t < GROUP ? (int)(p->tokens - t) : GROUP, o, sums, GROUP, cols);
+}
+
 /* Four token rows with the weight rows of a panel. */
-INLINE void product_panel(const Product *p, int64_t t, int64_t o, int64_t count, Weights at, const int fetched) {
-    const float *x = p->x + t * padded(p->w.inputs);
-    int live = p->tokens - t < GROUP ? (int)(p->tokens - t) : GROUP;
+INLINE void product_panel(const Product *p, int64_t t, int64_t o, int64_t count, Weights at, Part part, vf *so_far,
+                          const int fetched) {
     int64_t c = 0;
-    for (; c + COLS(GROUP) <= count; c += COLS(GROUP)) {
-        product_tile(p, t, live, o + c, x, at, GROUP, COLS(GROUP), fetched, FLOATS);
-        at.w += COLS(GROUP) * at.row_bytes, at.next += at.row_bytes;
+    for (; c + PANEL_COLS <= count; c += PANEL_COLS) {
+        add_part(p, t, o + c, at, part, so_far + c * GROUP, PANEL_COLS, fetched);
+        at.w += PANEL_COLS * at.row_bytes, at.next += at.row_bytes;
     }
-    for (; c < count; c++, at.w += at.row_bytes) product_tile(p, t, live, o + c, x, at, GROUP, 1, 0, FLOATS);
+    for (; c < count; c++, at.w += at.row_bytes) add_part(p, t, o + c, at, part, so_far + c * GROUP, 1, 0);
 }
 
 /* More than eight token rows: all of them pass by a panel of weight rows in the nearest cache. Floats are used where
  * they are, and the next panel is fetched row by row meanwhile; other weights are turned into floats once. */
 INLINE void product_many(const Product *p, int64_t from, int64_t to, const int kind) {
     const Matrix *m = &p->w;
-    int64_t row_bytes = kind == FLOATS ? m->row_bytes : padded(m->inputs) * (int64_t)sizeof(float);
-    int64_t size = PANEL / row_bytes / COLS(GROUP) * COLS(GROUP);
-    size = size < COLS(GROUP) ? COLS(GROUP) : size;
+    const int64_t parts = kind == FLOATS ? 1 : (m->inputs + PART - 1) / PART;
+    const int64_t inputs = parts == 1 ? m->inputs : (m->inputs / parts + BLOCK) / BLOCK * BLOCK; /* of a part */
+    const int64_t row_bytes = kind == FLOATS ? m->row_bytes : padded(inputs) * (int64_t)sizeof(float);
+    const int64_t tiles = PANEL / row_bytes / PANEL_COLS, size = (tiles < 1 ? 1 : tiles) * PANEL_COLS;
     uint8_t *panel = kind == FLOATS ? NULL : kept(&kept_panel, &panel_size, size * row_bytes);
-    if (kind != FLOATS && !panel) abort(); /* tens of kilobytes: nothing would run on without them */
+    vf *so_far = parts == 1 ? NULL : kept(&kept_sums, &sums_size, (p->tokens + GROUP) * size * sizeof(vf));
+    if ((kind != FLOATS && !panel) || (parts > 1 && !so_far)) abort(); /* nothing would run on without so little */
     for (int64_t o = from; o < to; o += size) {
         int64_t count = to - o < size ? to - o : size;
-        Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
-        for (int64_t c = 0; kind != FLOATS && c < count; c++)
-            floats_row(weight_row(p, o + c), (float *)(panel + c * row_bytes), VL, m->inputs, kind);
-        for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / COLS(GROUP) * row_bytes)
-            product_panel(p, t, o, count, at, kind == FLOATS);
+        for (Part part = {0, inputs}; part.first < m->inputs; part.first += inputs) {
+            if (m->inputs - part.first < inputs) part.count = m->inputs - part.first;
+            Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
+            for (int64_t c = 0; kind != FLOATS && c < count; c++)
+                floats_row(weight_row(p, o + c) + part.first / UNIT(kind) * unit_bytes(kind),
+                           (float *)(panel + c * row_bytes), VL, part.count, kind);
+            for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / PANEL_COLS * row_bytes)
+                product_panel(p, t, o, count, at, part, so_far + t * size, kind == FLOATS);
+        }
     }
 }
 #endif
