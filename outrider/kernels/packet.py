@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
@@ -43,7 +43,7 @@ class StepExtents:
             case _:
                 raise ValueError(f"a step's integers have no axis of {axis.value}")
 
-    @property
+    @cached_property
     def field_sizes(self) -> list[int]:
         """Integers of every field of a packet, in order."""
         return [self.extent(axis) for axis in packet_axes()]

@@ -20,7 +20,8 @@ PROPOSED = 5  # column of a result's counts
 
 
 class RowFields(Protocol):
-    """The part of the row state that a step reads and writes; int64 but for `alive` (bool) and page tables (int32)."""
+    """The part of the row state that a step reads and writes; int64 but for `alive` (bool) and page tables (int32). The
+    tensors are written to, and never replaced by others."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     known: torch.Tensor  # [ROWS]

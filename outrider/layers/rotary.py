@@ -37,18 +37,17 @@ TABLE_BLOCK = 256  # positions of a rope's table that are computed together
 class Angles:
     """The rotation of one step's token rows. Kernels take positions and table; `rotate` the gathered values."""
 
-    def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
-        self.positions, self.table = positions, table
+    def __init__(self, positions: torch.Tensor, rotary: Rotary) -> None:
+        self.positions, self.table, self._rotary = positions, rotary.table, rotary
 
     def of_rows(self, token_rows: torch.Tensor) -> Angles:
         """The rotation of some of the token rows."""
-        return Angles(self.positions[token_rows], self.table)
+        return Angles(self.positions[token_rows], self._rotary)
 
-    @cached_property
+    @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The table's columns of cos and of sin [positions, rotary_dim / 2]."""
-        cos, sin = self.table.chunk(2, dim=1)
-        return cos, sin
+        return self._rotary.halves
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +72,13 @@ class Rotary:
 
     def at(self, positions: torch.Tensor) -> Angles:
         """positions: [tokens] int64. Once a step; the layers share the result."""
-        return Angles(positions, self.table)
+        return Angles(positions, self)
+
+    @cached_property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Angles.halves`."""
+        cos, sin = self.table.chunk(2, dim=1)
+        return cos, sin
 
 
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:

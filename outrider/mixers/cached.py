@@ -94,10 +94,9 @@ class CachedLayers:
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
         """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""
-        bound = dict(others or {})
-        for mixer in self.mixers:
-            bound.update(mixer.bind(view))
-        return BoundLayers(bound)
+        parts = [others] if others else []
+        parts += [mixer.bind(view) for mixer in self.mixers]
+        return BoundLayers(parts[0] if len(parts) == 1 else dict(item for part in parts for item in part.items()))
 
     def bind_rows(self, view: BatchView) -> dict[int, Any]:
         """Bind layers to a view of the tokens whose results are wanted, each request's last ones, while another view

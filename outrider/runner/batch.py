@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -110,6 +111,13 @@ class Inputs:
     boundaries: torch.Tensor  # [requests] of the checkpoint it may write, or -1; the row lists its pages
 
 
+class PackedBatch(NamedTuple):
+    """The host's part of an uncaptured step: all that is known before the rows are read."""
+
+    shape: EagerShape
+    ints: torch.Tensor  # on the device, as `pack_eager` made them
+
+
 def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShape, list[int]]:
     """The shape and the integers of a batch that runs uncaptured. Its checkpoints are listed in its plan."""
     if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
@@ -120,8 +128,8 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
     shape = EagerShape(
         padded.requests, padded.tokens, sum(logit_counts), max(scheduled.num_drafts, default=0),
         scheduled.num_requests, sum(query_lens), ExactQueries((*query_lens, *extra)),
-        ExactQueries((*scheduled.num_known, *extra)), tuple(logit_counts), LengthBound(max(scheduled.bounds)),
-        max(scheduled.num_pending, default=0),
+        ExactQueries((*scheduled.num_known, *extra)), tuple(logit_counts),
+        LengthBound(max(scheduled.bounds, default=0)), max(scheduled.num_pending, default=0),
     )  # fmt: skip
     return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
-from outrider.runner.batch import PaddedSize
+from outrider.runner.batch import PackedBatch, PaddedSize
 from outrider.runner.clock import NO_CLOCK, StepClock
 from outrider.runner.generations import Generations
 from outrider.runner.results import read_result
@@ -50,7 +50,10 @@ class LocalRunner:
         self.num_padded_steps = 0
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        return self._thread.submit(self._run, batch)
+        """The batch is packed here, by the caller's thread, while the steps before it run."""
+        size = self._padding.size_for(batch)
+        self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
+        return self._thread.submit(self._run, batch, self.device_step.pack(batch, size))
 
     def on_thread(self, work: Callable[[], Made]) -> Made:
         """What `work` returns where steps run. A measurement belongs there: a thread that runs products has helpers of
@@ -64,7 +67,7 @@ class LocalRunner:
         self._thread.shutdown(wait=True)
 
     @torch.inference_mode()
-    def _run(self, batch: ScheduledBatch) -> StepResult:
+    def _run(self, batch: ScheduledBatch, packed: PackedBatch) -> StepResult:
         start = time.perf_counter()
         clock = self.device_step.clock = StepClock() if batch.is_traced else NO_CLOCK
         with self._generations.running(batch):
@@ -72,9 +75,7 @@ class LocalRunner:
                 self._before_step(batch)
             self.device_step.apply_host_writes(batch)
             clock.lap("admit")
-            size = self._padding.size_for(batch)
-            self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
-            result = self.device_step.run(batch, size)
+            result = self.device_step.run(batch, packed)
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
             if batch.form is StepForm.SPLIT:
                 done = self.device_step.grammars.settle(batch, done)

@@ -25,6 +25,7 @@ from outrider.runner.batch import (
     CapturedShape,
     EagerShape,
     Inputs,
+    PackedBatch,
     PaddedSize,
     StepShape,
     build_inputs,
@@ -121,6 +122,9 @@ class DeviceStep:
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
+        # What the last step asked of the sampler, which most steps ask again.
+        self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
+        self._needs, self._extras = StepNeeds(), StepExtras()
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -157,23 +161,30 @@ class DeviceStep:
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         counts = list(shape.logit_counts)
         asked = self.state.params.of_rows(scheduled.rows)
-        needs = StepNeeds.of(asked, counts, are_lists_placed=self.state.sampling.lists.are_placed(scheduled.rows))
-        extras = StepExtras()
-        if not (self.has_sampler_kernels and kernels_serve(needs)):
-            extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
+        are_placed = self.state.sampling.lists.are_placed(scheduled.rows)
+        if self._asked != (asked, counts, are_placed):
+            self._needs = StepNeeds.of(asked, counts, are_lists_placed=are_placed)
+            self._extras = StepExtras()
+            if not (self.has_sampler_kernels and kernels_serve(self._needs)):
+                self._extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
+            self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
-        return StepPlan(needs, extras, any_sampled, scheduled.propose,
+        return StepPlan(self._needs, self._extras, any_sampled, scheduled.propose,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 
-    def run(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> DeviceResult:
+    def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
+        """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
+        shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
+        return PackedBatch(shape, to_device(ints, torch.int64, self.state.device))
+
+    def run(self, scheduled: ScheduledBatch, packed: PackedBatch) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
             return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded)
-        shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
-        plan = self.plan(scheduled, shape)
-        half = self.forward_half(shape, to_device(ints, torch.int64, self.state.device), plan)
+        plan = self.plan(scheduled, packed.shape)
+        half = self.forward_half(packed.shape, packed.ints, plan)
         self.clock.lap("forward")
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)

@@ -78,8 +78,8 @@ def sample(
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
     drawn = logits, logit_rows.row, logit_rows.position, rows.keys, needs.any_sampled
-    if needs.is_draw and draw_tokens.has_kernel(*drawn):  # in one go: there is no scratch
-        return Sampled(*draw_tokens(*drawn), None)
+    if needs.is_draw and (draw := draw_tokens.choose(*drawn)) is not draw_tokens.reference:
+        return Sampled(*draw(*drawn), None)  # in one go: there is no scratch
     asked = Asked(logit_rows, rows, history, needs, extras, logprobs)
     if row_by_row and (needs.any_sampled or needs.max_logprobs is not None):
         chunk_elements = 1

@@ -10,7 +10,7 @@ import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
 from outrider.kernels.buffers import to_device
-from outrider.runner.batch import pack_captured
+from outrider.runner.batch import PackedBatch, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
 from outrider.runner.results import read_result, with_asked_logprobs
 from tests.engine.harness import Rig
@@ -34,14 +34,14 @@ class AsCaptured:
         rig.runner._run = self.run  # type: ignore[method-assign]
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def run(self, batch: ScheduledBatch, packed: PackedBatch) -> StepResult:
         step, batch = self._rig.step, replace(batch, form=self._form)
         self._rig._poison(batch)
         step.apply_host_writes(batch)
         key = self.keys.key_for(batch, step.state)
         if isinstance(key, Uncaptured):
             self.reasons[key] += 1
-            return read_result(batch, step.run(batch), 0.0, key)
+            return read_result(batch, step.run(batch, packed), 0.0, key)
         if not len(self.met) % 2 and (wider := self.keys.wider(key, self._at_start)) is not None:
             if wider != key:
                 self.wider.append(wider)

@@ -17,6 +17,7 @@ import pytest
 from outrider.core import ScheduledBatch
 from outrider.engine.output import SampleOutput
 from outrider.runner import local
+from outrider.runner.batch import PackedBatch
 from tests.engine.harness import Rig
 
 
@@ -52,9 +53,9 @@ class FaultInjector:
         step, runner = rig.step, rig.runner
         run = runner._run
 
-        def run_noted(batch: ScheduledBatch) -> Any:
+        def run_noted(batch: ScheduledBatch, packed: PackedBatch) -> Any:
             self._of_thread.batch = batch
-            return run(batch)
+            return run(batch, packed)
 
         monkeypatch.setattr(runner, "_run", run_noted)
         self._wrap("host writes", step, "apply_host_writes")

@@ -5,6 +5,8 @@ Plain torch takes about forty operations on a few integers each for the same, wh
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ _PREPARE_ERRORS = {1: "a row, a request or a logit row is out of range", 2: "a p
 def takes_prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...],
                        max_len: int) -> bool:
     return (
-        all(map(_is_packed, packet)) and _takes_state(state) and max_drafts <= state.drafts.shape[1]
+        all(map(_is_packed, packet)) and _packed_state(state) is not None and max_drafts <= state.drafts.shape[1]
         and max_len <= state.tokens.shape[1] and len(page_tokens) == len(state.page_tables)
         and all(table.is_cpu and table.dtype is torch.int32 and table.stride(1) == 1 for table in state.page_tables)
     )  # fmt: skip
@@ -39,7 +41,7 @@ def takes_prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int,
 def takes_commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFields) -> bool:
     rows, num_known, num_drafts, samples, first_logit, drafts = batch
     return (
-        all(map(_is_packed, (sampled, rows, num_known, num_drafts, first_logit))) and _takes_state(state)
+        all(map(_is_packed, (sampled, rows, num_known, num_drafts, first_logit))) and _packed_state(state) is not None
         and samples.dtype is bad.dtype is torch.bool and samples.stride(0) == bad.stride(0) == 1
         and bad.shape == sampled.shape and drafts.dtype is torch.int64 and drafts.stride(1) == 1
     )  # fmt: skip
@@ -57,6 +59,16 @@ def _takes_state(state: RowFields) -> bool:
         all(map(_is_packed, single)) and all(x.is_cpu and x.dtype is torch.int64 and x.stride(1) == 1 for x in wide)
         and state.alive.dtype is torch.bool and state.alive.stride(0) == 1
     )  # fmt: skip
+
+
+_states: WeakKeyDictionary[RowFields, bytes | None] = WeakKeyDictionary()
+
+
+def _packed_state(state: RowFields) -> bytes | None:
+    """The row state as the C code reads it, packed once; None if the C code does not take it."""
+    if state not in _states:
+        _states[state] = _pack_state(state) if _takes_state(state) else None
+    return _states[state]
 
 
 def _pack_state(state: RowFields) -> bytes:
@@ -94,7 +106,7 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
         for table, own, slot, size in zip(state.page_tables, own_tables, slots, page_tokens, strict=True)
     )  # fmt: skip
     error = library().prepare_step(
-        _pack_state(state), inputs, tables,
+        _packed_state(state), inputs, tables,
         PREPARED_REQUESTS.pack(
             computed=computed.data_ptr(), num_known=num_known.data_ptr(), num_drafts=num_drafts.data_ptr(),
             live=live.data_ptr(), lengths=lengths.data_ptr(), first_logit=first_logit.data_ptr(),
@@ -118,9 +130,10 @@ _PACKET_FIELDS = ("rows", "num_known", "num_drafts", "samples", "query_starts", 
 
 def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFields) -> CommittedStep:
     requests, max_drafts = batch.drafts.shape
-    run_len, finish, num_computed, num_accepted = torch.empty(4, requests, dtype=torch.int64)
-    counts = torch.empty(requests, _COUNTS, dtype=torch.int64)
-    run, goes_on = torch.empty(requests, max_drafts + 1, dtype=torch.int64), torch.empty(requests, dtype=torch.bool)
+    sizes = [requests, requests, requests, requests, requests * _COUNTS, requests * (max_drafts + 1)]
+    run_len, finish, num_computed, num_accepted, counts, run = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
+    counts, run = counts.view(requests, _COUNTS), run.view(requests, max_drafts + 1)
+    goes_on = torch.empty(requests, dtype=torch.bool)
     inputs = SAMPLED_STEP.pack(
         sampled=sampled.data_ptr(), rows=batch.rows.data_ptr(), num_known=batch.num_known.data_ptr(),
         num_drafts=batch.num_drafts.data_ptr(), first_logit=batch.first_logit.data_ptr(),
@@ -132,6 +145,6 @@ def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFie
         num_computed=num_computed.data_ptr(), num_accepted=num_accepted.data_ptr(), counts=counts.data_ptr(),
         goes_on=goes_on.data_ptr(),
     )  # fmt: skip
-    if library().commit_step(_pack_state(state), inputs, outputs):
+    if library().commit_step(_packed_state(state), inputs, outputs):
         raise IndexError("commit_step: a row is out of range")
     return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)

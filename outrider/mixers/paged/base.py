@@ -6,7 +6,7 @@ A backend plans once per step and group and runs once per layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -142,6 +142,25 @@ class PagedLayer(NamedTuple):
         return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
 
 
+class PagedLayers(Mapping[int, PagedLayer]):
+    """The attention layers of a step by their indices. Each is made when it is asked for: a native call that does all
+    layers asks for the first one alone."""
+
+    def __init__(self, backend: Backend, layers: Mapping[int, tuple[AttentionLayer, KeyValueCache, Group]],
+                 plans: Mapping[int, Any]) -> None:
+        self._backend, self._layers, self._plans = backend, layers, plans
+
+    def __getitem__(self, index: int) -> PagedLayer:
+        layer, cache, group = self._layers[index]
+        return PagedLayer(self._backend, layer, cache, self._plans[group.index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
 class PagedMixer(Mixer):
     """A model's attention layers with their keys and values in the pool."""
 
@@ -153,23 +172,21 @@ class PagedMixer(Mixer):
                                  f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")
         self.backend = backend
         backend.attach(len(pool.data), pool.data.device)
-        self._layers = [(layer, KeyValueCache(**pool.layer(layer.index)), pool.layout.groups_of(layer.index)[0])
-                        for layer in layers]
-        for _, cache, _ in self._layers:
+        self._layers = {layer.index: (layer, KeyValueCache(**pool.layer(layer.index)),
+                                      pool.layout.groups_of(layer.index)[0]) for layer in layers}  # fmt: skip
+        for _, cache, _ in self._layers.values():
             backend.check_cache(cache)
-        self._groups = tuple({group.index: group for _, _, group in self._layers}.values())
+        self._groups = tuple({group.index: group for _, _, group in self._layers.values()}.values())
 
     def set_exact(self, exact: bool) -> None:
         """The backend was made for exact mode or not, and all of the arithmetic is the backend's."""
 
-    def bind(self, view: BatchView) -> dict[int, PagedLayer]:
+    def bind(self, view: BatchView) -> Mapping[int, PagedLayer]:
         """Plan every group once, and bind the layers to the plans."""
-        backend = self.backend
-        plans = {group.index: backend.plan(view, group) for group in self._groups}
-        return {layer.index: PagedLayer(backend, layer, cache, plans[group.index])
-                for layer, cache, group in self._layers}  # fmt: skip
+        plans = {group.index: self.backend.plan(view, group) for group in self._groups}
+        return PagedLayers(self.backend, self._layers, plans)
 
-    def bind_rows(self, view: BatchView) -> dict[int, PagedLayer]:
+    def bind_rows(self, view: BatchView) -> Mapping[int, PagedLayer]:
         return self.bind(view) if self.backend.serves_rows else {}
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:

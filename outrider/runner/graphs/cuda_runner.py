@@ -197,7 +197,7 @@ class CudaRunner:
         self.num_uncaptured += 1
         size = self._padding.size_for(batch)
         self._count_padding(batch, size)
-        return PendingStep(batch, self.device_step.run(batch, size), reason)
+        return PendingStep(batch, self.device_step.run(batch, self.device_step.pack(batch, size)), reason)
 
     def _run_uncaptured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs,
                         reason: Uncaptured) -> PendingStep:
