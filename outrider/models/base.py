@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,18 +20,37 @@ from outrider.mixers import Attend, AttentionLayer, RecurrentMixer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
 
-class Hidden(NamedTuple):
-    """Hidden states that a forward leaves behind, all [tokens, hidden] unless only some `rows` were asked for."""
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states that a forward leaves behind, [tokens, hidden] each."""
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
     taps: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
-    rows: torch.Tensor | None = None  # the token rows that `final` and `before_norm` have; None: all of them
 
-    def final_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The final states of token rows; where only some were asked for, of these."""
-        assert self.rows is None or self.rows is rows, "other token rows were asked for"
-        return self.final[rows] if self.rows is None else self.final
+    def final_of(self, token_rows: torch.Tensor) -> torch.Tensor:
+        """The final states of token rows that make logits."""
+        return self.final[token_rows]
+
+    def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """The final states of tokens that have these token rows and made these logit rows."""
+        return self.final[token_rows]
+
+
+@dataclass(frozen=True)
+class WantedHidden(Hidden):
+    """Hidden states of a forward that was asked for some token rows, those that make logits: `final` and `before_norm`
+    are [wanted rows, hidden]. Taps have all token rows."""
+
+    token_rows: torch.Tensor  # the wanted ones
+
+    def final_of(self, token_rows: torch.Tensor) -> torch.Tensor:
+        assert token_rows is self.token_rows, "other token rows were asked for"
+        return self.final
+
+    def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        # A token without a logit row gets the state of any other: nobody reads it.
+        return self.final[logit_rows.clamp(0, len(self.final) - 1)]
 
 
 class Model(LayeredModule, ABC):
@@ -161,7 +181,8 @@ class Decoder(Model):
             index += done
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
-        return Hidden(final, before_norm, tuple(seen[tap] for tap in taps), None if rows is None else rows.token_rows)
+        states = (final, before_norm, tuple(seen[tap] for tap in taps))
+        return Hidden(*states) if rows is None else WantedHidden(*states, rows.token_rows)
 
     def _cut(self, rows: WantedRows, taps: tuple[int, ...]) -> int:
         """The first layer whose results are needed for the wanted rows only: the last one that writes a cache, unless a

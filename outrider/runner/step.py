@@ -272,11 +272,8 @@ class DeviceStep:
 
     def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state, rows, goes_on = self.state, inputs.batch.padded.rows, committed.goes_on
-        last_rows = None
-        if hidden.rows is not None:  # a request that goes on has sampled: its last computed token made a logit row
-            last_rows = (inputs.first_logit + committed.accepted.num_accepted).clamp(0, inputs.shape.logit_rows - 1)
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, goes_on,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted, last_rows)
+                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted, inputs.first_logit)
         if plan.num_wanted == 0:
             drafter.skip(step)
             return

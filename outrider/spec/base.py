@@ -62,11 +62,11 @@ class Step:
     sampling: SamplingRows
     any_sampled: bool  # whether some request of the batch has a temperature
     num_wanted: int  # most drafts that a request may get
-    last_rows: torch.Tensor | None = None  # rows of hidden.final with last computed tokens, where some were left out
+    first_logit: torch.Tensor  # [requests] logit row of the last known token, if it has one; its drafts follow
 
     def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
         """The final hidden states of the last computed tokens, which have these token rows."""
-        return self.hidden.final[token_rows if self.last_rows is None else self.last_rows]
+        return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: in
     sampling: Any = SimpleNamespace(seed=some(2**62, num_rows), sample_index=some(9, num_rows), temperature=temperature)
     nothing: Any = None
     step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, goes_on, tokens, known, sampling, False,
-                most)  # fmt: skip
+                most, nothing)  # fmt: skip
     page_valid = some(2, len(pages) + 1).bool()
     own = DrafterCacheState(PAGE_TOKENS, seed % len(GROUPS), seed % 2, max_len, valid_from, filled, page_valid)
     return step, own

@@ -71,6 +71,7 @@ def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, 
     whole = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,))
     hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(2,), rows=WantedRows(rows))
     torch.testing.assert_close(hidden.final_of(rows), whole.final_of(rows))
+    torch.testing.assert_close(hidden.last_final(rows[1:], torch.tensor([1, 2, 9])), whole.final[rows[1:]])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
     assert torch.equal(hidden.taps[0], whole.taps[0]), "taps have all token rows"
     with pytest.raises(AssertionError, match="other token rows"):

@@ -66,7 +66,7 @@ def shuffled_hidden(rig: DraftRig) -> None:
         batch, final = step.batch.padded, step.hidden.final.clone()
         last = (batch.query_starts[:-1] + step.num_computed - 1).clamp_min(0)
         final[last] = final[last.roll(1)]
-        return propose(replace(step, hidden=step.hidden._replace(final=final)))
+        return propose(replace(step, hidden=replace(step.hidden, final=final)))
 
     rig._propose = shuffled
 
