@@ -3,7 +3,7 @@
 Layers know nothing of checkpoints beyond the names of their tensors, and nothing of pages, batches or requests.
 """
 
-from outrider.layers.attention import SelfAttention, mix_rows
+from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer, FeedForward, LayeredModule, Module, Parameter, TokenMixer, find_modules
 from outrider.layers.decoder import AttentionMLPLayer, LayerNames, PreNormLayer
 from outrider.layers.embedding import Embedding
@@ -22,6 +22,6 @@ __all__ = [
     "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP",
     "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2",
     "Mamba2Shape", "MoE", "Module", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "mix_rows", "rope_table",
+    "SelfAttention", "SpreadRouting", "TokenMixer", "Unnormed", "copy_stream", "find_modules", "rope_table",
     "rotate", "yarn_mscale",
 ]  # fmt: skip

@@ -25,12 +25,15 @@ class SelfAttention(TokenMixer):
         qkv_bias: bool,
         out_bias: bool,
         head_norm: HeadNorm | None,
+        has_v: bool = True,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """has_v: False where values are the keys before their norm."""
         self.layer = layer
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        stored = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        written = {"k_proj": kv_size, **({"v_proj": kv_size} if has_v else {})}
+        stored = {"q_proj": q_size, **(written if layer.writes else {})}
         self.qkv = FusedLinear(hidden_size, stored, bias=qkv_bias, dtype=dtype, device=device)
         self.out = Linear(q_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
         self.head_norm = head_norm
@@ -51,11 +54,22 @@ class SelfAttention(TokenMixer):
         return self.out(mixed)
 
     def mix_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor | None:
-        """See the function `mix_rows`. A class with a `mix` of its own may have this too."""
-        if type(self).mix is not SelfAttention.mix:
+        """Attention of some token rows [rows, heads * dim], where keys and values of all of x go into the cache but
+        queries are made for these rows alone. None if the backend attends for all tokens that it writes, or if the
+        class has a `mix` of its own, beside which it may have this too."""
+        layer = self.layer
+        if type(self).mix is not SelfAttention.mix or layer.index not in rows.layers:
             return None
-        norms = None if self.head_norm is None else self.head_norm.norms
-        return mix_rows(self.qkv, self.layer, norms, x, angles, attend, rows)
+        q_size = layer.num_heads * layer.head_dim
+        if layer.writes:
+            paged: PagedLayer = attend.mixer(layer.index)
+            paged.write_fused(self.qkv.part(x, q_size, self.qkv.out_features), angles, self.norms)
+        own: PagedLayer = rows.mixer(layer.index)
+        return own.read_fused(self.qkv.part(x[rows.token_rows], 0, q_size), angles.of_rows(rows.token_rows), self.norms)
+
+    @property
+    def norms(self) -> HeadNorms | None:
+        return None if self.head_norm is None else self.head_norm.norms
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, attend: Attend) -> None:
         """residual += attention(x), in place."""
@@ -63,28 +77,16 @@ class SelfAttention(TokenMixer):
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""
+        paged: PagedLayer = attend.mixer(self.layer.index)
+        out = paged.fused(qkv, angles, self.norms)
+        return self.mix_unfused(qkv, angles, paged) if out is None else out
+
+    def mix_unfused(self, qkv: torch.Tensor, angles: Angles, paged: PagedLayer) -> torch.Tensor:
+        """As `mix`, for a backend that takes q, k and v with norms and rope applied."""
         layer = self.layer
-        paged: PagedLayer = attend.mixer(layer.index)
-        out = paged.fused(qkv, angles, None if self.head_norm is None else self.head_norm.norms)
-        if out is not None:
-            return out
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)
         if self.head_norm is not None:
             qk = self.head_norm(qk)
         qk = rotate(qk, angles)
         return paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
-
-
-def mix_rows(qkv: Linear, layer: AttentionLayer, norms: HeadNorms | None, x: torch.Tensor, angles: Angles,
-             attend: Attend, rows: WantedRows) -> torch.Tensor | None:
-    """Attention of some token rows [rows, heads * dim], where keys and values of all of x go into the cache but queries
-    are made for these rows alone. None if the backend attends for all tokens that it writes."""
-    if layer.index not in rows.layers:
-        return None
-    q_size = layer.num_heads * layer.head_dim
-    if layer.writes:
-        paged: PagedLayer = attend.mixer(layer.index)
-        paged.write_fused(qkv.part(x, q_size, qkv.out_features), angles, norms)
-    own: PagedLayer = rows.mixer(layer.index)
-    return own.read_fused(qkv.part(x[rows.token_rows], 0, q_size), angles.of_rows(rows.token_rows), norms)

@@ -52,7 +52,7 @@ class NativeDecoderLayer(FusedLayer):
     def __init__(self, plain: AttentionMLPLayer, weights: LayerWeights) -> None:
         super().__init__(plain)
         self.index, self.native_weights = plain.attention.layer.index, weights
-        self.head_norms = None if plain.attention.head_norm is None else plain.attention.head_norm.norms
+        self.head_norms = plain.attention.norms
         self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
         self._bound: BoundLayer | None = None  # lives
         self._run: NativeRun | None = None  # this layer and those behind it, as they were last called

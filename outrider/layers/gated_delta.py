@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.cache.kinds import RecurrentSpec
 from outrider.formats import HeadLayout
 from outrider.kernels.recurrent import delta_scan, delta_step
-from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.base import Module, TokenMixer
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
@@ -54,15 +54,6 @@ class GatedDeltaMixer(ConvMixer):
         )
         super().__init__(spec, conv_bias=False, dtype=dtype, device=device)
         self.shape = shape
-        self.log_decay = torch.empty(shape.num_value_heads, dtype=self.wide, device=device)
-        self.dt_bias = torch.empty_like(self.log_decay)
-        self.decay = torch.empty_like(self.log_decay)  # set by `finalize`
-
-    def parts(self) -> Sequence[tuple[str, Module]]:
-        return [*super().parts(), ("A_log", Parameter(self.log_decay)), ("dt_bias", Parameter(self.dt_bias))]
-
-    def finalize(self) -> None:
-        self.decay = -self.log_decay.exp()
 
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
         shape = self.shape

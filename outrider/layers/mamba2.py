@@ -57,16 +57,10 @@ class Mamba2Mixer(ConvMixer):
         )
         super().__init__(spec, conv_bias=shape.conv_bias, dtype=dtype, device=device)
         self.shape = shape
-        self.log_decay = torch.empty(shape.num_heads, dtype=self.wide, device=device)
-        self.skip, self.dt_bias = torch.empty_like(self.log_decay), torch.empty_like(self.log_decay)
-        self.decay = torch.empty_like(self.log_decay)  # set by `finalize`
+        self.skip = torch.empty_like(self.dt_bias)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        own = (("A_log", self.log_decay), ("D", self.skip), ("dt_bias", self.dt_bias))
-        return [*super().parts(), *((name, Parameter(tensor)) for name, tensor in own)]
-
-    def finalize(self) -> None:
-        self.decay = -self.log_decay.exp()
+        return [*super().parts(), ("D", Parameter(self.skip))]
 
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
         shape = self.shape

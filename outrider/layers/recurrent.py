@@ -21,17 +21,24 @@ PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
 
 
 class ConvMixer(Module, ABC):
-    """A RecurrentMixer: convolution, then a recurrence on float32 (float64) tensors with a leading axis of tokens."""
+    """A RecurrentMixer: convolution, then a recurrence on float32 (float64) tensors with a leading axis of tokens. Each
+    head's state decays with time steps, whose gates have a bias."""
 
     def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.conv_weight = torch.empty(spec.conv_width, spec.conv_dim, dtype=self.wide, device=device)
         self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if conv_bias else None
+        self.log_decay = torch.empty(spec.state_shape[0], dtype=self.wide, device=device)  # of each head
+        self.dt_bias, self.decay = torch.empty_like(self.log_decay), torch.empty_like(self.log_decay)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         bias = [] if self.conv_bias is None else [("conv1d.bias", Parameter(self.conv_bias))]
-        return [("conv1d.weight", Parameter(self.conv_weight.t().unsqueeze(1))), *bias]
+        return [("conv1d.weight", Parameter(self.conv_weight.t().unsqueeze(1))), *bias,
+                ("A_log", Parameter(self.log_decay)), ("dt_bias", Parameter(self.dt_bias))]  # fmt: skip
+
+    def finalize(self) -> None:
+        self.decay = -self.log_decay.exp()
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:

@@ -23,7 +23,6 @@ from outrider.layers import (
     Delta,
     Embedding,
     Experts,
-    FusedLinear,
     GatedMLP,
     Linear,
     Module,
@@ -31,9 +30,8 @@ from outrider.layers import (
     RMSNorm,
     Rotary,
     Router,
-    TokenMixer,
+    SelfAttention,
     Unnormed,
-    mix_rows,
     rope_table,
     rotate,
 )
@@ -51,20 +49,15 @@ DEFAULT_ROPES: dict[str, dict[str, object]] = {
 OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 
 
-class Gemma4Attention(TokenMixer):
+class Gemma4Attention(SelfAttention):
     """q, k and v are normed, v without weights. Only q where the layer reads another's cache."""
 
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        layer = self.layer = shape.attention
-        self.q_size, self.kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        self.has_v = shape.has_v
-        stored = {"q_proj": self.q_size}
-        if layer.writes:
-            stored |= {"k_proj": self.kv_size} | ({"v_proj": self.kv_size} if shape.has_v else {})
-        self.qkv = FusedLinear(sizes.hidden_size, stored, bias=bias, dtype=dtype, device=device)
-        self.out = Linear(self.q_size, sizes.hidden_size, bias=bias, dtype=dtype, device=device)
+        layer, self.has_v = shape.attention, shape.has_v
+        super().__init__(layer, sizes.hidden_size, qkv_bias=bias, out_bias=bias, head_norm=None, has_v=shape.has_v,
+                         dtype=dtype, device=device)
         self.q_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
         self.k_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
         self.v_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
@@ -72,33 +65,18 @@ class Gemma4Attention(TokenMixer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         k_norm = [("k_norm", self.k_norm)] if self.layer.writes else []
-        return [("", self.qkv), ("o_proj", self.out), ("q_norm", self.q_norm), *k_norm]
-
-    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
-        """x: [tokens, hidden]."""
-        return self.out(self.mix(self.qkv(x), angles, attend))
-
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
-        mixed = mix_rows(self.qkv, self.layer, self.norms, x, angles, attend, rows)
-        if mixed is None:
-            mixed = self.mix(self.qkv(x), angles, attend)[rows.token_rows]
-        return self.out(mixed)
+        return [*super().parts(), ("q_norm", self.q_norm), *k_norm]
 
     @property
     def norms(self) -> HeadNorms:
         return HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps, norms_v=True, has_v=self.has_v)
 
-    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
-        """[tokens, q | k | v] -> [tokens, heads * dim]."""
-        layer = self.layer
-        paged: PagedLayer = attend.mixer(layer.index)
-        out = paged.fused(qkv, angles, self.norms)
-        if out is not None:
-            return out
-        q = rotate(self.q_norm(qkv[:, : self.q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
+    def mix_unfused(self, qkv: torch.Tensor, angles: Angles, paged: PagedLayer) -> torch.Tensor:
+        layer, q_size = self.layer, self.layer.num_heads * self.layer.head_dim
+        q = rotate(self.q_norm(qkv[:, :q_size].view(-1, layer.num_heads, layer.head_dim)), angles)
         if not layer.writes:
             return paged(q, None, None)
-        kv = qkv[:, self.q_size :].view(-1, 1 + self.has_v, layer.num_kv_heads, layer.head_dim)
+        kv = qkv[:, q_size:].view(-1, 1 + self.has_v, layer.num_kv_heads, layer.head_dim)
         k, v = rotate(self.k_norm(kv[:, 0]), angles), self.v_norm(kv[:, -1])
         return paged(q, k, v)
 

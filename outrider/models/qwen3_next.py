@@ -27,7 +27,6 @@ from outrider.layers import (
     Router,
     SelfAttention,
     TokenMixer,
-    rotate,
 )
 from outrider.mixers import Attend, AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
@@ -55,14 +54,9 @@ class GatedAttention(SelfAttention):
 
     def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
-        layer, norm = self.layer, self.head_norm
-        assert norm is not None
-        gate, qk, v = qkv.split((self.gate_size, self.qk_size, qkv.shape[1] - self.gate_size - self.qk_size), dim=1)
-        qk = rotate(norm(qk.unflatten(1, (-1, layer.head_dim))), angles)
-        v = v.unflatten(1, (-1, layer.head_dim))
-        paged: PagedLayer = attend.mixer(layer.index)
-        out = paged(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v)
-        return ops.sigmoid_scale(out, gate)
+        paged: PagedLayer = attend.mixer(self.layer.index)
+        out = self.mix_unfused(qkv[:, self.gate_size :], angles, paged)
+        return ops.sigmoid_scale(out, qkv[:, : self.gate_size])
 
 
 class Qwen3Next(HybridDecoder):
