@@ -65,7 +65,7 @@ class SamplingParams:
     presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
     repetition_penalty: Annotated[float, Range(1e-3, 1e3)] = 1.0
-    seed: Seed | None = None  # None: drawn from the engine's seed; the output says which
+    seed: Seed | None = None  # None or -1: drawn from the engine's seed; the output says which
     max_tokens: Count | None = 16
     min_tokens: Annotated[int, Range(0, INT32)] = 0
     stop: Text | list[Text] | None = None
@@ -90,6 +90,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields("SamplingParams: ", self)
+        if self.seed == -1:
+            self.seed = None
         self._check_combinations()
 
     def clone(self) -> SamplingParams:

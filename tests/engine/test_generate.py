@@ -174,6 +174,11 @@ def test_n_samples_differ_and_repeat(llm: LLM) -> None:
     assert texts[0] == text_of(llm).text, "the first is what n=1 gives"
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """As scripts written for vLLM mean it."""
+    assert SamplingParams(seed=-1) == SamplingParams() and SamplingParams(seed=-2).seed == -2
+
+
 def test_the_seed_is_the_whole_difference(llm: LLM, folder: Path) -> None:
     assert text_of(llm, seed=8).text != text_of(llm, seed=9).text
     with LLM(str(folder), **SETTINGS, seed=5) as other:
