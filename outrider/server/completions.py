@@ -25,8 +25,8 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     prompts = await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False)
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
-        if body.stream:
-            raise ApiError(400, "echo is for answers that are not streamed", param="echo")
+        if body.stream and body.logprobs is not None:
+            raise ApiError(400, "echo with logprobs is for answers that are not streamed", param="echo")
         more["prompt_logprobs"] = body.prompt_logprobs if body.logprobs is None else body.logprobs
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
@@ -62,16 +62,32 @@ class _Completion:
                    for i in range(len(self._asks))]
         num_logs = 0 if self._body.logprobs is None else n * len(self._asks)
         logs = [self._token_log() for _ in range(num_logs)]  # by choice
+        echoes = {}  # by choice, until it is given
+        if self._body.echo:
+            echoes = {i * n + k: self._prompt_text(ask.token_ids) for i, ask in enumerate(self._asks) for k in range(n)}
         head = compact(self._head)[:-1]
         async with aclosing(self._service.run(self._asks, self._id)) as parts:
             async for i, increments in parts:
                 self._usage.update(i, increments)
-                chunks = [self._chunk(head, change, logs) for change in readers[i].read(increments)]
+                if self._body.max_tokens == 0:
+                    self._usage.leave_out_completions()
+                changes = readers[i].read(increments)
+                if echoes:
+                    changes = [self._echoed(change, echoes.pop(change.choice, "")) for change in changes]
+                chunks = [self._chunk(head, change, logs) for change in changes]
                 if chunks:
                     yield "".join(chunks).encode()
         if self._body.wants_usage:
             yield event(self._head | {"choices": [], "usage": self._usage.to_json(),
                                       "metrics": self._usage.metrics_to_json()})
+
+    def _echoed(self, change: Change, prompt: str) -> Change:
+        if self._body.max_tokens != 0:
+            return change._replace(text=prompt + change.text)
+        return change._replace(text=prompt, token_ids=[], run_lengths=[], finish_reason="length", stop_reason=None)
+
+    def _prompt_text(self, token_ids: list[int]) -> str:
+        return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _chunk(self, head: str, change: Change, logs: list[TokenLog]) -> str:
         """Put together by hand: there is one for every run of every stream."""
@@ -98,7 +114,7 @@ class _Completion:
             sample = replace(sample, text="", token_ids=[], logprobs=None if sample.logprobs is None else [])
             choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
         if self._body.echo:
-            prompt = self._service.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            prompt = self._prompt_text(output.prompt_token_ids)
             choice["text"] = prompt + sample.text
         if sample.logprobs is not None:
             log = self._token_log(len(prompt))

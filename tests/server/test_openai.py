@@ -122,7 +122,25 @@ def test_the_prompt_comes_back_with_its_log_probabilities(client: openai.OpenAI,
     for i in (1, 2):
         assert logprobs.token_logprobs[i] == pytest.approx(given[i][str(ids[i])]["logprob"], abs=1e-4)
     assert logprobs.token_logprobs[3:] == plain.choices[0].logprobs.token_logprobs
-    assert served.error("/v1/completions", prompt="a", echo=True, stream=True)["param"] == "echo"
+    error = served.error("/v1/completions", prompt="a", echo=True, stream=True, logprobs=1)
+    assert error["param"] == "echo" and "not streamed" in error["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+def test_a_prompt_comes_back_in_a_stream(client: openai.OpenAI, max_tokens: int) -> None:
+    options: Any = {"model": MODEL, "prompt": ["ab", "日x"], "n": 2, "seed": 3, "echo": True,
+                    "max_tokens": max_tokens}
+    whole = client.completions.create(**options)
+    texts, reasons = [""] * 4, [""] * 4
+    for chunk in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] += choice.finish_reason or ""
+        usage = chunk.usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert texts[0].startswith("ab") and texts[3].startswith("日x")
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens == 4 * max_tokens
 
 
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI) -> None:
