@@ -6,6 +6,7 @@ The products have exactly the bits that they would have with the dequantised wei
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from outrider.kernels.quantized import QuantizedProduct, QuantizedRows, kept_bit
 class GgufLinear(KeptFormat):
     def __init__(self, rows: QuantizedRows, bias: torch.Tensor | None, shared: torch.Tensor | None) -> None:
         super().__init__(torch.empty(rows.shape, device="meta") if shared is None else shared, bias)
-        self._product = QuantizedProduct(rows, bias, shared)
+        self._product = QuantizedProduct(rows, bias)
 
     @classmethod
     def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,15 +44,15 @@ class GgufLinear(KeptFormat):
         return self.weight_bytes
 
     def set_exact(self, exact: bool) -> None:
-        self._product.use_native_for_all(exact)
+        """The products are exact in any mode."""
 
     def use_int8_activations(self) -> float:
         before = self._product
-        self._product = QuantizedProduct(before.rows, before.bias, before.weight, activation_bits=8)
+        self._product = QuantizedProduct(before.rows, before.bias, activation_bits=8)
         return self._product.rounding_error()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x)
 
     def native_product(self) -> NativeProduct:
-        return NativeProduct(self._product.matrix, self._product.few_rows.stop - 1)
+        return NativeProduct(self._product.matrix, sys.maxsize)

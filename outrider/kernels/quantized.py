@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import math
 import platform
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.native.measured import remembered
-from outrider.kernels.native.products import NATIVE_MAX_ROWS
 
 BLOCK = 32  # weights that share a scale: GGUF's unit
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
@@ -30,8 +26,7 @@ EXPONENT_BITS = 0x7C00  # of a float16; with all of them set it is an infinity o
 TRIAL_SHAPE = (8192, 2048)  # of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
-TILE_WEIGHTS = 1 << 21  # dequantised at once where the library multiplies: 8 MB stay in a cache
-_scratch = threading.local()
+TILE_WEIGHTS = 1 << 21  # dequantised at once without native code: 8 MB stay in a cache
 
 
 @dataclass(frozen=True)
@@ -103,59 +98,29 @@ def round_activations(x: Tensor) -> Tensor:
     largest of them becomes 127 or -127, and are rounded to integers."""
     blocks = x.view(x.shape[0], -1, BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
-    return ((blocks * (127 / largest).nan_to_num(0, 0, 0)).round() * (largest / 127)).view_as(x)
+    inverse = torch.full_like(largest, 127) / largest  # a number over a tensor would be rounded twice
+    return ((blocks * inverse.nan_to_num(0, 0, 0)).round() * (largest / 127)).view_as(x)
 
 
 class QuantizedProduct:
-    """x [tokens, inputs] -> x @ weight.T + bias. Many token rows go to the library, with `weight`, the same numbers in
-    float32, where there is one, and by tiles dequantised into scratch where not. With 8 activation bits the native
-    product serves any number of token rows: a token row must be rounded alike in prompts and in decoding."""
+    """x [tokens, inputs] -> x @ weight.T + bias by the native code, for any number of token rows: a row has the same
+    bits alone and among others. With 8 activation bits it is rounded first: see `round_activations`."""
 
-    def __init__(
-        self, rows: QuantizedRows, bias: Tensor | None, weight: Tensor | None = None, activation_bits: int = 32
-    ) -> None:
-        self.rows, self.bias, self.weight = rows, bias, weight
+    def __init__(self, rows: QuantizedRows, bias: Tensor | None, activation_bits: int = 32) -> None:
+        self.rows, self.bias = rows, bias
         self.matrix = rows.matrix(bias, activation_bits)
-        self._exact = self.matrix if activation_bits == 32 else rows.matrix(bias)
-        self._always_native = activation_bits == 8
-        self.use_native_for_all(False)
         self.extra_bytes = rows.data.nbytes
         if self.matrix.data.data_ptr() != rows.data.data_ptr():
             self.extra_bytes += self.matrix.data.nbytes
 
-    def use_native_for_all(self, all_rows: bool) -> None:
-        """Whether the native product serves any number of token rows. A token row then has the same bits in each."""
-        self.few_rows = range(1, sys.maxsize if all_rows or self._always_native else NATIVE_MAX_ROWS + 1)
-
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] in self.few_rows:
-            return native.product(x, self.matrix)
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        outputs, inputs = self.rows.shape
-        step = max(1, TILE_WEIGHTS // inputs)
-        tiles = [self._tile(x, first, min(first + step, outputs)) for first in range(0, outputs, step)]
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+        return native.product(x, self.matrix)
 
     def rounding_error(self) -> float:
         """The largest error of a product with normally distributed activations, as a share of the largest result."""
         x = torch.randn(1, self.matrix.inputs, generator=torch.Generator().manual_seed(0))
-        exact = native.product(x, self._exact)
-        return float((native.product(x, self.matrix) - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
-
-    def _tile(self, x: Tensor, first: int, end: int) -> Tensor:
-        inputs = self.matrix.inputs
-        tile = scratch((end - first) * inputs).view(end - first, inputs)
-        native.dequantize(self._exact, first, tile)
-        return F.linear(x, tile, None if self.bias is None else self.bias[first:end])
-
-
-def scratch(size: int) -> Tensor:
-    """[size] float32, the thread's own and the same from call to call: new memory would cost more than filling it."""
-    held: Tensor | None = getattr(_scratch, "tensor", None)
-    if held is None or held.numel() < size:
-        held = _scratch.tensor = torch.empty(size)
-    return held[:size]
+        exact = native.product(x, self.rows.matrix(self.bias))
+        return float((self(x) - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
 
 
 @functools.cache

@@ -283,7 +283,6 @@ def test_products_with_gguf_bits_are_exact_for_any_number_of_rows(kind: str, bit
     num_bytes = BLOCK_BYTES[kind] * 3
     stored = torch.randint(0, 60, (50, num_bytes), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     product = QuantizedProduct(QuantizedRows(kind, stored), None, activation_bits=bits)
-    product.use_native_for_all(True)
     x = random(ROWS, 96)
     whole = product(x)
     for count in (1, 2, 3, 5, 8, 9, 17, 64, 65, 128):
