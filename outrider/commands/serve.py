@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from outrider.server.logs import set_up_logs
         from outrider.server.service import Service
         from outrider.server.tracing import Tracing
+        from outrider.server.web_server import WebServer
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
     if args.config is not None:
@@ -63,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
                       end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
     service = Service(host, config, names, template, tracing)
-    server = uvicorn.Server(uvicorn.Config(
+    server = WebServer(uvicorn.Config(
         build_app(service), http=BoundedHttp, log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
         log_config=None, timeout_graceful_shutdown=int(config.shutdown_timeout),
-        access_log=config.uvicorn_log_level != "warning"))
+        access_log=config.uvicorn_log_level != "warning"), tell)
 
     def stop() -> None:
         server.should_exit = True

@@ -24,6 +24,7 @@ log = logging.getLogger("outrider")
 compact = json.JSONEncoder(separators=(",", ":")).encode
 quoted = json.encoder.encode_basestring_ascii  # a text alone, at a third of the time
 DONE = b"data: [DONE]\n\n"
+LAST_SECONDS = 1.0  # for a client to take the error that ends its stream
 
 
 class Work(Response):
@@ -105,7 +106,10 @@ class EventStream(Work):
     async def _fail(self, send: Send, error: ApiError) -> None:
         if not self._has_started:
             raise error
-        await send({"type": "http.response.body", "body": self._error_event(error) + self._end})
+        # A client that does not read must not keep a server that ends, or a request whose time is up.
+        with suppress(TimeoutError, asyncio.CancelledError):
+            async with asyncio.timeout(LAST_SECONDS):
+                await send({"type": "http.response.body", "body": self._error_event(error) + self._end})
 
 
 def event(data: dict[str, Any]) -> bytes:

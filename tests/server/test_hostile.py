@@ -228,6 +228,34 @@ def test_an_error_in_a_stream_of_messages_has_a_name(served: Served, monkeypatch
     served.assert_idle()
 
 
+@pytest.mark.parametrize("num_cancels", [1, 2])
+def test_a_reader_that_does_not_read_does_not_keep_a_server_that_ends(num_cancels: int) -> None:
+    num_sent = 0
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"data: {}\n\n"
+
+    async def receive() -> Any:
+        await asyncio.sleep(600)
+
+    async def send(message: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent > 3:
+            await asyncio.sleep(600)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(EventStream(frames(), None)({"type": "http"}, receive, send))
+        for _ in range(num_cancels):
+            await asyncio.sleep(0.05)
+            task.cancel()
+        await asyncio.wait_for(task, 60)
+
+    asyncio.run(run())
+    assert num_sent > 4, "it was told that the server ends"
+
+
 @pytest.mark.parametrize("num_rounds", range(8))
 def test_a_stream_that_the_server_cuts_off_says_so(num_rounds: int) -> None:
     """At the end of the time for a shutdown, the web server cancels whatever still runs, and so does the event loop

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -78,6 +79,31 @@ def test_it_serves_replaces_a_worker_that_hangs_and_drains_on_sigterm(folder: Pa
         process.kill()
 
 
+def test_it_ends_at_once_when_it_is_told_to_twice(folder: Path) -> None:
+    """As an impatient user does, while a request runs."""
+    process, url = started(folder)
+    key, body = {"Authorization": "Bearer k"}, {"prompt": "hello", "stream": True}
+    try:
+        wait_healthy(process, url)
+        worker = worker_of(process)
+        worker.suspend()  # so that the request runs as long as it must
+        with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url, headers=key, timeout=PATIENCE) as client:
+            asked = pool.submit(client.post, "/v1/completions", json=body)
+            while client.get("/load").json() == {"server_load": 0}:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            lines = [process.stderr.readline(), process.stderr.readline()]
+            process.send_signal(signal.SIGINT)
+            assert asked.result().status_code == 503 and "stopping" in asked.result().text
+            worker.resume()
+        assert process.wait(PATIENCE) == 0
+        assert any("running requests have" in line for line in lines), lines
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
 def test_it_ends_when_it_is_told_to_at_once(folder: Path) -> None:
     """Also before the web server has handlers for signals, and while the model loads."""
     process, _ = started(folder)
@@ -88,9 +114,13 @@ def test_it_ends_when_it_is_told_to_at_once(folder: Path) -> None:
         process.kill()
 
 
+def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
+    return next(c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline()))
+
+
 def hang_worker(process: subprocess.Popen[str], url: str, key: dict[str, str]) -> None:
     """Returns when requests are served again."""
-    worker = next(c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline()))
+    worker = worker_of(process)
     worker.suspend()  # it hangs; the server must find out and end it
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
