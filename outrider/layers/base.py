@@ -129,6 +129,7 @@ class LayeredModule(Module):
     layers: Sequence[DecoderLayer] = ()
     attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
     dtype: torch.dtype
+    _shortened: tuple[Sequence[DecoderLayer], Sequence[DecoderLayer]] = (), ()  # layers, and the first of each kind
 
     @property
     def last_writer(self) -> int:
@@ -146,15 +147,23 @@ class LayeredModule(Module):
     def one_layer_each(self) -> Iterator[None]:
         """Within this context only the first of equal layers runs, and the last one that writes, which can be computed
         for some token rows alone: enough to compile the kernels of all."""
-        layers, kinds = self.layers, set()
-        short: list[DecoderLayer] = []
-        for index, layer in enumerate(layers):
-            shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
-            kind = (type(layer), layer.rotary, shapes)
-            short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
-            kinds.add(kind)
+        layers = self.layers
+        known, short = self._shortened
+        if len(known) != len(layers) or any(one is not other for one, other in zip(known, layers, strict=True)):
+            short = self._first_of_each_kind()
+            self._shortened = [*layers], short  # start-up asks a hundred times, and weights of experts are many
         self.layers = short
         try:
             yield
         finally:
             self.layers = layers
+
+    def _first_of_each_kind(self) -> Sequence[DecoderLayer]:
+        short: list[DecoderLayer] = []
+        kinds = set()
+        for index, layer in enumerate(self.layers):
+            shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
+            kind = (type(layer), layer.rotary, shapes)
+            short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
+            kinds.add(kind)
+        return short
