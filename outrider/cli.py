@@ -28,8 +28,10 @@ from outrider.commands.parser import (
     counts_flag,
 )
 from outrider.core.status_line import CLEAR, is_terminal
+from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+LOADING = ("generate", "chat", "verify", "bench", "bench_spec", "bench_exact")  # load a model in this process
 
 EXAMPLES = """examples:
   outrider demo
@@ -280,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return BAD_INPUT
         with _logging(args.verbose):
             check_flags(args)  # before torch is imported, which takes seconds
+            if args.module in LOADING:
+                hash_compiler_ahead(getattr(args, "device", "auto"))
             return int(import_module(f"outrider.commands.{args.module}").run(args))
     except KeyboardInterrupt:
         print(file=sys.stderr)

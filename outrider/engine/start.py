@@ -19,6 +19,7 @@ from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
+from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources import ModelSource
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
@@ -34,6 +35,7 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
     if not in_process:
         load_torch_libraries_ahead()
+        hash_compiler_ahead(config.device)
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)
     worker: RunningWorker

@@ -29,6 +29,7 @@ from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
+from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import Runner, WorkerDied, WorkerInfo
 
@@ -214,6 +215,7 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
 
     log.setLevel(level)
     log.handlers, log.propagate = [_ToParent(send)], False
+    hash_compiler_ahead(config.device)
     try:
         from outrider.runner.worker import Worker
 
