@@ -189,6 +189,8 @@ class StepGraphs:
 
     def capture_at_start(self, keys: Iterable[GraphKey]) -> None:
         for key in keys:
+            if key in self._captured:
+                continue
             if key not in self._loaded:
                 self.run_empty(key)  # it may wait for kernels, which a capture later will not
             start = time.perf_counter()

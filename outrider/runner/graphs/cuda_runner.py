@@ -22,7 +22,7 @@ from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey
-from outrider.runner.graphs.own_sizes import OwnSizes, measure_times
+from outrider.runner.graphs.own_sizes import OwnSizes, ReplayTime, measure_times
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
@@ -129,15 +129,17 @@ class CudaRunner:
         num_captured, device = 0, self.device_step.state.device
         if self.graphs is not None:
             self.graphs.load_while(lambda: ops.is_compiling(device), takes_checkpoints=takes_checkpoints)
+            largest = self.graphs.keys.largest()
+            self.graphs.capture_at_start([largest])
+            replay = ReplayTime(self.graphs, largest)
             self.graphs.capture_at_start(self.graphs.keys.prompts_at_start(takes_checkpoints=takes_checkpoints))
             num_captured = self.graphs.end_start(takes_checkpoints=takes_checkpoints)
-            self._measure(self.graphs)
+            self._measure(self.graphs, largest, replay.seconds())
         ops.finish_compiling(device)
         return num_captured
 
-    def _measure(self, graphs: StepGraphs) -> None:
-        largest = graphs.keys.largest()
-        times = graphs.losses.times = measure_times(self.device_step, graphs, largest)
+    def _measure(self, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> None:
+        times = graphs.losses.times = measure_times(self.device_step, graphs, largest, device_seconds)
         log.info("a step of %d tokens takes %.1f ms, launches %.1f ms, a capture %.1f ms", largest.tokens,
                  times.token_seconds * largest.tokens * 1e3, times.launch_seconds * 1e3,
                  graphs.losses.capture_seconds * 1e3)

@@ -40,14 +40,23 @@ class OwnSizes:
         return replace(key, tokens=own)
 
 
-def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey) -> LossRates:
-    """Times a replay of the largest step, and the launches of a small one."""
-    captured = graphs.get(largest)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    captured.replay(lambda: None)
-    torch.cuda.synchronize()
-    device_seconds = time.perf_counter() - start
+class ReplayTime:
+    """The time that the device takes for a replay of a captured step. The host does other things meanwhile."""
+
+    def __init__(self, graphs: StepGraphs, key: GraphKey) -> None:
+        captured = graphs.get(key)
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record()
+        captured.replay(lambda: None)
+        self._end.record()
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) * 1e-3
+
+
+def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> LossRates:
+    """device_seconds: of the largest step. Times the launches of a small one."""
     tokens = ROUND_TO if largest.has_prompts else largest.tokens // largest.requests
     small = replace(largest, requests=1, tokens=min(tokens, largest.tokens))
     shape, plan = graphs.keys.shape(small), graphs.keys.plan(small)
