@@ -29,7 +29,7 @@ from triton.runtime import JITFunction, driver
 # Takes a Triton function with the arguments and the options of a launch.
 Collector = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _collector: ContextVar[Collector | None] = ContextVar("collector", default=None)
-_wait_for: Callable[[Any], None] | None = None  # see `awaiting`
+_wait_for: Collector | None = None  # see `awaiting`
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -78,7 +78,7 @@ class TritonKernel:
     def _launch_by_triton(self, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Returns the kernel that Triton found or compiled."""
         if _wait_for is not None:
-            _wait_for(self.function)
+            _wait_for(self.function, args, options)
         return self.function[grid](*args, **options)
 
 
@@ -175,8 +175,8 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return TritonKernel(triton.jit(function, **options))
 
 
-def awaiting(wait_for: Callable[[Any], None] | None) -> None:
-    """From now on launches whose kernel is not known yet wait for this, called with their function: somebody else is
+def awaiting(wait_for: Collector | None) -> None:
+    """From now on launches whose kernel is not known yet wait for this, called as a collector is: somebody else is
     about to compile them."""
     global _wait_for
     _wait_for = wait_for

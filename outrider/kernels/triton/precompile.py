@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,10 +21,11 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.kernels.compiler_start import start_compiler
 from outrider.kernels.fork_pool import ForkPool
+from outrider.kernels.triton.asked_driver import asking_no_device
 from outrider.kernels.triton.launch import TritonKernel, argument_class, awaiting, collecting
 from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -37,6 +38,7 @@ LONG = ("_latent_attention_kernel",)  # as measured
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
+_ATEN = torch.ops.aten
 _unfinished: list[_Compilation] = []  # at most one
 
 
@@ -90,15 +92,16 @@ def finish_compiling() -> None:
             awaiting(None)
 
 
-class _ZerosForEmpty(TorchFunctionMode):
-    """Within this mode empty tensors of this thread are zeros, since no kernel fills them."""
+class _ZerosForEmpty(TorchDispatchMode):
+    """Within this mode empty tensors of this thread are zeros, since no kernel fills them. It is asked at operations
+    alone: a TorchFunctionMode is asked for every shape, too, and wrappers of kernels look at twenty for each tensor."""
 
-    _FILLED: dict[Any, Callable[..., Any]] = {
-        torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros,
-    }  # fmt: skip
+    _EMPTY = frozenset((_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default,
+                        _ATEN.new_empty.default, _ATEN.new_empty_strided.default))  # fmt: skip
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._FILLED.get(func, func)(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in self._EMPTY else made
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ class _Launch:
     function: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> _Launch:
+        return cls(function, tuple(map(_stand_in, args)), {name: _stand_in(value) for name, value in options.items()})
 
     def load(self) -> Any:
         """The kernel, which is compiled if it is not on disk."""
@@ -171,12 +178,14 @@ class _Compilation:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._uses_disk = not knobs.compilation.always_compile
-        self._seen: set[Any] = set()
-        self._new: list[_Launch] = []  # not looked at yet
+        self._seen: set[Any] = set()  # keys of launches
+        self._new: dict[Any, _Launch] = {}  # not looked at yet, by key
+        self._kernels: dict[Any, str | None] = {}  # of launches, by key; None: it was on disk
         self._missing: dict[str, list[_Launch]] = {}  # those that forks may get, by kernel
         self._numbers: dict[str | None, int] = {}  # of tasks that forks got, by kernel
         self._given: dict[int, list[_Launch]] = {}  # to forks, by number of the task
-        self._here: list[list[_Launch]] = []  # to be compiled or loaded by this process
+        self._compiled: list[list[_Launch]] = []  # by forks, and not loaded yet
+        self._here: list[list[_Launch]] = []  # to be compiled by this process
         self._forks: ForkPool | None = None
         self._lock = RLock()
 
@@ -186,37 +195,41 @@ class _Compilation:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._missing or self._here or self._given)
+        return bool(self._missing or self._here or self._given or self._compiled)
 
     def add(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        key = (id(function), *_classes(function, args),
-               *sorted((name, _specialization(value)) for name, value in options.items()))  # fmt: skip
+        key = _key(function, args, options)
         if key not in self._seen:
             self._seen.add(key)
-            named = {name: _stand_in(value) for name, value in options.items()}
-            self._new.append(_Launch(function, tuple(map(_stand_in, args)), named))
+            self._new[key] = _Launch.of(function, args, options)
 
     def begin(self) -> None:
         """Load what is on disk, and begin to compile the rest. The longest first, of those that are known: none of them
         should begin when all others end."""
-        new, self._new = sorted(self._new, key=_expected_size, reverse=True), []
+        new, self._new = sorted(self._new.items(), key=lambda item: _expected_size(item[1]), reverse=True), {}
         if not self._uses_disk:
-            self._here += [[launch] for launch in new]
+            self._here += [[launch] for _, launch in new]
             return
-        for launch in new:
-            kernel = _missing_on_disk(launch)
+        for key, launch in new:
+            kernel = self._kernels[key] = _missing_on_disk(launch)
             number = self._numbers.get(kernel)
             if number in self._given:
                 self._given[number].append(launch)
             elif kernel is not None:
                 self._missing.setdefault(kernel, []).append(launch)
-        if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
-            with _asking_no_device(), suppress(OSError):
-                self._forks = ForkPool(_compile_pickled, self._workers)
-        if self._forks is not None:
-            self._give(self._forks)
+                self._give()
 
-    def _give(self, forks: ForkPool) -> None:
+    def _give(self) -> None:
+        """Give forks what is missing, at once, since the first kernels are the longest."""
+        if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
+            try:
+                with asking_no_device():
+                    self._forks = ForkPool(_compile_pickled, self._workers)
+            except OSError:
+                self._workers = 1
+        forks = self._forks
+        if forks is None:
+            return
         missing, self._missing = self._missing, {}
         for kernel, same in missing.items():
             task = same[0].pickled()
@@ -226,32 +239,43 @@ class _Compilation:
                 number = self._numbers[kernel] = forks.give(task)
                 self._given[number] = same
 
-    def wait_for(self, function: Any) -> None:
-        """Wait until no fork compiles a kernel of this function any more. A launch then loads the kernel."""
+    def wait_for(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Wait until no fork compiles this launch's kernel any more: not those of other sizes, which captures may need
+        last of all. The launch then loads the kernel."""
+        key = _key(function, args, options)
         with self._lock:
-            while self._forks is not None and any(same[0].function is function for same in self._given.values()):
+            if key not in self._kernels:  # perhaps another launch's kernel serves this one
+                self._kernels[key] = _missing_on_disk(_Launch.of(function, args, options))
+            number = self._numbers.get(self._kernels[key])
+            while self._forks is not None and number in self._given:
                 self._receive(self._forks)
 
     def is_busy(self) -> bool:
         with self._lock:
             if self._forks is not None:
-                self._here += [self._given.pop(number) for number in self._forks.wait(0)]
+                self._take(self._forks.wait(0))
             return self._forks is not None and bool(self._given)
 
     def _receive(self, forks: ForkPool) -> None:
-        numbers = forks.wait(PATIENCE)
-        self._here += [self._given.pop(number) for number in numbers]
+        """Wait for forks, and load what they have compiled meanwhile."""
+        while not (numbers := forks.wait(0)) and self._compiled:
+            _compile_all(self._compiled.pop())
+        numbers = numbers or forks.wait(PATIENCE)
+        self._take(numbers)
         if not numbers:
             self.close()
 
+    def _take(self, numbers: list[int]) -> None:
+        self._compiled += [self._given.pop(number) for number in numbers]
+
     def finish(self) -> None:
-        with self._lock, _asking_no_device(), ThreadPoolExecutor(max(1, self._workers)) as pool:
+        with self._lock, asking_no_device(), ThreadPoolExecutor(max(1, self._workers)) as pool:
             self._here += self._missing.values()
             while True:
-                here, self._here = self._here, []
-                for same in here:
+                for same in (*self._here, *self._compiled):
                     pool.submit(_compile_all, same)
-                if self._forks is None and not self._here:
+                self._here, self._compiled = [], []
+                if self._forks is None:
                     break
                 if self._forks is not None:
                     self._receive(self._forks)
@@ -263,6 +287,12 @@ class _Compilation:
             self._forks = None
         self._here += self._given.values()
         self._given = {}
+
+
+def _key(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Launches with the same key have the same kernel."""
+    named = sorted((name, _specialization(value)) for name, value in options.items())
+    return (id(function), *_classes(function, args), *named)
 
 
 def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
@@ -298,7 +328,8 @@ def _source_size(function: Any) -> int:
 
 def _compile_all(launches: list[_Launch]) -> None:
     for launch in launches:
-        launch.compile()
+        with suppress(Exception):  # it is raised again by the launch
+            launch.compile()
 
 
 class _Missing(Exception):
@@ -333,38 +364,6 @@ def _missing_on_disk(launch: _Launch) -> str | None:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-
-
-@dataclass(frozen=True)
-class _AskedDriver:
-    """A driver with answers, asked in advance, to the questions that compiling asks."""
-
-    driver: Any
-    device: int
-    target: Any
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.driver, name)
-
-
-@contextmanager
-def _asking_no_device() -> Iterator[None]:
-    """A fork cannot ask the device, and a new thread would ask device 0."""
-    active = driver.active
-    driver.set_active(_AskedDriver(active, active.get_current_device(), active.get_current_target()))
-    try:
-        yield
-    finally:
-        driver.set_active(active)
 
 
 def _specialization(value: Any) -> Any:
