@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 
 from outrider.core import NULL_ROW, Axis
+from outrider.kernels.buffers import to_device
 
 PerRequest = Annotated[torch.Tensor, Axis.REQUESTS]
 PerStart = Annotated[torch.Tensor, Axis.STARTS]
@@ -85,7 +86,7 @@ def pack(extents: StepExtents, fields: Sequence[Sequence[int]]) -> list[int]:
 
 def empty_packet(extents: StepExtents, device: torch.device) -> torch.Tensor:
     """The integers of a step of null rows, in which all tokens and logit rows are padding."""
-    return torch.tensor(pack(extents, [()] * len(StepPacket._fields)), dtype=torch.int64, device=device)
+    return to_device(pack(extents, [()] * len(StepPacket._fields)), torch.int64, device)
 
 
 def unpack(extents: StepExtents, ints: torch.Tensor) -> StepPacket:

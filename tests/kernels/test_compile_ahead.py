@@ -248,6 +248,11 @@ def test_forks_compile_and_this_process_loads(compiled: dict[str, Any]) -> None:
     assert len(entries) == 2 * len(all_of(1)), "each of them once"
 
 
+def test_collecting_imports_no_compiler_of_torch(compiled: dict[str, Any]) -> None:
+    """It takes seconds, and some modes make torch import it."""
+    assert compiled["forked"] and not compiled["has dynamo"]
+
+
 def test_forks_prepare_launches_too(compiled: dict[str, Any]) -> None:
     """Triton 3.6 compiles a launcher for every kernel: it would do so one by one, when they are launched."""
     made = sorted((kernel, number) for in_parent, kernel, number in compiled["launchers"] if not in_parent)
@@ -396,7 +401,8 @@ class Script:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def run(self) -> dict[str, Any]:
-        made = {"forked": self.compile(1, workers=NUM_FORKS)}
+        made: dict[str, Any] = {"forked": self.compile(1, workers=NUM_FORKS)}
+        made["has dynamo"] = "torch._dynamo" in sys.modules
         made["launchers"] = [json.loads(line) for line in self.launchers.read_text().splitlines()]
         made["launched"] = self.find_compiled(1)
         for kernel in (_add, _times):

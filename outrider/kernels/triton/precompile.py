@@ -99,9 +99,13 @@ class _ZerosForEmpty(TorchDispatchMode):
     _EMPTY = frozenset((_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default,
                         _ATEN.new_empty.default, _ATEN.new_empty_strided.default))  # fmt: skip
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return made.zero_() if func in self._EMPTY else made
+
+
+# Not in the class: torch hides what it finds there from its own compiler, which it imports for that, for seconds.
+_ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,17 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 @torch.inference_mode()
 def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> int:
-    """Begin to compile all that steps of any kind launch, the usual ones first. Returns `run_largest`'s bytes: a step
-    whose launches are collected takes the memory of one that runs, and kernels need not be waited for."""
+    """Begin to compile all that steps of any kind launch: first what takes longest, then what captures wait for, in
+    their order. Returns `run_largest`'s bytes: a step whose launches are collected takes the memory of one that runs,
+    and kernels need not be waited for."""
     with step.model.one_layer_each(), ops.precompiling(step.state.device):
+        prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
+        run_dead(step, [prompt], propose=limits.max_drafts, bound=limits.max_len)
+        if graphs is not None:
+            graphs.run_sizes(takes_checkpoints=takes_checkpoints)
         run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
         most = run_largest(step, limits)
         _count_nothing(step, limits)
-        if graphs is not None:
-            graphs.run_sizes(takes_checkpoints=takes_checkpoints)
     return most
 
 

@@ -28,12 +28,12 @@ def _tanh(x):
 
 @gluon.jit
 def _weigh(
-    score, peak, total, start, q_position, lowest, scaling,
+    score, peak, total, start, q_position, lowest, scaling, is_masked,
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):
     """Weights of one tile of keys, the new (peak, total), and the factor for what was summed before. Peaks are in
-    base 2."""
+    base 2. MASKED: whether is_masked may be true."""
     scale, softcap, window = scaling
     if HAS_SOFTCAP:
         score = softcap * _tanh(score * (scale / softcap))
@@ -41,13 +41,14 @@ def _weigh(
     else:
         scale = scale * LOG2E
     if MASKED:
-        position = (start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score.type.layout)))[None, :]
-        visible = position <= q_position[:, None]
-        if HAS_WINDOW:
-            visible = visible & (position > q_position[:, None] - window)
-        if HAS_STARTS:
-            visible = visible & (position >= lowest)
-        score = gl.where(visible, score, float("-inf"))
+        if is_masked:
+            position = (start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score.type.layout)))[None, :]
+            visible = position <= q_position[:, None]
+            if HAS_WINDOW:
+                visible = visible & (position > q_position[:, None] - window)
+            if HAS_STARTS:
+                visible = visible & (position >= lowest)
+            score = gl.where(visible, score, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(score, axis=1) * scale)
     base = new_peak
     if MASKED:  # a query that has seen no key yet: -inf minus -inf is NaN
@@ -103,7 +104,7 @@ def _start_values(
 
 @gluon.jit
 def _step(
-    acc, weight, peak, total, turn, start, q_tile, keys, values, exchange, q_position, lowest, scaling,
+    acc, weight, peak, total, turn, start, q_tile, keys, values, exchange, q_position, lowest, scaling, is_masked,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
@@ -115,8 +116,8 @@ def _step(
     mbarrier.arrive(keys[2].index(turn % STAGES), count=1)
     if SPLIT > 1:
         score = _add_other_half(score, turn, exchange, GROUP_INDEX)
-    new_weight, peak, total, shrink = _weigh(score, peak, total, start, q_position, lowest, scaling, BLOCK_N, MASKED,
-                                             HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+    new_weight, peak, total, shrink = _weigh(score, peak, total, start, q_position, lowest, scaling, is_masked,
+                                             BLOCK_N, MASKED, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
     total = _hold(total)
     acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
     mbarrier.arrive(values[2].index((turn - 1) % STAGES), count=1)
@@ -144,25 +145,27 @@ def _attend_item(
         mbarrier.arrive(keys[2].index(turn % STAGES), count=1)
         if SPLIT > 1:
             score = _add_other_half(score, turn, exchange, GROUP_INDEX)
-        first_weight, peak, total, shrink = _weigh(score, peak, total, begin, q_position, lowest, scaling, BLOCK_N,
-                                                   True, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+        first_weight, peak, total, shrink = _weigh(score, peak, total, begin, q_position, lowest, scaling, True,
+                                                   BLOCK_N, True, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
         weight = gl.convert_layout(first_weight.to(q_tile.dtype), gl.DotOperandLayout(0, acc_layout, 2))
         if HAS_WINDOW or HAS_STARTS:
-            for i in range(1, first_whole):
+            # One loop: with three of them the kernel takes 1.5 times as long to compile, and is no faster.
+            for i in range(1, num_key_tiles):
                 acc, weight, peak, total = _step(
                     acc, weight, peak, total, turn + i, begin + i * BLOCK_N, q_tile, keys, values, exchange,
-                    q_position, lowest, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, True, HAS_WINDOW, HAS_STARTS,
-                    HAS_SOFTCAP)
-        for i in range(first_whole, end_whole):
-            acc, weight, peak, total = _step(
-                acc, weight, peak, total, turn + i, begin + i * BLOCK_N, q_tile, keys, values, exchange,
-                q_position, lowest, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, False, HAS_WINDOW, HAS_STARTS,
-                HAS_SOFTCAP)
-        for i in range(end_whole, num_key_tiles):
-            acc, weight, peak, total = _step(
-                acc, weight, peak, total, turn + i, begin + i * BLOCK_N, q_tile, keys, values, exchange,
-                q_position, lowest, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, True, HAS_WINDOW, HAS_STARTS,
-                HAS_SOFTCAP)
+                    q_position, lowest, scaling, (i < first_whole) | (i >= end_whole), BLOCK_N, STAGES, SPLIT,
+                    GROUP_INDEX, True, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+        else:  # most tiles are whole, and a branch around the mask would cost up to 2%
+            for i in range(first_whole, end_whole):
+                acc, weight, peak, total = _step(
+                    acc, weight, peak, total, turn + i, begin + i * BLOCK_N, q_tile, keys, values, exchange,
+                    q_position, lowest, scaling, False, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, False, HAS_WINDOW,
+                    HAS_STARTS, HAS_SOFTCAP)
+            for i in range(end_whole, num_key_tiles):
+                acc, weight, peak, total = _step(
+                    acc, weight, peak, total, turn + i, begin + i * BLOCK_N, q_tile, keys, values, exchange,
+                    q_position, lowest, scaling, True, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, True, HAS_WINDOW,
+                    HAS_STARTS, HAS_SOFTCAP)
         last = turn + num_key_tiles - 1
         acc = _start_values(acc, weight, values, last, STAGES, SPLIT, GROUP_INDEX)
         acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
