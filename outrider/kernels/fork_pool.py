@@ -54,6 +54,10 @@ class ForkPool:
         self.num_given += 1
         return number
 
+    def end(self) -> None:
+        """No more tasks come: forks leave as soon as there is none left to begin, while others are still busy."""
+        self._todo_end.close()
+
     def wait(self, seconds: float) -> list[int]:
         """The numbers of tasks that are done, or have raised, since the last call; waits for one if there are none.
         Empty: none was for so long, or all forks have died."""

@@ -101,6 +101,26 @@ def test_forks_begin_at_once_and_take_what_comes_later(tmp_path: Path) -> None:
     assert os.getpid() not in processes and are_gone(processes) and not paths[1].exists()
 
 
+def test_what_was_given_is_done_after_the_end(tmp_path: Path) -> None:
+    def waits() -> None:
+        (tmp_path / "waits").write_text(str(os.getpid()))
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+
+    path = tmp_path / "quick"
+    works = [waits, write(path)]
+    with ForkPool(lambda task: works[int(task)](), NUM_FORKS) as forks:
+        for number in range(len(works)):
+            forks.give(str(number).encode())
+        forks.end()
+        assert forks.wait(PATIENT) == [1]
+        quick, busy = int(path.read_text()), int((tmp_path / "waits").read_text())
+        assert is_alive(busy) and quick != busy
+        (tmp_path / "go").touch()
+        assert forks.wait(PATIENT) == [0] and forks.wait(PATIENT) == []
+    assert are_gone([quick, busy])
+
+
 def test_forks_take_tasks_of_any_size(tmp_path: Path) -> None:
     sizes = [0, 1, 1 << 20, 3, 1 << 16]
     with ForkPool(lambda task: (tmp_path / str(len(task))).write_bytes(task), NUM_FORKS) as forks:

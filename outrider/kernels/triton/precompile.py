@@ -70,6 +70,7 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
     finally:
         starting.join()
     compilation.begin()
+    compilation.end()
     if compilation.has_forks:
         _unfinished.append(compilation)
         awaiting(compilation.wait_for)
@@ -222,6 +223,11 @@ class _Compilation:
             elif kernel is not None:
                 self._missing.setdefault(kernel, []).append(launch)
                 self._give()
+
+    def end(self) -> None:
+        """All launches are known."""
+        if self._forks is not None:
+            self._forks.end()
 
     def _give(self) -> None:
         """Give forks what is missing, at once, since the first kernels are the longest."""
