@@ -36,6 +36,7 @@ def start_compiler() -> Thread:
 def _start() -> None:
     asking = Thread(target=_make_driver, daemon=True)
     asking.start()
+    _find_assembler()
     for ahead in _hashing:
         ahead.join()
     _hash()
@@ -47,6 +48,14 @@ def _hash() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+def _find_assembler() -> None:
+    """Triton asks the assembler for its version, in a process, and remembers the answer."""
+    with suppress(Exception):  # whoever compiles something will see it
+        from triton import knobs
+
+        assert knobs.nvidia.ptxas is not None
 
 
 def _make_driver() -> None:
