@@ -91,6 +91,19 @@ def _find_chunk(counts, number, requests, CHUNK: tl.constexpr, MORE_THAN: tl.con
 
 
 @triton.jit
+def _tokens_of_chunk(
+    convolved, requests, start, known, chunk, CHUNK: tl.constexpr, WINDOW: tl.constexpr, CONV_DIM: tl.constexpr
+):
+    """Tokens of a chunk: (how many, their numbers [CHUNK], which are there, their rows in the step's inputs, the
+    beginnings [CHUNK, 1] of their convolved inputs)."""
+    count = tl.minimum(known - chunk * CHUNK, CHUNK)
+    t = tl.arange(0, CHUNK)
+    is_there = t < count
+    index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
+    return count, t, is_there, index, convolved + index[:, None] * CONV_DIM
+
+
+@triton.jit
 def _weights_to_end(dt, next_dt, decay):
     """dt times what is left of a token's addition after the last token. next_dt: of the tokens after each, 0 behind the
     last one."""
@@ -133,11 +146,9 @@ def _add_kernel(
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
         shared = _columns_of(first_head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
-        count = tl.minimum(known - chunk * CHUNK, CHUNK)
-        t = tl.arange(0, CHUNK)
-        is_there = t < count
-        index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
-        at = convolved + index[:, None] * CONV_DIM
+        count, t, is_there, index, at = _tokens_of_chunk(
+            convolved, requests, start, known, chunk, CHUNK, WINDOW, CONV_DIM
+        )
         b = tl.load(at + shared.b[None, :], mask=is_there[:, None] & shared.has_n[None, :], other=0.0)
         b, b_low, b_scale = _half_terms(b)
         for head in tl.range(first_head, first_head + OWN, num_stages=1):
@@ -196,11 +207,9 @@ def _output_kernel(
     if request < requests:
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
         shared = _columns_of(first_head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
-        count = tl.minimum(known - chunk * CHUNK, CHUNK)
-        t = tl.arange(0, CHUNK)
-        is_there = t < count
-        index = (requests * WINDOW + start + chunk * CHUNK + t).to(tl.int64)
-        at = convolved + index[:, None] * CONV_DIM
+        count, t, is_there, index, at = _tokens_of_chunk(
+            convolved, requests, start, known, chunk, CHUNK, WINDOW, CONV_DIM
+        )
         has_bc = is_there[:, None] & shared.has_n[None, :]
         c = tl.load(at + shared.c[None, :], mask=has_bc, other=0.0)
         b = tl.load(at + shared.b[None, :], mask=has_bc, other=0.0)
