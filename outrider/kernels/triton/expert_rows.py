@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     cdiv,
@@ -24,6 +25,31 @@ from outrider.kernels.triton.thin_linear import ThinConfig, load_weight
 
 MAX_PAIRS = 16
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
+
+
+@triton.jit
+def _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_PER_ROW: tl.constexpr,
+                 SHARED: tl.constexpr):  # fmt: skip
+    """(weight of a pair's expert, token row of the pair). A pair below zero is the token row `shared_token` with the
+    shared expert."""
+    own, token = shared, shared_token
+    if SHARED:
+        if pair >= 0:
+            own = weight + tl.load(ids + pair) * expert_stride
+            token = pair // PAIRS_PER_ROW
+    else:
+        own = weight + tl.load(ids + pair) * expert_stride
+        token = pair // PAIRS_PER_ROW
+    return own, token
+
+
+@triton.jit
+def _first_columns(at, early, pair, in_rows, inside, WHOLE: tl.constexpr, SHARED: tl.constexpr):
+    """Weights [rows, columns] of a pair's expert in float32; those of the shared expert were read early."""
+    w = load_weight(at, in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
+    if SHARED:
+        w = tl.where(pair < 0, early.to(tl.float32), w)
+    return w
 
 
 @kernel
@@ -47,31 +73,20 @@ def _expert_rows_kernel(
     up_offset = offset + N * weight_stride
     column = tl.arange(0, BLOCK_K)
     inside = column < K
-    own, token = shared, pair + num_shared
+    shared_token = pair + num_shared
+    early, early_up = None, None
     if SHARED:
         early = load_weight(shared + offset + column[None, :], in_rows & (pair < 0), inside, WHOLE)
         if GATED:
             early_up = load_weight(shared + up_offset + column[None, :], in_rows & (pair < 0), inside, WHOLE)
     wait_for_inputs(PDL)
-    if SHARED:
-        if pair >= 0:
-            own = weight + tl.load(ids + pair) * expert_stride
-            token = pair // PAIRS_PER_ROW
-    else:
-        own = weight + tl.load(ids + pair) * expert_stride
-        token = pair // PAIRS_PER_ROW
+    own, token = _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_PER_ROW, SHARED)
     x_row = x + token * x_stride
     value = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    w = load_weight(own + offset + column[None, :], in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
-    if SHARED:
-        w = tl.where(pair < 0, early.to(tl.float32), w)
-    acc = w * value
+    acc = _first_columns(own + offset + column[None, :], early, pair, in_rows, inside, WHOLE, SHARED) * value
     up = acc
     if GATED:
-        u = load_weight(own + up_offset + column[None, :], in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
-        if SHARED:
-            u = tl.where(pair < 0, early_up.to(tl.float32), u)
-        up = u * value
+        up = _first_columns(own + up_offset + column[None, :], early_up, pair, in_rows, inside, WHOLE, SHARED) * value
     for start in range(BLOCK_K, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         inside = column < K
