@@ -178,6 +178,47 @@ def _greatest_of(logits, first, last, vocab, group_greatest, flag, SIZE: tl.cons
     return tl.max(greatest, axis=0)
 
 
+@triton.jit
+def _edit_tiles(
+    own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
+    count_stride, group_greatest, SIZE: tl.constexpr, GROUP: tl.constexpr,
+):
+    """Edits some tiles, lists apart. Returns (greatest edited logits, greatest of the model's own) [SIZE]."""
+    greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
+    raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        valid = token < vocab
+        logit = tl.load(own + token, mask=valid, other=float("-inf"))
+        raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
+        logit = _edit(logit, token, valid, flag, of, num_before, rows, text, counts, mask_words, num_columns,
+                      draft_stride, count_stride)
+        tl.store(new + token, logit, mask=valid)
+        logit = tl.where(logit == logit, logit, float("inf"))
+        greatest = tl.maximum(greatest, logit)
+        if (flag & _TOP_K) != 0:
+            _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
+    return greatest, raw
+
+
+@triton.jit
+def _edit_by_lists(
+    own, new, lowest, end, place, flag, of, num_before, rows, text, counts, mask_words, stop_stride, token_stride,
+    num_columns, draft_stride, count_stride, LIST: tl.constexpr,
+):
+    """Edits tokens [lowest, end) that the row's lists name: bias, bad words, stop ids."""
+    tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
+    if (flag & _BIAS) != 0:
+        _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns,
+                  draft_stride, count_stride, LIST)
+        tl.debug_barrier()
+    if (flag & _BAD_WORDS) != 0:
+        _forbid_bad_words(new, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns, LIST)
+    if (flag & _MIN_TOKENS) != 0:
+        _forbid_stops(new, lowest, end, of, place, rows, stop_stride, LIST)
+    tl.debug_barrier()
+
+
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=[*SLICES, "draft_index"])
 def _edit_kernel(
     logits, edited, row, draft_index, position, rows, text, span_greatest, group_greatest, num_candidates, logit_stride,
@@ -200,35 +241,17 @@ def _edit_kernel(
     if (flag & _EDITED) != 0:
         new, counts = edited + at * edited_stride, find_counts(rows.counts)
         num_before = tl.minimum(tl.load(draft_index + at), num_columns).to(tl.int32)
-        greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
-        raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
-        for tile in range(first, last):
-            token = tile * SIZE + tl.arange(0, SIZE)
-            valid = token < vocab
-            logit = tl.load(own + token, mask=valid, other=float("-inf"))
-            raw = tl.maximum(raw, tl.where(logit == logit, logit, float("inf")))
-            logit = _edit(logit, token, valid, flag, of, num_before, rows, text, counts, mask_words, num_columns,
-                          draft_stride, count_stride)
-            tl.store(new + token, logit, mask=valid)
-            logit = tl.where(logit == logit, logit, float("inf"))
-            greatest = tl.maximum(greatest, logit)
-            if (flag & _TOP_K) != 0:
-                _keep_groups(group_greatest, tile, logit, SIZE, GROUP)
+        greatest, raw = _edit_tiles(
+            own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns,
+            draft_stride, count_stride, group_greatest, SIZE, GROUP,
+        )  # fmt: skip
         top = tl.max(greatest, axis=0)
         if (flag & _LISTED) != 0:
-            lowest, end = first * SIZE, tl.minimum(last * SIZE, vocab)
-            place = tl.load(position + at)
-            tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
-            if (flag & _BIAS) != 0:
-                _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns,
-                          draft_stride, count_stride, LIST)
-                tl.debug_barrier()
-            if (flag & _BAD_WORDS) != 0:
-                _forbid_bad_words(new, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns,
-                                  LIST)
-            if (flag & _MIN_TOKENS) != 0:
-                _forbid_stops(new, lowest, end, of, place, rows, stop_stride, LIST)
-            tl.debug_barrier()
+            _edit_by_lists(
+                own, new, first * SIZE, tl.minimum(last * SIZE, vocab), tl.load(position + at), flag, of, num_before,
+                rows, text, counts, mask_words, stop_stride, token_stride, num_columns, draft_stride, count_stride,
+                LIST,
+            )  # fmt: skip
             top = _greatest_of(new, first, last, vocab, group_greatest, flag, SIZE, GROUP)
         # Where the model's own logits are bad the row is bad, whatever the edits made of them.
         is_bad = tl.max(raw, axis=0) == float("inf")
