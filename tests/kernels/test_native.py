@@ -480,9 +480,11 @@ class LayerCase:
     heads: int = 9
     kv_heads: int = 3
     dim: int = 16
+    inner: int = 112
+    kind: int = native.FLOATS  # of gates and what they are for; of others with token rows rounded to 8 bits
 
     def build(self) -> tuple[native.LayerWeights, native.RopeWrite, native.Attention]:
-        hidden, inner, heads = 80, 112, (self.heads, self.kv_heads, self.dim)
+        hidden, inner, heads = 96, self.inner, (self.heads, self.kv_heads, self.dim)
         width = (heads[0] + 2 * heads[1]) * heads[2]
         shapes = [(width, hidden), (hidden, heads[0] * heads[2]), (2 * inner, hidden), (hidden, inner)]
         matrices = []
@@ -490,6 +492,11 @@ class LayerCase:
             matrix = native.dense_matrix(torch.randn(shape) * 0.1, torch.randn(shape[0]) if self.has_bias else None)
             assert matrix is not None
             matrices.append(matrix)
+        if self.kind != native.FLOATS:
+            blocks = torch.randint(0, 256, (2 * inner, 3, 34 if self.kind == native.Q8_0 else 20), dtype=torch.uint8)
+            blocks[..., 1] &= 31  # scales of less than a hundredth
+            blocks[..., 3] &= 31 if self.kind == native.Q4_1 else 255
+            matrices[2] = native.int8_matrix(blocks.view(2 * inner, -1), None, self.kind, hidden)
         weights = native.LayerWeights(torch.rand(hidden), torch.rand(hidden), 1e-5, *matrices, gelu=self.gelu,
                                       max_tokens=32)  # fmt: skip
         tokens, longest = sum(self.scheduled), max(self.lengths)
@@ -553,6 +560,9 @@ def whole_layer(
         LayerCase([1, 3, 4], [33, 3, 150], has_norms=True),
         LayerCase([1, 2], [50, 70], window=30, gelu=True),
         LayerCase([9, 21], [9, 140]),
+        LayerCase([1, 2], [50, 70], inner=101),
+        LayerCase([1, 2], [50, 70], inner=208, kind=native.Q4_1),
+        LayerCase([9, 21], [9, 140], inner=101, kind=native.Q8_0),
     ],
 )
 def test_a_whole_layer_has_the_bits_of_its_parts(case: LayerCase, has_delta: bool, threads: int) -> None:
@@ -560,7 +570,7 @@ def test_a_whole_layer_has_the_bits_of_its_parts(case: LayerCase, has_delta: boo
         pytest.skip(native.reason())
     weights, rope, attention = case.build()
     tokens = sum(case.scheduled)
-    delta, residual = torch.randn(tokens, 80) if has_delta else None, torch.randn(tokens, 80)
+    delta, residual = torch.randn(tokens, 96) if has_delta else None, torch.randn(tokens, 96)
     apart, own_cache = residual.clone(), (rope.k_cache.clone(), rope.v_cache.clone())
     own_rope = rope._replace(k_cache=own_cache[0], v_cache=own_cache[1])
     before = torch.get_num_threads()
@@ -579,13 +589,13 @@ def test_a_whole_layer_declines_what_it_does_not_take_and_does_nothing() -> None
     if not native.available():
         pytest.skip(native.reason())
     weights, rope, attention = LayerCase([33], [33]).build()
-    residual = torch.randn(33, 80)
+    residual = torch.randn(33, 96)
     assert whole_layer(weights, None, residual, rope, attention) is None, "more rows than native products take"
     weights, rope, attention = LayerCase([2], [20]).build()
     wide = torch.randn(2, 160)
     kept = wide.clone()
     assert whole_layer(weights, None, wide[:, ::2], rope, attention) is None
-    assert whole_layer(weights, None, wide[:, :80], rope, attention) is None
+    assert whole_layer(weights, None, wide[:, :96], rope, attention) is None
     assert torch.equal(wide, kept)
 
 
@@ -596,12 +606,12 @@ def test_a_step_that_took_one_tensor_still_declines_another() -> None:
     bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, scale=0.2)
     step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
     assert bound is not None and step is not None
-    residual, wide = torch.randn(2, 80), torch.randn(2, 160)
+    residual, wide = torch.randn(2, 96), torch.randn(2, 160)
     delta = native.decoder_layer(bound, step, None, residual)
     assert delta is not None and native.decoder_layer(bound, step, delta, residual) is delta
-    assert native.decoder_layer(bound, step, delta, wide[:, :80]) is None
-    assert native.decoder_layer(bound, step, wide[:, :80], residual) is None
-    assert native.decoder_layer(bound, step, delta, torch.randn(3, 80)) is None
+    assert native.decoder_layer(bound, step, delta, wide[:, :96]) is None
+    assert native.decoder_layer(bound, step, wide[:, :96], residual) is None
+    assert native.decoder_layer(bound, step, delta, torch.randn(3, 96)) is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -612,7 +622,7 @@ def test_a_whole_layer_refuses_bad_slots_and_tables(threads: int, monkeypatch: p
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weights, rope, attention = LayerCase([2], [20]).build()
     table, *counts = attention.requests._owners
-    residual = torch.randn(2, 80)
+    residual = torch.randn(2, 96)
     with pytest.raises(IndexError, match="1 token rows have a position or slot outside"):
         whole_layer(weights, None, residual, rope._replace(slots=torch.tensor([1024, -1])), attention)
     with pytest.raises(IndexError, match="page table is too short"):

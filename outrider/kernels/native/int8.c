@@ -219,16 +219,22 @@ INLINE void tiles(const Product8 *p, int64_t o, const int kind) {
     if (t < p->tokens) tile(p, t, o, 1, kind);
 }
 
+static void multiply(const Product8 *p, int64_t from, int64_t to) {
+    for (int64_t o = from; o < to; o += COLS) switch (p->w.kind) {
+        case INT8_Q8_0: tiles(p, o, INT8_Q8_0); break;
+        case INT8_Q4_0: tiles(p, o, INT8_Q4_0); break;
+        default: tiles(p, o, INT8_Q4_1);
+        }
+}
+
 static _Thread_local void *kept_inputs;
 static _Thread_local size_t inputs_size;
 
-/* Token rows are rounded and multiplied so many at a time: that many stay in a core's cache. */
-#define SLICE8 64
 #define PIECE 24 /* weight rows that a thread takes at once */
 
 /* Each thread rounds the token rows for itself, so that none waits for them. */
-static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                             Team *team) {
+void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                        const Gates *gates, Team *team) {
     int64_t blocks = w->inputs / BLOCK, fours = tokens / 4, rest = tokens % 4;
     Inputs4 *quads = kept(&kept_inputs, &inputs_size, blocks * (fours * sizeof(Inputs4) + rest * sizeof(Inputs)));
     if (!quads) abort(); /* nothing would run on without so little */
@@ -240,18 +246,14 @@ static void share_int8_slice(const Matrix *w, const float *x, int64_t x_stride, 
         for (int64_t b = 0; b < blocks; b++)
             round_inputs(x + (4 * fours + t) * x_stride + b * BLOCK, ones + t * blocks + b);
     Product8 p = {*w, quads, ones, y, blocks, tokens};
-    Loop loop = start_loop(team, (w->outputs + PIECE - 1) / PIECE);
-    for (int64_t i; (i = next_piece(&loop)) >= 0;)
-        for (int64_t o = i * PIECE; o < w->outputs && o < (i + 1) * PIECE; o += COLS) switch (w->kind) {
-            case INT8_Q8_0: tiles(&p, o, INT8_Q8_0); break;
-            case INT8_Q4_0: tiles(&p, o, INT8_Q4_0); break;
-            default: tiles(&p, o, INT8_Q4_1);
-            }
+    const int64_t outputs = gates ? gates->width : w->outputs;
+    Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;) {
+        int64_t from = i * PIECE, to = outputs - from < PIECE ? outputs : from + PIECE;
+        multiply(&p, from, to);
+        if (!gates) continue;
+        multiply(&p, outputs + from, outputs + to);
+        apply_gates(gates, y, w->outputs, 0, tokens, from, to);
+    }
     meet(team);
-}
-
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
-    for (int64_t t = 0; t < tokens; t += SLICE8)
-        share_int8_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE8 ? tokens - t : SLICE8,
-                         team);
 }

@@ -10,7 +10,6 @@
 #define BLOCK 32
 #define LANES 16     /* weight rows side by side */
 #define ROWS 8       /* most token rows of a tile */
-#define SLICE 64     /* token rows that are rounded and multiplied at once: that many stay in a core's cache */
 #define PIECE 32     /* weight rows that a thread takes at once */
 #define FETCHED 2560 /* bytes between the weights that are read and those that are fetched */
 
@@ -154,40 +153,46 @@ TILES(LANES_Q4_1)
 static _Thread_local void *kept_inputs;
 static _Thread_local size_t inputs_size;
 
+static void multiply(const Product *p, int64_t tokens, int64_t from, int64_t to) {
+    Tile *const *tiles = p->w.kind == LANES_Q8_0   ? LANES_Q8_0_TILES
+                         : p->w.kind == LANES_Q4_0 ? LANES_Q4_0_TILES
+                                                   : LANES_Q4_1_TILES;
+    for (int64_t o = from; o < to; o += LANES) {
+        int64_t t = 0;
+        for (; t + 8 <= tokens; t += 8) tiles[3](p, t, o);
+        if (t + 4 <= tokens) tiles[2](p, t, o), t += 4;
+        if (t + 2 <= tokens) tiles[1](p, t, o), t += 2;
+        if (t < tokens) tiles[0](p, t, o);
+    }
+}
+
 /* Each thread rounds the token rows for itself, so that none waits for them. */
-static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                         const Gates *gates, Team *team) {
     int64_t blocks = w->inputs / BLOCK;
     Inputs *inputs = kept(&kept_inputs, &inputs_size, blocks * tokens * sizeof(Inputs));
     if (!inputs) abort(); /* nothing would run on without so little */
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t b = 0; b < blocks; b++) round_inputs(x + t * x_stride + b * BLOCK, inputs + t * blocks + b);
     Product p = {*w, inputs, y, blocks};
-    Tile *const *tiles = w->kind == LANES_Q8_0   ? LANES_Q8_0_TILES
-                         : w->kind == LANES_Q4_0 ? LANES_Q4_0_TILES
-                                                 : LANES_Q4_1_TILES;
-    Loop loop = start_loop(team, (w->outputs + PIECE - 1) / PIECE);
-    for (int64_t i; (i = next_piece(&loop)) >= 0;)
-        for (int64_t o = i * PIECE; o < w->outputs && o < (i + 1) * PIECE; o += LANES) {
-            int64_t t = 0;
-            for (; t + 8 <= tokens; t += 8) tiles[3](&p, t, o);
-            if (t + 4 <= tokens) tiles[2](&p, t, o), t += 4;
-            if (t + 2 <= tokens) tiles[1](&p, t, o), t += 2;
-            if (t < tokens) tiles[0](&p, t, o);
-        }
+    const int64_t outputs = gates ? gates->width : w->outputs;
+    Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;) {
+        int64_t from = i * PIECE, to = outputs - from < PIECE ? outputs : from + PIECE;
+        multiply(&p, tokens, from, to);
+        if (!gates) continue;
+        multiply(&p, tokens, outputs + from, outputs + to);
+        apply_gates(gates, y, w->outputs, 0, tokens, from, to);
+    }
     meet(team);
-}
-
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
-    for (int64_t t = 0; t < tokens; t += SLICE)
-        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, tokens - t < SLICE ? tokens - t : SLICE,
-                    team);
 }
 #else
 int64_t interleaved_rows(void) { return 0; }
 
 /* Nobody makes such a matrix here. */
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
-    (void)w, (void)x, (void)x_stride, (void)y, (void)tokens, (void)team;
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                         const Gates *gates, Team *team) {
+    (void)w, (void)x, (void)x_stride, (void)y, (void)tokens, (void)gates, (void)team;
     abort();
 }
 #endif

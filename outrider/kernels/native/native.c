@@ -38,39 +38,13 @@ void rms_norm(const float *x, int64_t x_stride, float *residual, int64_t residua
     PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps, &team);
 }
 
-/* silu(x) = x s(x); gelu by tanh is x s(2u) with u = sqrt(2/pi) (x + 0.044715 x^3): one sigmoid serves both. */
-INLINE vf activate(vf gate, int gelu) {
-    vf u = gelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate;
-    return gate / (1.0f + vexp(-u));
-}
-
-INLINE void activate_row(const float *gate, const float *up, float *out, int64_t width, int gelu) {
-    int64_t i = 0;
-    for (; i + VL <= width; i += VL) store(out + i, activate(load(gate + i), gelu) * load(up + i));
-    if (i < width) {
-        int n = (int)(width - i);
-        vf tail = activate(load_tail(gate + i, n), gelu) * load_tail(up + i, n);
-        for (int j = 0; j < n; j++) out[i + j] = tail[j];
-    }
-}
-
-static void share_gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu,
-                        Team *team) {
-#pragma omp for nowait
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *row = gate_up + t * stride;
-        if (gelu)
-            activate_row(row, row + width, out + t * width, width, 1);
-        else
-            activate_row(row, row + width, out + t * width, width, 0);
-    }
-    meet(team);
-}
-
 void gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu, int threads) {
     if (tokens * width < 16384) threads = 1;
-    Team team = {.threads = threads};
-    PARALLEL(threads) share_gated(gate_up, stride, out, tokens, width, gelu, &team);
+    const Gates gates = {out, width, gelu};
+    PARALLEL(threads) {
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++) apply_gates(&gates, gate_up, stride, t, t + 1, 0, width);
+    }
 }
 
 /* Functions of single elements. The result of an element does not depend on its place: a library computes the last
@@ -304,16 +278,15 @@ static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next
         share_norm(p->delta, hidden, p->residual, hidden, l->input_norm, p->x, tokens, hidden, l->eps, team);
     else
         share_norm(p->residual, hidden, NULL, 0, l->input_norm, p->x, tokens, hidden, l->eps, team);
-    share_product(&l->qkv, p->x, hidden, p->spread, tokens, team);
+    share_product(&l->qkv, p->x, hidden, p->spread, tokens, NULL, team);
     share_rope_write(p->spread, l->qkv.outputs, tokens, &p->rope, &p->bad, team);
     share_attention(&p->work, &p->failed, team);
 #pragma omp master
     if (next) prepare_layer(p, next, team->threads);
-    share_product(&l->out, p->gathered, mixed, p->delta, tokens, team);
+    share_product(&l->out, p->gathered, mixed, p->delta, tokens, NULL, team);
     share_norm(p->delta, hidden, p->residual, hidden, l->mlp_norm, p->x, tokens, hidden, l->eps, team);
-    share_product(&l->gate_up, p->x, hidden, p->spread, tokens, team);
-    share_gated(p->spread, 2 * inner, p->gathered, tokens, inner, l->gelu, team);
-    share_product(&l->down, p->gathered, inner, p->delta, tokens, team);
+    share_product(&l->gate_up, p->x, hidden, p->spread, tokens, &(Gates){p->gathered, inner, l->gelu}, team);
+    share_product(&l->down, p->gathered, inner, p->delta, tokens, NULL, team);
 }
 
 /* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is

@@ -143,6 +143,42 @@ INLINE vf vexp(vf x) {
     return pick(gone, splat(0.0f), scaled);
 }
 
+/* silu(x) = x s(x); gelu by tanh is x s(2u) with u = sqrt(2/pi) (x + 0.044715 x^3): one sigmoid serves both. */
+INLINE vf activate(vf gate, int gelu) {
+    vf u = gelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate;
+    return gate / (1.0f + vexp(-u));
+}
+
+INLINE void activate_row(const float *gate, const float *up, float *out, int64_t width, int gelu) {
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) store(out + i, activate(load(gate + i), gelu) * load(up + i));
+    if (i < width) {
+        int n = (int)(width - i);
+        vf tail = activate(load_tail(gate + i, n), gelu) * load_tail(up + i, n);
+        for (int j = 0; j < n; j++) out[i + j] = tail[j];
+    }
+}
+
+/* Outputs of which the first `width` are gates of as many others: the gated ones go to out [tokens, width]. */
+typedef struct {
+    float *out;
+    int64_t width;
+    int gelu;
+} Gates;
+
+/* Columns [from, to) of token rows [first, last). */
+static inline void apply_gates(const Gates *g, const float *y, int64_t stride, int64_t first, int64_t last,
+                               int64_t from, int64_t to) {
+    for (int64_t t = first; t < last; t++) {
+        const float *gate = y + t * stride + from;
+        float *out = g->out + t * g->width + from;
+        if (g->gelu)
+            activate_row(gate, gate + g->width, out, to - from, 1);
+        else
+            activate_row(gate, gate + g->width, out, to - from, 0);
+    }
+}
+
 /* Memory a thread keeps from call to call, aligned: a vector across two lines takes twice the time to load. */
 static inline void *kept(void **memory, size_t *size, size_t need) {
     if (*size < need) {
@@ -368,12 +404,16 @@ typedef struct {
 /* residual may be null: then out = norm(x); otherwise residual += x and out = norm(residual). */
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
                 float *out, int64_t tokens, int64_t width, float eps, Team *team);
-/* y[t, o] = sum_i x[t, i] w[o, i] + bias[o] */
-void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
+/* y[t, o] = sum_i x[t, i] w[o, i] + bias[o]. With `gates`, which may be null, a thread that has computed some gates and
+ * what they are for applies them at once, while both are in its cache. */
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
+                   Team *team);
 /* The same for the kinds INT8, with token rows rounded to 8 bits. */
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
-/* Likewise for the kinds LANES. */
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team);
+void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                        const Gates *gates, Team *team);
+/* Likewise for the kinds LANES. Gates come in multiples of 16 here and above. */
+void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                         const Gates *gates, Team *team);
 void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */

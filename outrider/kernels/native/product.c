@@ -329,6 +329,7 @@ static _Thread_local size_t panel_size, x_size;
 #define GROUP 4          /* token rows that pass by together where there are many */
 #define PANEL (28 << 10) /* bytes of weights in floats that they pass by: about half of a nearest cache */
 #define SLICE 128        /* token rows packed at once */
+#define SLICE8 64        /* token rows rounded to 8 bits and multiplied at once: that many stay in a core's cache */
 #define PIECE 48         /* weight rows that a thread takes at once: whole tiles for every number of token rows */
 
 #if defined(__aarch64__)
@@ -473,38 +474,52 @@ static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs,
 }
 
 /* Each thread has its own packed token rows, so that none waits for them. */
-static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
+static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                        const Gates *gates, Team *team) {
     int64_t group = tokens <= 8 ? tokens : GROUP;
     float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float) + 64);
     if (!packed) abort(); /* likewise */
     pack(x, x_stride, tokens, w->inputs, group, packed);
     Product p = {*w, packed, y, tokens};
-    const int64_t piece = w->inputs * w->outputs < 16384 ? w->outputs : PIECE;
-    Loop loop = start_loop(team, (w->outputs + piece - 1) / piece);
-    for (int64_t i; (i = next_piece(&loop)) >= 0;)
-        PRODUCTS[w->kind](&p, i * piece, (i + 1) * piece < w->outputs ? (i + 1) * piece : w->outputs);
+    const int64_t outputs = gates ? gates->width : w->outputs;
+    const int64_t piece = w->inputs * w->outputs < 16384 ? outputs : PIECE;
+    Loop loop = start_loop(team, (outputs + piece - 1) / piece);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;) {
+        int64_t from = i * piece, to = outputs - from < piece ? outputs : from + piece;
+        PRODUCTS[w->kind](&p, from, to);
+        if (!gates) continue;
+        PRODUCTS[w->kind](&p, outputs + from, outputs + to);
+        apply_gates(gates, y, w->outputs, 0, tokens, from, to);
+    }
     meet(team);
 }
 
-void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, Team *team) {
-    if (w->kind >= LANES_Q8_0) {
-        share_lanes_product(w, x, x_stride, y, tokens, team);
-        return;
-    }
-    if (w->kind >= INT8_Q8_0) {
-        share_int8_product(w, x, x_stride, y, tokens, team);
-        return;
-    }
-    for (int64_t t = 0; t < tokens; t += SLICE) {
-        int64_t count = tokens - t < SLICE ? tokens - t : SLICE;
-        share_slice(w, x + t * x_stride, x_stride, y + t * w->outputs, count, team);
+void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
+                   Team *team) {
+    const int64_t slice = w->kind < INT8_Q8_0 ? SLICE : SLICE8;
+    for (int64_t t = 0; t < tokens; t += slice) {
+        const float *from = x + t * x_stride;
+        float *to = y + t * w->outputs;
+        const int64_t count = tokens - t < slice ? tokens - t : slice;
+        Gates part = gates ? (Gates){gates->out + t * gates->width, gates->width, gates->gelu} : (Gates){0};
+        const int at_once = gates && gates->width % 16 == 0; /* or they would not be whole tiles of weight rows */
+        if (w->kind >= LANES_Q8_0)
+            share_lanes_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
+        else if (w->kind >= INT8_Q8_0)
+            share_int8_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
+        else
+            share_slice(w, from, x_stride, to, count, at_once ? &part : NULL, team);
+        if (!gates || at_once) continue;
+#pragma omp for nowait
+        for (int64_t row = 0; row < count; row++) apply_gates(&part, to, w->outputs, row, row + 1, 0, part.width);
+        meet(team);
     }
 }
 
 void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
     if (w->inputs * w->outputs < 16384) threads = 1;
     Team team = {.threads = threads};
-    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, &team);
+    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, NULL, &team);
 }
 
 /* See row_neon.h; 0 on other machines, which do not ask. */
