@@ -66,9 +66,11 @@ _states: WeakKeyDictionary[RowFields, bytes | None] = WeakKeyDictionary()
 
 def _packed_state(state: RowFields) -> bytes | None:
     """The row state as the C code reads it, packed once; None if the C code does not take it."""
-    if state not in _states:
-        _states[state] = _pack_state(state) if _takes_state(state) else None
-    return _states[state]
+    try:
+        return _states[state]
+    except KeyError:
+        packed = _states[state] = _pack_state(state) if _takes_state(state) else None
+        return packed
 
 
 def _pack_state(state: RowFields) -> bytes:
