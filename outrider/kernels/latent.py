@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 NOT_CHOSEN = -1
-NUM_COUNTERS = 8448  # int32 numbers for each token row with which the kernels choose positions
+NUM_COUNTERS = 1  # int32 numbers for each token row with which the kernels choose positions
 MAX_ELEMENTS = 1 << 24  # of the scores, or of the gathered cache entries, that exist at a time
 
 

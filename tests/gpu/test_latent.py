@@ -93,7 +93,7 @@ def test_choice(device: torch.device, name: str) -> None:
 
 
 def test_equal_scores(device: torch.device) -> None:
-    """Every score is the same: one bin of each level holds them all."""
+    """Every score is the same: there are more candidates than any list has room for."""
     contexts, keys = make(device, [(3, 20000)], 128)
     keys = torch.where(keys.isnan(), keys, 1.0)
     q, weights = torch.ones(3, 64, 128, device=device).bfloat16(), torch.ones(3, 64, device=device)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from outrider.kernels.latent import TokenContexts  # noqa: E402
-from outrider.kernels.triton.hopper import index, latent, latent_decode  # noqa: E402
+from outrider.kernels.triton.hopper import index, index_decode, latent, latent_decode  # noqa: E402
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
@@ -43,13 +43,14 @@ def compile_kernel(kernel: Any, **constants: int) -> Any:
 
 
 def test_compile_for_the_card() -> None:
-    attends, scores, *decodes = found_without_interpreter(__file__)
+    attends, scores, few_scores, *decodes = found_without_interpreter(__file__)
     assert 2 * (attends["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES, "two programs share a multiprocessor"
     assert attends["copies"] == 9 * 4, "each of them of 16 bytes"
     for decode in decodes:
         assert decode["shared"] <= attends["shared"] and decode["copies"] == attends["copies"] and decode["multiplies"]
-    assert scores["shared"] <= PROGRAM_BYTES and scores["overwritten"] == []
-    assert attends["multiplies"] and scores["multiplies"]
+    assert scores["shared"] <= PROGRAM_BYTES and scores["overwritten"] == few_scores["overwritten"] == []
+    assert index_decode.PROGRAMS * (few_scores["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES
+    assert attends["multiplies"] and scores["multiplies"] and few_scores["multiplies"]
 
 
 def make_contexts(tokens: int, requests: int = 1) -> TokenContexts:
@@ -76,6 +77,13 @@ def test_take_what_they_can_and_leave_the_rest(monkeypatch: pytest.MonkeyPatch) 
     assert not scores(tokens=64) and not scores(heads=24) and not scores(dim=96) and not scores(scaled=True)
     assert not scores(requests=100), "most tiles would have token rows of several requests"
 
+    def few_scores(tokens: int = 8, heads: int = 64, dtype: torch.dtype = torch.bfloat16, scaled: bool = False) -> bool:
+        q, keys = torch.zeros(tokens, heads, 128, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
+        return index_decode.takes_few_rows(q, keys, torch.ones(3, 16, 1) if scaled else None)
+
+    assert few_scores() and few_scores(tokens=64) and few_scores(heads=16)
+    assert not few_scores(tokens=65) and not few_scores(dtype=torch.float32) and not few_scores(scaled=True)
+
 
 def test_registers_are_shared_out() -> None:
     """The card gives registers in eights, and not more of them than the program has."""
@@ -87,6 +95,8 @@ if __name__ == "__main__":
     made = (compile_kernel(latent._chosen_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64),
             compile_kernel(index._prompt_scores_kernel, HEADS=64, D=128, PAGE=64, FETCHES=index.FETCH_REGISTERS,
                            SCORES=index.SCORE_REGISTERS),
+            compile_kernel(index_decode._decode_scores_kernel, HEADS=64, D=128, PAGE=64, KEYS=index_decode.TILE,
+                           SLOTS=index_decode.STAGES, PDL=True),
             *(compile_kernel(latent_decode._split_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, SPLIT=split,
                              PDL=True) for split in (False, True)))  # fmt: skip
     codes = [(kernel.metadata.shared, kernel.asm["ptx"]) for kernel in made]

@@ -149,12 +149,13 @@ def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, i
     weights = spread(len(q), 5, device=device, dtype=torch.float32, seed=9)
     if integers:
         q, weights = q.round(), weights.round()
-    chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16,
+    chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16, room=32,
                             num_splits=splits)
     assert torch.equal(chosen, wanted)
     assert (chosen[:, -1] >= 0).sum() > 15 and (chosen[:, 0] == NOT_CHOSEN).any()
     counters = torch.zeros(len(q), latent.NUM_COUNTERS, dtype=torch.int32, device=device)
-    again, _ = choose(contexts, q, weights, keys, 7, counters=counters, config=ScoreConfig(rows, 16, 4, 1), segment=16)
+    again, _ = choose(contexts, q, weights, keys, 7, counters=counters, config=ScoreConfig(rows, 16, 4, 1), segment=16,
+                      room=16)
     assert torch.equal(again, wanted) and counters.any()
 
 
@@ -166,23 +167,42 @@ def test_equal_scores_go_to_lower_positions(device: torch.device) -> None:
     assert torch.equal(chosen, wanted) and chosen[0].tolist() == list(range(1, 10))
 
 
+@pytest.mark.parametrize(("room", "sample"), [(16, 32), (128, 32)], ids=["listed", "few enough"])
 @pytest.mark.parametrize(("bits", "spread_bits"), [(0x3F800000, 3), (0x3F800000, 300), (-0x40800000, 5000), (5, 4)])
-def test_scores_that_differ_in_their_last_bits_are_told_apart(device: torch.device, bits: int,
-                                                              spread_bits: int) -> None:
-    """Around 1, -1 and among the smallest numbers there are; beside infinities, in each of the levels of bins."""
-    numbers = torch.arange(5 * 70, device=device).view(5, 70) * 7919 % spread_bits
+def test_scores_that_differ_in_their_last_bits_are_told_apart(device: torch.device, bits: int, spread_bits: int,
+                                                              room: int, sample: int) -> None:
+    """Around 1, -1 and among the smallest numbers there are; beside infinities. Candidates that have no room in a list
+    are found as well."""
+    numbers = torch.arange(5 * 80, device=device).view(5, 80) * 7919 % spread_bits
     scores = (bits + numbers).to(torch.int32).view(torch.float32)
     scores[:, 8::9], scores[:, 3::17] = -torch.inf, torch.inf
     scores[0, 10:50] = -torch.inf
     first, stop = (torch.tensor(ends, device=device) for ends in ([10, 0, 3, 9, 4], [50, 70, 69, 22, 4]))
     contexts = TokenContexts(torch.zeros(1, 1, device=device), torch.zeros(5, device=device), first, stop)
-    order = scores.view(torch.int32) ^ ((scores.view(torch.int32) >> 31) & 0x7FFFFFFF)
-    bins = [torch.zeros(5, count, dtype=torch.int32, device=device) for count in (4096, 4096, 256)]
-    for row, (low, high) in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
-        bins[0][row] += torch.bincount((order[row, low:high] >> 20) + 2048, minlength=4096)
     chosen = torch.full((5, 13), -99, device=device)
-    index_choice.choose_by_scores(scores, tuple(bins), contexts, chosen, 16, 2, False)
+    counters = torch.zeros(5, latent.NUM_COUNTERS, dtype=torch.int32, device=device)
+    index_choice.choose_by_scores(scores, counters, contexts, chosen, segment=16, room=room, sample=sample,
+                                  num_splits=2, pdl=False)
     assert torch.equal(chosen, latent.best_positions(scores, contexts, 13))
+    assert counters.any() == (room == 16)
+
+
+@pytest.mark.parametrize("kind", ["even", "only high ones are seen", "no high ones are seen"])
+def test_a_sample_that_misleads_changes_nothing(device: torch.device, kind: str) -> None:
+    """High scores where no sample looks, and only there where it does."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(2, 1040, generator=generator).to(device)
+    in_sample = (torch.arange(1040, device=device) % 64 < 8)[None]
+    if kind != "even":
+        scores += 100 * (in_sample if kind == "only high ones are seen" else ~in_sample)
+    first, stop = torch.tensor([0, 0], device=device), torch.tensor([1024, 1039], device=device)
+    contexts = TokenContexts(torch.zeros(1, 1, device=device), torch.zeros(2, device=device), first, stop)
+    chosen = torch.full((2, 64), -99, device=device)
+    counters = torch.zeros(2, latent.NUM_COUNTERS, dtype=torch.int32, device=device)
+    index_choice.choose_by_scores(scores, counters, contexts, chosen, segment=128, room=256, sample=128, pdl=False)
+    assert torch.equal(chosen, latent.best_positions(scores, contexts, 64))
+    is_listed = (counters >= 64) & (counters <= 256)
+    assert is_listed.all() if kind == "even" else not is_listed.any()
 
 
 @pytest.mark.parametrize("rows", [1, 4])

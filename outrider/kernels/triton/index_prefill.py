@@ -16,7 +16,7 @@ import triton.language as tl
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from outrider.kernels.triton.hopper.index import launch_scores
 from outrider.kernels.triton.index_choice import check_choice
-from outrider.kernels.triton.index_scores import ordered
+from outrider.kernels.triton.index_search import ALIGNED, guess_between, load_orders, narrow, ordered
 from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
@@ -25,47 +25,8 @@ SIZES = (8192, 16384, 32768)  # positions that programs keep in registers
 PER_THREAD, MAX_REGISTERS = 64, 128  # of them in each thread, and of registers: a multiprocessor then holds 32768
 SEGMENT, WRITTEN = 4096, 1024  # positions that are read from memory at a time, to search and to write them
 _NONE = tl.constexpr(NOT_CHOSEN)
-_ALIGNED = tl.constexpr(16)  # positions at which wide loads may begin
-_GUESSES = tl.constexpr(24)
 _INTS = ["first", "stop", "found", "chosen"]
 _VARYING, _FIXED = ["top_k", "above"], ["top_k"]
-
-
-@triton.jit
-def _number(order):
-    """The score of an ordered integer."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _guess(bottom, top, not_below, above, top_k, turn):
-    """An ordered integer in (bottom, top]: where the top_k-th best score would be if scores were spread evenly from
-    bottom to top, with `not_below` the one and `above` the other; after some turns the middle of the integers, which
-    always comes to an end."""
-    middle = (bottom | top) - ((bottom ^ top) >> 1)
-    share = (not_below - top_k).to(tl.float32) / (not_below - above).to(tl.float32)
-    share = tl.minimum(tl.maximum(share, 0.02), 0.98)
-    guess = ordered(_number(bottom) + (_number(top) - _number(bottom)) * share)
-    return tl.minimum(tl.maximum(tl.where(turn < _GUESSES, guess, middle), bottom + 1), top)
-
-
-@triton.jit
-def _narrow(bottom, top, not_below, above, guess, enough, top_k):
-    """The range, and the numbers of scores beside it, after `enough` scores were found that are not below the guess."""
-    is_enough = enough >= top_k
-    new_top = tl.where(is_enough, tl.where(enough == top_k, guess, top), guess - 1)
-    return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
-        is_enough, above, enough)
-
-
-@triton.jit
-def _load_orders(own, start, low, high, SIZE: tl.constexpr):
-    """(positions, whether they are visible, their ordered scores or the least integer)."""
-    position = start + tl.arange(0, SIZE)
-    is_visible = (position >= low) & (position < high)
-    is_near = position < tl.cdiv(high, _ALIGNED) * _ALIGNED  # whole groups, as wide loads need
-    order = ordered(tl.load(own + position, mask=is_near, other=0.0))
-    return position, is_visible, tl.where(is_visible, order, -2147483648)
 
 
 @triton.jit
@@ -83,16 +44,17 @@ def _search_kernel(
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
-    begin = low // _ALIGNED * _ALIGNED
+    begin = low // ALIGNED * ALIGNED
     if (high - low > top_k) & (high - begin > above) & (high - begin <= SIZE):
-        position, is_visible, order = _load_orders(scores + row * scores_stride, begin, low, high, SIZE)
+        position, is_visible, order = load_orders(scores + row * scores_stride, begin, low, high, SIZE)
         top = tl.max(order, axis=0)
         bottom = tl.min(tl.where(is_visible, order, 2147483647), axis=0)
         not_below, above_top, turn = high - low, 0, 0
         while bottom < top:
-            guess = _guess(bottom, top, not_below, above_top, top_k, turn)
+            guess = guess_between(bottom, top, not_below, above_top, top_k, turn)
             enough = tl.sum((order >= guess).to(tl.int32), axis=0)
-            bottom, top, not_below, above_top = _narrow(bottom, top, not_below, above_top, guess, enough, top_k)
+            bottom, top, not_below, above_top = narrow(bottom, top, not_below, above_top, guess, enough,
+                                                        top_k, top_k)
             turn += 1
         start, end = low, high - 1
         if not_below > top_k:  # more are equal to the least one than are missing
@@ -110,7 +72,7 @@ def _search_kernel(
 def _count_in_memory(own, begin, low, high, least, last, SEG: tl.constexpr):
     total = 0
     for start in tl.range(begin, high, SEG, num_stages=3):
-        position, is_visible, order = _load_orders(own, start, low, high, SEG)
+        position, is_visible, order = load_orders(own, start, low, high, SEG)
         total += tl.sum((is_visible & _is_chosen(position, order, least, last)).to(tl.int32), axis=0)
     return total
 
@@ -123,19 +85,20 @@ def _search_in_memory_kernel(
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
-    begin = low // _ALIGNED * _ALIGNED
+    begin = low // ALIGNED * ALIGNED
     own = scores + row * scores_stride
     if (high - begin > above) & (high - low > top_k):
         top, bottom = -2147483648, 2147483647
         for at in tl.range(begin, high, SEG, num_stages=3):
-            position, is_visible, order = _load_orders(own, at, low, high, SEG)
+            position, is_visible, order = load_orders(own, at, low, high, SEG)
             top = tl.maximum(top, tl.max(order, axis=0))
             bottom = tl.minimum(bottom, tl.min(tl.where(is_visible, order, 2147483647), axis=0))
         not_below, above_top, turn = high - low, 0, 0
         while bottom < top:
-            guess = _guess(bottom, top, not_below, above_top, top_k, turn)
+            guess = guess_between(bottom, top, not_below, above_top, top_k, turn)
             enough = _count_in_memory(own, begin, low, high, guess, high, SEG)
-            bottom, top, not_below, above_top = _narrow(bottom, top, not_below, above_top, guess, enough, top_k)
+            bottom, top, not_below, above_top = narrow(bottom, top, not_below, above_top, guess, enough,
+                                                        top_k, top_k)
             turn += 1
         start, end = low, high - 1
         if not_below > top_k:
@@ -202,7 +165,7 @@ def choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
     """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
-    columns = triton.cdiv(num_keys, _ALIGNED.value) * _ALIGNED.value
+    columns = triton.cdiv(num_keys, ALIGNED.value) * ALIGNED.value
     scores = torch.empty(step, columns, dtype=torch.float32, device=q.device)
     for begin in range(0, num_tokens, step):
         rows = slice(begin, min(begin + step, num_tokens))

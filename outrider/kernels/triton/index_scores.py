@@ -1,9 +1,8 @@
 """Scores of the indexer in flat token space: for each token row, the weighted sum over heads of relu(q . key).
 
 A program serves a tile of token rows and every n-th tile of their keys, so that the grid does not grow with the length.
-Token rows that belong to different requests are served one request after the other. Beside the scores it counts, for
-each token row, how many scores fall into each of some bins, from which `index_choice` finds where the best begin.
-Token rows whose context has no more than top-k positions are skipped: they need no scores.
+Token rows that belong to different requests are served one request after the other. Those whose context has no more
+than top-k positions are skipped: they need no scores.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import (
@@ -26,8 +24,6 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-BINS = 4096
-_BIN_SHIFT = tl.constexpr(20)  # a bin is the leading 12 bits of an ordered score
 _INTS = ["page_table", "request_of", "first", "stop"]
 
 
@@ -48,25 +44,13 @@ def score_config(num_tokens: int, itemsize: int) -> ScoreConfig:
     return ScoreConfig(1, 128, 4, 3) if num_tokens <= 64 else ScoreConfig(4, 128, 8, 3)
 
 
-@triton.jit
-def ordered(score):
-    """Integers in the order of the scores."""
-    bits = score.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def bin_of(order):
-    return (order >> _BIN_SHIFT) + 2048
-
-
 @kernel(do_not_specialize=["num_tokens", "num_splits", "top_k"], do_not_specialize_on_alignment=_INTS)
 def _scores_kernel(
-    q, weights, keys, scales, page_table, request_of, first, stop, scores, bins, num_tokens, num_splits, top_k,
+    q, weights, keys, scales, page_table, request_of, first, stop, scores, num_tokens, num_splits, top_k,
     q_token_stride, q_head_stride, weights_stride, page_stride, key_stride, scale_page_stride, table_stride,
     scores_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, COUNTS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Column `t * HEADS_PAD + h` of a program's products is head h of token row t of its tile."""
     release_dependents(PDL)
@@ -116,17 +100,15 @@ def _scores_kernel(
                 visible = is_own[None, :] & (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
                 to = token.to(tl.int64)[None, :] * scores_stride + position[:, None]
                 tl.store(scores + to, score, mask=visible)
-                tl.atomic_add(bins + token[None, :] * COUNTS + bin_of(ordered(score)), 1, mask=visible, sem="relaxed")
 
 
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
-    scores: torch.Tensor, bins: torch.Tensor, scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
+    scores: torch.Tensor, scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
     num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
-    """Writes scores [tokens, positions] float32 of visible positions, and adds their numbers to bins [tokens, BINS]
-    int32, for token rows with more than top_k positions. Arguments are those of `kernels.latent.choose_positions`,
-    which checks them."""
+    """Writes scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them.
+    Arguments are those of `kernels.latent.choose_positions`, which checks them."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, head_dim = q.shape
     config = config or score_config(num_tokens, q.element_size())
@@ -135,11 +117,11 @@ def index_scores(
     splits = num_splits or max(1, min(most, 4 * sms // tiles))
     _scores_kernel[(tiles, splits)](
         q, weights, keys, weights if scales is None else scales, contexts.page_table, contexts.request_of,
-        contexts.first, contexts.stop, scores, bins, num_tokens, splits, top_k, q.stride(0), q.stride(1),
+        contexts.first, contexts.stop, scores, num_tokens, splits, top_k, q.stride(0), q.stride(1),
         weights.stride(0), keys.stride(0), keys.stride(1), 0 if scales is None else scales.stride(0),
         contexts.page_table.stride(0), scores.stride(0), HEADS=num_heads,
         HEADS_PAD=max(16 // config.rows, next_power_of_two(num_heads)), D=head_dim,
         D_PAD=max(16, next_power_of_two(head_dim)), PAGE=keys.shape[1], ROWS=config.rows, BLOCK_N=config.block_n,
-        COUNTS=BINS, SCALED=scales is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
+        SCALED=scales is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl_options(pdl),
     )  # fmt: skip
