@@ -72,6 +72,18 @@ def no_sums(BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def weigh_scores(score, peak, total):
+    """(weights of a tile's keys, factor for all that was summed before, new peak, new sum of weights) for scores in
+    base 2, -inf where a query does not see a key."""
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    # A query that has seen no key yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    return weight, shrink, new_peak, total * shrink + tl.sum(weight, axis=1)
+
+
+@triton.jit
 def attend_keys(
     q, acc, peak, total, q_position, begin, end, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -106,16 +118,10 @@ def attend_keys(
             if HAS_WINDOW:
                 visible = visible & (position[None, :] > q_position[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, axis=1))
-        # A query that has seen no key yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, axis=1)
+        weight, shrink, peak, total = weigh_scores(score, peak, total)
         if not EARLY_VALUES:
             v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
     return acc, peak, total
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.attention_core import no_sums, weigh_scores
 from outrider.kernels.triton.common import (
     LOG2E,
     cdiv,
@@ -62,6 +63,53 @@ def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *,
     return LatentConfig(64, q_tile, 64, 8, 3)  # two programs just fit into a multiprocessor's shared memory
 
 
+@triton.jit
+def _next_request(
+    served, row, request, low, high, max_count, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHOSEN: tl.constexpr
+):
+    """(first row, request, rows, whether they choose) to serve next: of the request of the first token row that is not
+    served yet, with all its token rows of the tile. A token row with a choice of its own is served alone."""
+    leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
+    owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
+    is_own = (served == 0) & (request == owner)
+    is_long = False
+    if CHOSEN:
+        chooses = high - low > max_count
+        is_long = tl.sum(tl.where((row == leader) & chooses, 1, 0), axis=0) > 0
+        is_own = is_own & tl.where(is_long, row // BLOCK_H == leader // BLOCK_H, ~chooses)
+    return leader, owner, is_own, is_long
+
+
+@triton.jit
+def _attend_entries(
+    q_latent, q_rope, acc, peak, total, is_own, low, high, begin, end, lowest, chosen, is_long, cache, table,
+    page_stride, entry_stride, scale, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
+):
+    """Folds entries [begin, end) of a request into (acc, peak, total) of its rows, as `attend_keys` does keys. Entry i
+    lies at position lowest + i, or if `is_long` at position chosen[i]."""
+    latent, rope = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
+    for start in range(begin, end, BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        inside = index < end
+        position = lowest + index
+        if CHOSEN:
+            listed = tl.load(chosen + index, mask=inside & is_long, other=0).to(tl.int32)
+            position = tl.where(is_long, listed, position)
+        page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+        entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
+        k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
+        k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
+        score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
+        score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
+        visible = inside[None, :] & is_own[:, None]
+        visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+        score = tl.where(visible, score, float("-inf"))
+        weight, shrink, peak, total = weigh_scores(score, peak, total)
+        acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _latent_attention_kernel(
     q, cache, page_table, request_of, first, stop, positions, out, part_lse, scale, num_tokens, max_count, num_splits,
@@ -87,20 +135,15 @@ def _latent_attention_kernel(
     at = q + token.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     q_latent = tl.load(at + latent[None, :], mask=exists[:, None] & (latent < L)[None, :], other=0.0)
     q_rope = tl.load(at + L + rope[None, :], mask=exists[:, None] & (rope < R)[None, :], other=0.0)
-    acc = tl.zeros([BLOCK_M, L_PAD], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc, peak, total = no_sums(BLOCK_M, L_PAD)
     served = tl.full([BLOCK_M], 0, dtype=tl.int32)
     for _ in range(0, Q_TILE):
-        # The request of the first token row that is not served yet, with all its token rows of the tile.
-        leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
-        owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
-        is_own = (served == 0) & (request == owner)
-        if CHOSEN:  # a token row with a choice of its own is served alone
-            chooses = high - low > max_count
-            is_long = tl.sum(tl.where((row == leader) & chooses, 1, 0), axis=0) > 0
-            is_own = is_own & tl.where(is_long, row // BLOCK_H == leader // BLOCK_H, ~chooses)
-            own = positions + (tl.program_id(1) * Q_TILE + leader // BLOCK_H).to(tl.int64) * positions_stride
+        leader, owner, is_own, is_long = _next_request(
+            served, row, request, low, high, max_count, BLOCK_M, BLOCK_H, CHOSEN
+        )
+        chosen = positions
+        if CHOSEN:
+            chosen += (tl.program_id(1) * Q_TILE + leader // BLOCK_H).to(tl.int64) * positions_stride
         served = tl.where(is_own, 1, served)
         lowest = tl.min(tl.where(is_own & (high > low), low, 2147483647), axis=0)
         highest = tl.max(tl.where(is_own & (high > low), high, 0), axis=0)
@@ -108,30 +151,10 @@ def _latent_attention_kernel(
         size = tl.maximum(min_split, tl.cdiv(tl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N)
         end = tl.minimum(count, (split + 1) * size)
         table = page_table + owner.to(tl.int64) * table_stride
-        for start in range(split * size, end, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
-            inside = index < end
-            position = lowest + index
-            if CHOSEN:
-                listed = tl.load(own + index, mask=inside & is_long, other=0).to(tl.int32)
-                position = tl.where(is_long, listed, position)
-            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-            entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
-            k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
-            k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
-            score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
-            score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
-            visible = inside[None, :] & is_own[:, None]
-            visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-            score = tl.where(visible, score, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, axis=1))
-            # A row that has seen nothing yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weight, axis=1)
-            acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
-            peak = new_peak
+        acc, peak, total = _attend_entries(
+            q_latent, q_rope, acc, peak, total, is_own, low, high, split * size, end, lowest, chosen, is_long, cache,
+            table, page_stride, entry_stride, scale, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, CHOSEN,
+        )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)
     result = acc / divisor[:, None]
     to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent[None, :]
