@@ -13,7 +13,17 @@ from pydantic_core import PydanticCustomError
 from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
-from outrider.server.protocol import Body, ChatMessage, ChatRequest, Function, FunctionCall, Said, Tool, ToolCall
+from outrider.server.protocol import (
+    Body,
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    Said,
+    Tool,
+    ToolCall,
+    ToolName,
+)
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
@@ -55,7 +65,7 @@ class Message(Said):
 
 
 class MessageTool(Body):
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: Json
     type: Literal["custom"] | None = None

@@ -267,8 +267,11 @@ class ChatMessage(Said):
     refusal: None = None
 
 
+ToolName: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
 class Function(Body):
-    name: str = Field(min_length=1)
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(default=None, description="arguments of forced calls always have the schema's form")

@@ -28,6 +28,7 @@ from outrider.server.protocol import (
     TextPart,
     Tool,
     ToolCall,
+    ToolName,
 )
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
@@ -83,7 +84,7 @@ class InputReasoning(Body):
 
 class ResponseTool(Body):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None

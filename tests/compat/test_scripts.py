@@ -231,8 +231,9 @@ REFUSED = {
                              "chat_template_content_format='openai' is not supported"),
     "short names of types": ("LLM(model, dtype='bf16')", r"^dtype 'bf16': did you mean 'bfloat16'\?"),
     "another name of CUDA": ("LLM(model, device='gpu')", r"^device 'gpu': did you mean 'cuda'\?"),
-    "drafts without a method": ("LLM(model, speculative_config={'num_speculative_tokens': 2})",
-                                "^speculative_config: method must be one of ngram, .*or a list, each of these .*None$"),
+    "drafts without a method": (
+        "LLM(model, speculative_config={'num_speculative_tokens': 2})",
+        r"^speculative_config: method must be one of ngram, .*or a list \(not empty\), each of these, got None$"),
     "drafts without a number": ("LLM(model, speculative_config={'method': 'ngram'})",
                                 "^speculative_config: num_speculative_tokens must be an integer from 1 to 16, got"),
     "a drafter on several devices": (

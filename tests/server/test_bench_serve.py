@@ -41,7 +41,7 @@ def test_failures_are_counted_and_said(served: Served, capsys: pytest.CaptureFix
                  "--num-prompts", "2"])
     shown = capsys.readouterr()
     assert code == 1 and json.loads(shown.out.splitlines()[-1])["failed"] == 2 and "there is no model" in shown.err
-    assert main(["bench", "serve", "--base-url", served.url]) == 1  # no key: the list of models is refused
+    assert main(["bench", "serve", "--base-url", served.url]) == 2  # no key: the list of models is refused
     assert "401" in capsys.readouterr().err
 
 

@@ -135,6 +135,10 @@ def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
     body = plain.post("/v1/messages", messages=[]).json()
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["error"]["param"] == "max_tokens" and body["error"]["message"]
+    nameless = {"name": "", "input_schema": {"type": "object"}}
+    assert plain.error("/v1/messages", messages=[{"role": "user", "content": "x"}], max_tokens=1,
+                       tools=[nameless])["param"] == "tools"
+    assert plain.error("/v1/responses", input="x", tools=[{"type": "function", "name": ""}])["param"] == "tools"
     assert plain.post("/v1/messages/other").json()["error"]["type"] == "not_found_error"
     message = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
     assert plain.error("/v1/messages", **message, thinking={"type": "enabled"})["param"] == "thinking"
