@@ -149,13 +149,13 @@ def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, i
     weights = spread(len(q), 5, device=device, dtype=torch.float32, seed=9)
     if integers:
         q, weights = q.round(), weights.round()
-    chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16, room=32,
+    chosen, wanted = choose(contexts, q, weights, keys, 7, config=ScoreConfig(rows, 16, 4, 1), segment=16, room=64,
                             num_splits=splits)
     assert torch.equal(chosen, wanted)
     assert (chosen[:, -1] >= 0).sum() > 15 and (chosen[:, 0] == NOT_CHOSEN).any()
     counters = torch.zeros(len(q), latent.NUM_COUNTERS, dtype=torch.int32, device=device)
-    again, _ = choose(contexts, q, weights, keys, 7, counters=counters, config=ScoreConfig(rows, 16, 4, 1), segment=16,
-                      room=16)
+    again, _ = choose(contexts, q, weights, keys, 7, counters=counters, config=ScoreConfig(rows, 16, 4, 1), segment=64,
+                      room=32)
     assert torch.equal(again, wanted) and counters.any()
 
 
