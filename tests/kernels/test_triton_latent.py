@@ -187,6 +187,21 @@ def test_scores_that_differ_in_their_last_bits_are_told_apart(device: torch.devi
     assert counters.any() == (room == 16)
 
 
+@pytest.mark.parametrize("room", [16, 128], ids=["listed", "few enough"])
+def test_both_zeros_are_equal_scores(device: torch.device, room: int) -> None:
+    """A head's negative weight times no match is -0.0: positions then decide, as among all equal scores."""
+    scores = torch.zeros(2, 80, device=device)
+    scores[:, ::2] = -0.0
+    scores[1, 3::5] = 1.0
+    first, stop = torch.tensor([0, 5], device=device), torch.tensor([70, 80], device=device)
+    contexts = TokenContexts(torch.zeros(1, 1, device=device), torch.zeros(2, device=device), first, stop)
+    chosen = torch.full((2, 25), -99, device=device)
+    counters = torch.zeros(2, latent.NUM_COUNTERS, dtype=torch.int32, device=device)
+    index_choice.choose_by_scores(scores, counters, contexts, chosen, segment=16, room=room, sample=32, num_splits=2,
+                                  pdl=False)
+    assert torch.equal(chosen, latent.best_positions(scores, contexts, 25))
+
+
 @pytest.mark.parametrize("kind", ["even", "only high ones are seen", "no high ones are seen"])
 def test_a_sample_that_misleads_changes_nothing(device: torch.device, kind: str) -> None:
     """High scores where no sample looks, and only there where it does."""

@@ -36,8 +36,8 @@ def sample_size(num_keys: int, top_k: int) -> int:
 
 @triton.jit
 def ordered(score):
-    """Integers in the order of the scores."""
-    bits = score.to(tl.int32, bitcast=True)
+    """Integers in the order of the scores; -0.0 is 0.0, as for a sort."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
