@@ -71,7 +71,7 @@ class Detokenizer:
 
 
 class TokenOffsets:
-    """Where each token of a text begins in it, in characters. A token that is a part of a character, or that adds no
+    """Finds the character of a text at which each token begins. A token that is a part of a character, or that adds no
     text yet, begins where that character does."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:

@@ -56,8 +56,8 @@ class LocalRunner:
         return self._thread.submit(self._run, batch, self.device_step.pack(batch, size))
 
     def on_thread(self, work: Callable[[], Made]) -> Made:
-        """What `work` returns where steps run. A measurement belongs there: a thread that runs products has helpers of
-        its own, and how these wait for each other depends on how many there are."""
+        """Run `work` on the thread of steps, and return its result. A measurement belongs there: a thread that runs
+        products has helpers of its own, and how these wait for each other depends on how many there are."""
         return self._thread.submit(work).result()
 
     def idle(self, quiet_seconds: float) -> float | None:

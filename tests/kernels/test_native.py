@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.kernels import native, ops, reference
 from outrider.kernels.native import build as native_build
 from outrider.kernels.native import structures
+from outrider.kernels.native.build import library
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.draw import draw_tokens
 
@@ -648,7 +649,7 @@ def test_loading_compares_the_structures_with_c(monkeypatch: pytest.MonkeyPatch)
 def test_fields_in_another_order_are_noticed(structure: structures.Structure, tmp_path: Path) -> None:
     if not native.available():
         pytest.skip(native.reason())
-    structure.check(native_build.library())
+    structure.check(library())
     first, second, *rest = structure.kinds
     kinds = {name: structure.kinds[name] for name in (second, first, *rest)}
     wrong = structures.Structure(structure.name, **kinds)

@@ -220,7 +220,7 @@ linear_wide = Operation(
     triton_kernel("outrider.kernels.triton.matvec:matvec_wide", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
     triton_kernel("outrider.kernels.triton.hopper.few_rows:few_rows_wide", BFLOAT16,
                   "outrider.kernels.triton.hopper.few_rows:is_fastest_wide"),
-    Kernel("library", "cuda", conditions.library_wide, SIXTEEN_BITS),
+    Kernel("library", "cuda", conditions.wide_by_library, SIXTEEN_BITS),
     exact=exact.linear_wide,
 )
 
@@ -262,7 +262,7 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 linear_add = Operation(
     _linear_add,
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
-    Kernel("library", "cuda", conditions.library_add, SIXTEEN_BITS, conditions.has_many_rows),
+    Kernel("library", "cuda", conditions.add_by_library, SIXTEEN_BITS, conditions.has_many_rows),
     name="linear_add", exact=exact.linear_add,
 )
 

@@ -26,8 +26,8 @@ def has_many_rows(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
     return x.shape[0] >= MANY_ROWS and bias is None
 
 
-def library_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-                bias: torch.Tensor | None = None) -> None:
+def add_by_library(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                   bias: torch.Tensor | None = None) -> None:
     """The library's own product with a sum, rounded once."""
     residual.addmm_(x, weight.t())
 
@@ -40,6 +40,6 @@ def is_few_rows_for_native(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.shape[0] <= NATIVE_MAX_ROWS and takes_linear(x, weight)
 
 
-def library_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def wide_by_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The library's own product of 16-bit operands with sums that stay in float32."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -71,8 +71,8 @@ def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_want
 
 @triton.jit
 def _taken(bottom, not_below, above, top_k):
-    """What `least_chosen` returns, once the range is one integer. Unless exactly top_k scores are not below it, it is a
-    score itself, and `above` are above it."""
+    """The result of `least_chosen`, once the range is one integer. Unless exactly top_k scores are not below it, it is
+    a score itself, and `above` are above it."""
     is_apart = not_below == top_k
     return tl.where(is_apart, bottom - 1, bottom), tl.where(is_apart, 0, top_k - above)
 
@@ -107,8 +107,8 @@ def _end_of_normal(share):
 
 @triton.jit
 def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.constexpr):
-    """By a sample of a context's scores, one that more than top_k scores are not below, and fewer than ROOM. The first
-    guess is where it would be if scores were normally distributed."""
+    """An ordered score that more than top_k scores of a context reach, and fewer than ROOM, judged by a sample. The
+    first guess is where it would be if scores were normally distributed."""
     place = tl.arange(0, SAMPLE)
     step = (high - low) // (SAMPLE // _RUN)
     begin = tl.cdiv(low + place // _RUN * step, _RUN) * _RUN  # whole runs, as wide loads need

@@ -71,7 +71,7 @@ def _add_columns(acc, up, w, u, x, x_stride, column, K: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def _load_added(residual, row, in_rows, HAS_RESIDUAL: tl.constexpr):
-    """What is added to one token row's outputs."""
+    """Load the residual values that are added to one token row's outputs; zero if there are none."""
     if HAS_RESIDUAL:
         return tl.load(residual + row, mask=in_rows, other=0.0).to(tl.float32)
     else:
