@@ -194,3 +194,26 @@ def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch
     expected, found = taps(plain), taps(fused)
     assert counts == [2, 1, 2]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_layers_that_one_call_does_follow_the_pool_and_the_taps() -> None:
+    """One model serves one pool after another, and is asked for other hidden states between: what was kept of the call
+    before must not be used."""
+
+    def states(model: Model, pages: PagedModel, taps: tuple[int, ...]) -> list[torch.Tensor]:
+        view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
+        hidden = model.forward(view.token_ids, view.positions, pages.cached.bind(view), taps=taps)
+        return [*hidden.taps, hidden.final]
+
+    fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
+    prepare([fused], allow_copies=False)
+    first, second, expected = PagedModel(fused), PagedModel(fused), PagedModel(plain)
+    for pages in (first, second, expected):
+        pages.cached = CachedLayers(pages.model.attention_layers, pages.pool, NativeBackend())
+    for pages, taps in ((first, ()), (first, (2,)), (second, (2,))):
+        assert all(torch.equal(a, b) for a, b in zip(states(plain, expected, taps), states(fused, pages, taps),
+                                                     strict=True))
+    for layer in fused.attention_layers:
+        written = second.pool.layer(layer.index)
+        for name, tensor in expected.pool.layer(layer.index).items():
+            torch.testing.assert_close(written[name], tensor, rtol=0, atol=0, equal_nan=True)  # free pages are NaN
