@@ -436,6 +436,63 @@ def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pyte
         native_build.build()
 
 
+@pytest.fixture
+def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Compiling takes no time here: it copies the library that this machine has built. Notes each time in a file."""
+    if not native.available():
+        pytest.skip(native.reason())
+    built, notes = native_build.build(), tmp_path / "notes"
+    script = compiling(f'echo x >> {notes}; {TO_OUTPUT} cp {built} "$2"')
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    look_again()
+    yield notes
+    monkeypatch.undo()
+    look_again()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 20_000])
+def test_a_library_that_lost_its_end_is_built_again(copying_compiler: Path, num_bytes: int) -> None:
+    """To load a part of one would end the process by a signal, at every start."""
+    path = native_build.build()
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    assert native.available(), native.reason()
+    assert copying_compiler.read_text() == "x\nx\n" and native_build.build() == path
+    assert copying_compiler.read_text() == "x\nx\n"
+
+
+def test_a_cache_that_cannot_be_written_costs_a_build_and_says_so(
+    tmp_path: Path, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
+    assert native.available(), native.reason()
+    assert "set OUTRIDER_CACHE" in caplog.text and "below cannot be written" in caplog.text
+    assert set(tmp_path.iterdir()) == before | {copying_compiler}, "nothing is left behind"
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def test_no_compiler_is_no_warning_but_a_broken_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with monkeypatch.context() as without:
+        without.setenv("PATH", os.devnull)
+        look_again()
+        assert not native.available() and not caplog.records
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, "exit 1"))
+    try:
+        look_again()
+        assert not native.available() and "slower" in caplog.text
+    finally:
+        monkeypatch.undo()
+        look_again()
+
+
 @pytest.mark.parametrize("inputs", [32, 45, 1600])
 def test_a_row_of_a_product_does_not_depend_on_the_others(inputs: int) -> None:
     """Also where rows are more than are packed at once, and with a tail of inputs, of weight rows and of token rows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -49,8 +50,19 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
+log = logging.getLogger("outrider")
+
+
 class BuildError(RuntimeError):
     """Why there is no native library; its text is for `outrider env`."""
+
+
+class MissingCompiler(BuildError):
+    pass
+
+
+class UnwritableFolder(BuildError):
+    """The folder has no library yet, and none can be written there."""
 
 
 def cache_folder() -> Path:
@@ -60,8 +72,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
-def build() -> Path:
-    """The library's path, compiling only if these sources, compiler and processor have not met before."""
+def build(folder: Path | None = None) -> Path:
+    """The library's path in a folder, by default the cache folder. Compiles only if these sources, compiler and
+    processor have not met there before. The file's name ends with a hash of its bytes: a disk that is full, or a machine
+    that loses its power, can leave a part of a file behind, and a process that loads one dies."""
+    folder = cache_folder() if folder is None else folder
     compiler = _compiler()
     try:
         version = subprocess.run(
@@ -69,14 +84,19 @@ def build() -> Path:
         ).stdout
         code = [*(file.read_text() for file in (*HEADERS, *SOURCES)), layout_source()]
         identity = "\n".join([*code, version, *compiler, *FLAGS, _processor()])
-        target = cache_folder() / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with status_line("building the CPU kernels, once, in about 10 s", is_once=True):
-                _compile(compiler, target)
+        name = f"native-{_hash(identity.encode())}"
+        kept = next((file for file in sorted(folder.glob(f"{name}-*.so")) if _is_whole(file)), None)
+        return kept or _compile(compiler, folder, name)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
-    return target
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _is_whole(library: Path) -> bool:
+    return library.stem.endswith(_hash(library.read_bytes()))
 
 
 def describe() -> str:
@@ -94,7 +114,7 @@ def _compiler() -> list[str]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    raise BuildError("no C compiler (cc, gcc or clang) found")
+    raise MissingCompiler("no C compiler (cc, gcc or clang) found")
 
 
 def _processor() -> str:
@@ -107,21 +127,33 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(fields)})])
 
 
-def _compile(compiler: list[str], target: Path) -> None:
-    """Compiles beside the target and renames, so that other processes see all of it or nothing."""
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+def _compile(compiler: list[str], folder: Path, name: str) -> Path:
+    """Compiles into a file of another name and renames it, so that other processes see all of it or nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, output = tempfile.mkstemp(suffix=".so", dir=folder)
+    except OSError as error:
+        raise UnwritableFolder(f"{folder} cannot be written ({error.strerror})") from error
     os.close(handle)
     try:
-        for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
-            # The layout file comes through the standard input.
-            sources = [*map(str, SOURCES), f"-I{HERE}", "-x", "c", "-", "-x", "none"]
-            command = [*compiler, *flags, *sources, "-o", name, "-lm"]
-            done = subprocess.run(command, input=layout_source(), capture_output=True, text=True, timeout=BUILD_SECONDS)
-            if done.returncode == 0:
-                return os.replace(name, target)
-        raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
+        with status_line("building the CPU kernels, once, in about 10 s", is_once=True):
+            _run_compiler(compiler, output)
+        target = folder / f"{name}-{_hash(Path(output).read_bytes())}.so"
+        os.replace(output, target)
+        return target
     finally:
-        Path(name).unlink(missing_ok=True)
+        Path(output).unlink(missing_ok=True)
+
+
+def _run_compiler(compiler: list[str], output: str) -> None:
+    for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
+        # The layout file comes through the standard input.
+        sources = [*map(str, SOURCES), f"-I{HERE}", "-x", "c", "-", "-x", "none"]
+        command = [*compiler, *flags, *sources, "-o", output, "-lm"]
+        done = subprocess.run(command, input=layout_source(), capture_output=True, text=True, timeout=BUILD_SECONDS)
+        if done.returncode == 0:
+            return
+    raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
 
 
 @functools.cache
@@ -130,8 +162,11 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("OUTRIDER_NATIVE") == "0":
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:
-        lib = ctypes.CDLL(str(build()))
+        lib = _open_library()
+    except MissingCompiler as error:  # which is optional
+        return None, str(error)
     except (BuildError, OSError) as error:
+        log.warning("no native CPU kernels, so that torch computes on a CPU, which is slower: %s", error)
         return None, str(error)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -139,6 +174,16 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     for structure in STRUCTURES:
         structure.check(lib)
     return lib, ""
+
+
+def _open_library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(build()))
+    except UnwritableFolder as error:  # a home that is read-only, as containers have
+        log.warning("the CPU kernels are built at every start, because %s: set OUTRIDER_CACHE to a folder that can be",
+                    error)
+        with tempfile.TemporaryDirectory(prefix="outrider-") as spare:  # a library that is loaded needs no file
+            return ctypes.CDLL(str(build(Path(spare))))
 
 
 def available() -> bool:
