@@ -250,6 +250,11 @@ def test_a_process_without_standard_streams(folder: Path, monkeypatch: pytest.Mo
     assert not is_terminal(closed)
 
 
+def test_a_closed_standard_output_is_no_surprise(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["generate", str(folder), "--prompt", "ab", "--max-tokens", "2", *SMALL]) == 0
+
+
 def test_chat_keeps_the_conversation_until_reset(folder: Path, capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("first question\nsecond\n\n/reset\nthird\n/exit\nnever\n"))

@@ -74,8 +74,8 @@ def cache_folder() -> Path:
 
 def build(folder: Path | None = None) -> Path:
     """The library's path in a folder, by default the cache folder. Compiles only if these sources, compiler and
-    processor have not met there before. The file's name ends with a hash of its bytes: a disk that is full, or a machine
-    that loses its power, can leave a part of a file behind, and a process that loads one dies."""
+    processor have not met there before. The file's name ends with a hash of its bytes: a full disk, or a machine that
+    loses its power, can leave a part of a file behind, and a process that loads one dies."""
     folder = cache_folder() if folder is None else folder
     compiler = _compiler()
     try:
