@@ -63,8 +63,8 @@ class LinearFormat(ABC):
 
     @property
     def plain_weight(self) -> torch.Tensor | None:
-        """The weight, where its products may be computed together with those of other weights: it is in the model's
-        dtype, has no bias, and need not be exact."""
+        """The weight, for formats that compute its products together with those of other weights: it is in the model's
+        dtype, has no bias, and need not be exact. None otherwise."""
         return None
 
     def use_int8_activations(self) -> float | None:

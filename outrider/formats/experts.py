@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from outrider.formats.base import LinearFormat
 from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
@@ -42,9 +43,9 @@ class ExpertsFormat(ABC):
     ) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
-    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, shared_gate_up: torch.Tensor,
-                        shared_down: torch.Tensor) -> torch.Tensor | None:  # fmt: skip
-        """`mix` plus the result of an expert that every token row takes, if a kernel computes both together."""
+    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
+                        down: LinearFormat) -> torch.Tensor | None:
+        """`mix` plus the result of a gated MLP that every token row takes, if a kernel computes both together."""
         return None
 
 
@@ -80,7 +81,10 @@ class DenseExperts(ExpertsFormat):
     ) -> torch.Tensor:
         return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
 
-    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, shared_gate_up: torch.Tensor,
-                        shared_down: torch.Tensor) -> torch.Tensor | None:  # fmt: skip
-        given = (x, routed.ids, routed.weights, self._gate_up, self._down, activation, shared_gate_up, shared_down)
+    def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
+                        down: LinearFormat) -> torch.Tensor | None:
+        first, second = gate_up.plain_weight, down.plain_weight
+        if first is None or second is None:
+            return None
+        given = (x, routed.ids, routed.weights, self._gate_up, self._down, activation, first, second)
         return ops.experts_with_shared(*given) if ops.experts_with_shared.has_kernel(*given) else None

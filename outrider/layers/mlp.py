@@ -35,11 +35,6 @@ class GatedMLP(FeedForward):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up.activated(x, self.activation))
 
-    def plain_weights(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(gate and up, down), see `LinearFormat.plain_weight`."""
-        gate_up, down = self.gate_up.format.plain_weight, self.down.format.plain_weight
-        return None if gate_up is None or down is None else (gate_up, down)
-
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual += mlp(x), in place."""
         self.down.add_to(residual, self.gate_up.activated(x, self.activation))

@@ -115,10 +115,9 @@ class MoE(FeedForward):
 
     def _with_shared(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor | None:
         """experts(x) + shared(x), where one kernel computes both."""
-        is_alike = isinstance(self.shared, GatedMLP) and self.shared.activation == self.experts.activation
-        if not is_alike or self.shared_gate is not None or self.latent is not None:
+        shared, activation = self.shared, self.experts.activation
+        if self.shared_gate is not None or self.latent is not None or not isinstance(shared, GatedMLP):
             return None
-        assert isinstance(self.shared, GatedMLP)
-        weights = self.shared.plain_weights()
-        return None if weights is None else self.experts.format.mix_with_shared(x, routed, self.experts.activation,
-                                                                                *weights)
+        if shared.activation != activation:
+            return None
+        return self.experts.format.mix_with_shared(x, routed, activation, shared.gate_up.format, shared.down.format)
