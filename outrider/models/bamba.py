@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from outrider.layers import GatedMLP, LayerNames, Mamba2, Mamba2Shape, PreNormLayer, SelfAttention, TokenMixer
+from outrider.layers import LayerNames, Mamba2, Mamba2Shape, PreNormLayer, SelfAttention, TokenMixer
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder, partial_rope, read_limits
 
-ACTIVATION = "silu"
 ROTARY_FACTOR = 0.5
 
 
@@ -22,7 +21,6 @@ class Bamba(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.rotaries = [self.make_rotary(partial_rope(config, sizes.head_dim, ROTARY_FACTOR), max_len)]
@@ -38,8 +36,7 @@ class Bamba(HybridDecoder):
 
     def _layer(self, mixer: TokenMixer) -> PreNormLayer:
         name = "mamba" if isinstance(mixer, Mamba2) else "self_attn"
-        mlp = GatedMLP(self.sizes.hidden_size, self.sizes.intermediate_size, activation=ACTIVATION,
-                       bias=self.config.get("mlp_bias", bool, False), dtype=self.dtype, device=self.device)
+        mlp = self.make_mlp(self.sizes.intermediate_size, bias=self.config.get("mlp_bias", bool, False))
         names = LayerNames("input_layernorm", name, "pre_ff_layernorm", "feed_forward")
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, names)
 

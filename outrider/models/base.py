@@ -15,7 +15,18 @@ from typing import NamedTuple
 import torch
 
 from outrider.kernels import ops
-from outrider.layers import Delta, Embedding, LayeredModule, Linear, Module, RMSNorm, RopeParams, Rotary, copy_stream
+from outrider.layers import (
+    Delta,
+    Embedding,
+    GatedMLP,
+    LayeredModule,
+    Linear,
+    Module,
+    RMSNorm,
+    RopeParams,
+    Rotary,
+    copy_stream,
+)
 from outrider.mixers import Attend, AttentionLayer, RecurrentMixer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
@@ -96,6 +107,7 @@ class Decoder(Model):
     """Embedding, layers, norm, head. A family fills `layers`, `rotaries` and `attention_layers`."""
 
     names = DecoderNames()
+    activation = "silu"  # of MLPs and experts
     norm_offset = False  # norms scale by 1 + weight
     rotaries: list[Rotary]
     softcap: float | None = None  # soft limit of the logits
@@ -129,6 +141,10 @@ class Decoder(Model):
     def make_norm(self) -> RMSNorm:
         sizes = self.sizes
         return RMSNorm(sizes.hidden_size, sizes.eps, dtype=self.dtype, device=self.device, offset=self.norm_offset)
+
+    def make_mlp(self, width: int, *, bias: bool = False) -> GatedMLP:
+        return GatedMLP(self.hidden_size, width, activation=self.activation, bias=bias, dtype=self.dtype,
+                        device=self.device)
 
     def make_rotary(self, rope: RopeParams, max_len: int | None) -> Rotary:
         return Rotary(rope, max_len=max_len or self.max_positions, dtype=self.dtype, device=self.device)

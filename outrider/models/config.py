@@ -55,14 +55,16 @@ class Sizes:
         )
 
 
-def refuse_unsupported(config: ConfigReader) -> None:
-    """Refuse keys that change the arithmetic of any model and that no model here implements."""
+def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str = "hidden_act") -> None:
+    """Refuse keys that change the arithmetic of any model and that no model here implements, and another activation
+    than the family's own, which stands under `key`."""
     quantization = config.get("quantization_config", dict, {})
     is_block_scaled = (quantization.get("quant_method"), quantization.get("weight_block_size")) == ("fp8", [128, 128])
     if quantization and not is_block_scaled:  # the files' reader makes plain numbers of those
         raise config.refusal("quantization_config", "only unquantised weights and fp8 with scales of 128 x 128 blocks "
                              "are; load such a checkpoint")
     config.must_equal("pretraining_tp", 1, default=1)
+    config.must_equal(key, activation, default=activation)
 
 
 def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | None]:

@@ -12,8 +12,6 @@ from outrider.config import INDEX_KEY_DTYPES
 from outrider.layers import (
     DecoderLayer,
     Experts,
-    FeedForward,
-    GatedMLP,
     LatentAttention,
     LatentShape,
     MoE,
@@ -27,7 +25,6 @@ from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
 from outrider.models.nemotron_h import read_rule
 
-ACTIVATION = "silu"
 PREDICTED = "num_nextn_predict_layers"
 DENSE, SPARSE = "dense", "sparse"
 FULL_INDEX, SHARED_INDEX = "full", "shared"
@@ -42,8 +39,8 @@ class DeepseekV3(Decoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        for key, only in (("hidden_act", ACTIVATION), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
-                          ("moe_layer_freq", 1), ("rope_interleave", True), ("mlp_bias", False)):
+        for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
+                          ("rope_interleave", True), ("mlp_bias", False)):
             config.must_equal(key, only, default=only)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
@@ -82,7 +79,7 @@ class DeepseekV3(Decoder):
 
     def layer(self, attention: LatentLayer, is_sparse: bool) -> DecoderLayer:
         mixer = LatentAttention(attention, self.shape, dtype=self.dtype, device=self.device)
-        feed_forward = self._experts(attention.index) if is_sparse else self._mlp(self.sizes.intermediate_size)
+        feed_forward = self._experts(attention.index) if is_sparse else self.make_mlp(self.sizes.intermediate_size)
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward)
 
     def _read_shape(self) -> LatentShape:
@@ -96,17 +93,14 @@ class DeepseekV3(Decoder):
             index_rotates_pairs=config.get("indexer_rope_interleave", bool, self.index_rotates_pairs),
         )
 
-    def _mlp(self, width: int) -> FeedForward:
-        return GatedMLP(self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype,
-                        device=self.device)
-
     def _experts(self, index: int) -> MoE:
         hidden_size, rule = self.sizes.hidden_size, read_rule(self.config)
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device),
-            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=self.dtype, device=self.device),
-            shared=self._mlp(self.num_shared * width) if self.num_shared else None,
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
+                    device=self.device),
+            shared=self.make_mlp(self.num_shared * width) if self.num_shared else None,
         )
 
 

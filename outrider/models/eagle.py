@@ -52,7 +52,6 @@ class HeadConfig:
         is_speculators = config.values.get("speculators_model_type") is not None
         layer = config.section("transformer_layer_config") if is_speculators else config
         refuse_unsupported(layer)
-        layer.must_equal("hidden_act", "silu", default="silu")
         return cls(config, layer, is_speculators)
 
     @property

@@ -44,12 +44,10 @@ class Gemma3Layer(DecoderLayer):
     def __init__(
         self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True)
-
         self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norm(), norm(), norm(), norm()
+        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (
+            RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True) for _ in range(4))
         self.attention = SelfAttention(
             layer,
             sizes.hidden_size,
@@ -90,8 +88,7 @@ class Gemma3(Decoder):
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        refuse_unsupported(config)
-        config.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
+        refuse_unsupported(config, ACTIVATION, "hidden_activation")
         config.must_equal("use_bidirectional_attention", False, default=False)
         sizes = Sizes.read(config, head_dim=256, is_tied=True)
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)

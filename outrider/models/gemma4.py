@@ -58,9 +58,8 @@ class Gemma4Attention(SelfAttention):
         layer, self.has_v = shape.attention, shape.has_v
         super().__init__(layer, sizes.hidden_size, qkv_bias=bias, out_bias=bias, head_norm=None, has_v=shape.has_v,
                          dtype=dtype, device=device)
-        self.q_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
-        self.k_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
-        self.v_norm = RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
+        self.q_norm, self.k_norm, self.v_norm = (RMSNorm(layer.head_dim, sizes.eps, dtype=dtype, device=device)
+                                                 for _ in range(3))
         self.v_norm.weight.fill_(1)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -129,10 +128,8 @@ class ExpertsBeside(Module):
 
     def __init__(self, index: int, rule: RouteRule, expert_size: int, sizes: Sizes, *, dtype: torch.dtype,
                  device: torch.device) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-
-        self.mlp_norm, self.input_norm, self.output_norm, self.router_norm = norm(), norm(), norm(), norm()
+        self.mlp_norm, self.input_norm, self.output_norm, self.router_norm = (
+            RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device) for _ in range(4))
         self.router = Router(index, sizes.hidden_size, rule, has_expert_scale=True, projection="proj",
                              dtype=dtype, device=device)
         self.experts = Experts(rule.num_experts, sizes.hidden_size, expert_size, activation=ACTIVATION, is_fused=True,
@@ -166,11 +163,9 @@ class Gemma4Layer(DecoderLayer):
         self, shape: LayerShape, sizes: Sizes, *, attention_bias: bool = False, per_layer_size: int = 0,
         experts: ExpertsBeside | None = None, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        def norm() -> RMSNorm:
-            return RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device)
-
         self.rotary = ROPES.index(shape.kind)
-        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norm(), norm(), norm(), norm()
+        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (
+            RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device) for _ in range(4))
         self.attention = Gemma4Attention(shape, sizes, bias=attention_bias, dtype=dtype, device=device)
         self.mlp = GatedMLP(
             sizes.hidden_size, shape.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device

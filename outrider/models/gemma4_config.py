@@ -27,8 +27,7 @@ def is_unified(text: ConfigReader) -> bool:
 
 
 def read_sizes(text: ConfigReader) -> Sizes:
-    refuse_unsupported(text)
-    text.must_equal("hidden_activation", ACTIVATION, default=ACTIVATION)
+    refuse_unsupported(text, ACTIVATION, "hidden_activation")
     text.must_equal("use_bidirectional_attention", None, False, "vision")  # text is causal with "vision" too
     return Sizes.read(text, head_dim=256, is_tied=True)
 

@@ -63,7 +63,6 @@ class Llama(Decoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        config.must_equal("hidden_act", "silu", default="silu")
         sizes = Sizes.read(config, head_dim=self.default_head_dim)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]

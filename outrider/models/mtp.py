@@ -67,13 +67,11 @@ class MTPHead(DraftHead):
         if not isinstance(target, Decoder):
             raise ConfigError(f"method 'mtp': {type(target).__name__} is not a decoder with ropes to share")
 
-        def norm() -> RMSNorm:
-            return RMSNorm(target.hidden_size, description.eps, dtype=dtype, device=device,
-                           offset=description.norm_offset)
-
         self.description = description
         self.made_for = description.num_predicted
-        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            RMSNorm(target.hidden_size, description.eps, dtype=dtype, device=device, offset=description.norm_offset)
+            for _ in range(3))
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
         self.layers, attention_layers = description.layers(first_layer)
         self.attention_layers = list(attention_layers)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.layers import Experts, FeedForward, GatedMLP, HeadNorm, MoE, PreNormLayer, Router, SelfAttention
+from outrider.layers import Experts, FeedForward, HeadNorm, MoE, PreNormLayer, Router, SelfAttention
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
-
-ACTIVATION = "silu"
 
 
 class Qwen3Moe(Decoder):
@@ -23,7 +21,6 @@ class Qwen3Moe(Decoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
@@ -45,13 +42,12 @@ class Qwen3Moe(Decoder):
     def _feed_forward(self, index: int) -> FeedForward:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
         if not is_sparse(self.config, index):
-            width = self.sizes.intermediate_size
-            return GatedMLP(hidden_size, width, activation=ACTIVATION, bias=False, dtype=dtype, device=device)
+            return self.make_mlp(self.sizes.intermediate_size)
         rule = read_rule(self.config)
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, dtype=dtype, device=device),
-            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=dtype, device=device),
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=dtype, device=device),
         )
 
 

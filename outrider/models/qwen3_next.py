@@ -18,7 +18,6 @@ from outrider.layers import (
     FusedLinear,
     GatedDelta,
     GatedDeltaShape,
-    GatedMLP,
     HeadNorm,
     LayerNames,
     Linear,
@@ -33,7 +32,6 @@ from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_values
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
-ACTIVATION = "silu"
 ROTARY_FACTOR = 0.25  # default for configs without one
 
 
@@ -69,7 +67,6 @@ class Qwen3Next(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        config.must_equal("hidden_act", ACTIVATION, default=ACTIVATION)
         config = with_values(config, {"intermediate_size": config.get("intermediate_size", int, 0)})
         sizes = Sizes.read(config, head_dim=256)
         super().__init__(config, sizes, dtype=dtype, device=device)
@@ -94,25 +91,20 @@ class Qwen3Next(HybridDecoder):
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
         config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
         if not has_experts:
-            return self._mlp(config.required("intermediate_size", int))
+            return self.make_mlp(config.required("intermediate_size", int))
         rule = self._rule()
         width = config.required("moe_intermediate_size", int)
         shared = config.required("shared_expert_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, dtype=dtype, device=device),
-            Experts(rule.num_experts, hidden_size, width, activation=ACTIVATION, dtype=dtype, device=device),
-            shared=self._mlp(shared),
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=dtype, device=device),
+            shared=self.make_mlp(shared),
             shared_name="shared_expert",
             shared_gate=Linear(hidden_size, 1, bias=False, dtype=dtype, device=device),
         )
 
     def _rule(self) -> RouteRule:
         return read_rule(with_values(self.config, {"norm_topk_prob": self.config.get("norm_topk_prob", bool, True)}))
-
-    def _mlp(self, width: int) -> GatedMLP:
-        return GatedMLP(
-            self.sizes.hidden_size, width, activation=ACTIVATION, bias=False, dtype=self.dtype, device=self.device
-        )
 
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)
