@@ -75,33 +75,26 @@ class PlainMLP(FeedForward):
 
 
 class NemotronHLayer(DecoderLayer):
-    """x + mixer(norm(x)), whatever the mixer is."""
+    """x + part(norm(x)), whatever the part is."""
 
-    def __init__(self, norm: RMSNorm, token_mixer: TokenMixer | None, feed_forward: FeedForward | None) -> None:
-        assert (token_mixer is None) != (feed_forward is None)
-        self.norm, self.token_mixer, self.feed_forward = norm, token_mixer, feed_forward
+    def __init__(self, norm: RMSNorm, part: TokenMixer | FeedForward) -> None:
+        self.norm, self.part = norm, part
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        mixer = self.token_mixer or self.feed_forward
-        assert mixer is not None
-        return ("norm", self.norm), ("mixer", mixer)
+        return ("norm", self.norm), ("mixer", self.part)
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.norm.add_norm(delta, residual)
-        if self.token_mixer is not None:
-            return self.token_mixer(x, angles, attend), residual
-        assert self.feed_forward is not None
-        return self.feed_forward(x), residual
+        return self.part(x, angles, attend) if isinstance(self.part, TokenMixer) else self.part(x), residual
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         delta, residual, angles, attend = args
         x, residual = self.norm.add_norm(delta, residual)
-        if self.token_mixer is not None:
-            return self.token_mixer.for_rows(x, angles, attend, rows), residual[rows.token_rows]
-        assert self.feed_forward is not None
-        return self.feed_forward(x[rows.token_rows]), residual[rows.token_rows]
+        if isinstance(self.part, TokenMixer):
+            return self.part.for_rows(x, angles, attend, rows), residual[rows.token_rows]
+        return self.part(x[rows.token_rows]), residual[rows.token_rows]
 
 
 class NemotronH(HybridDecoder):
@@ -122,26 +115,24 @@ class NemotronH(HybridDecoder):
         self.rotaries = [self.make_rotary(nothing, max_len)]
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         layers = [self.layer(index, kind) for index, kind in enumerate(kinds)]
-        mixers = [layer.token_mixer for layer in layers]
         self.layers = layers
-        self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}
+        self.recurrent_layers = {own.part.index: own.part.mixer for own in layers if isinstance(own.part, Mamba2)}
 
     def layer(self, index: int, kind: str) -> NemotronHLayer:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
         match kind:
             case "linear_attention":
-                mamba = Mamba2(index, hidden_size, self.shape, self.sizes.eps, dtype=dtype, device=device)
-                return NemotronHLayer(self.make_norm(), mamba, None)
+                part: TokenMixer | FeedForward = Mamba2(index, hidden_size, self.shape, self.sizes.eps, dtype=dtype,
+                                                        device=device)
             case "full_attention":
                 bias = self.config.get("attention_bias", bool, False)
-                attention = UnplacedAttention(self.attention_layer(index), hidden_size, qkv_bias=bias, out_bias=bias,
-                                              head_norm=None, dtype=dtype, device=device)
-                return NemotronHLayer(self.make_norm(), attention, None)
+                part = UnplacedAttention(self.attention_layer(index), hidden_size, qkv_bias=bias, out_bias=bias,
+                                         head_norm=None, dtype=dtype, device=device)
             case "mlp":
-                mlp = self._mlp(self.config.required("intermediate_size", int))
-                return NemotronHLayer(self.make_norm(), None, mlp)
+                part = self._mlp(self.config.required("intermediate_size", int))
             case _:
-                return NemotronHLayer(self.make_norm(), None, self._experts(index))
+                part = self._experts(index)
+        return NemotronHLayer(self.make_norm(), part)
 
     def _mlp(self, width: int) -> PlainMLP:
         bias = self.config.get("mlp_bias", bool, False)
@@ -186,8 +177,7 @@ def kinds_under(config: ConfigReader, list_key: str, pattern_key: str) -> list[s
 
 
 def _in_common_words(config: ConfigReader, num_layers: int) -> ConfigReader:
-    refuse_unsupported(config)
-    config.must_equal("mlp_hidden_act", ACTIVATION, default=ACTIVATION)
+    refuse_unsupported(config, ACTIVATION, "mlp_hidden_act")
     config.must_equal("mamba_hidden_act", "silu", default="silu")
     config.must_equal("residual_in_fp32", False, default=False)
     config.must_equal("sliding_window", None)
