@@ -1,6 +1,7 @@
 """A worker in a process of its own: batches and results go through a pipe, pickled.
 
-The child is spawned, so it shares nothing with its parent; it ends when the parent does, because its pipe then closes.
+The child is spawned, so it shares nothing with its parent; it ends when the parent does, also while it loads a model.
+Signals that reach the whole group of processes are the parent's: it lets running requests end before it ends the child.
 What goes wrong at its start is raised here as the same type with the same message. If the child dies, every step in
 flight and every later one fails with WorkerDied; so it is when an interrupt cuts off a batch on its way to the child.
 This file imports no torch; the child does.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from typing import Any, TypeAlias
 
 from outrider.config import EngineConfig
@@ -33,6 +36,7 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import Runner, WorkerDied, WorkerInfo
 
+AT_EXIT = 0  # when this process ends: before multiprocessing asks its children to end by SIGTERM, and waits for them
 CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
 IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
 TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.models.sources",
@@ -73,6 +77,7 @@ class WorkerProcess:
         self._process = context.Process(target=_serve, args=(theirs, config, source, log.getEffectiveLevel()),
                                         name="outrider-worker", daemon=True)
         self._process.start()
+        Finalize(None, self._process.kill, exitpriority=AT_EXIT)
         theirs.close()  # or the pipe would not end with the child
         # By the step's number: an interrupt may come between what `submit` notes here and what it sends.
         self._waiting: dict[int, Future[StepResult]] = {}
@@ -195,6 +200,18 @@ def _log(record: logging.LogRecord) -> None:
 # In the child
 
 
+def _leave_to_parent(*_: object) -> None:
+    """Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of processes."""
+
+
+def _end_with_parent() -> None:
+    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 class _ToParent(logging.Handler):
     def __init__(self, send: Callable[[Any], None]) -> None:
         super().__init__()
@@ -206,7 +223,9 @@ class _ToParent(logging.Handler):
 
 
 def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # a handler, because what is ignored stays so in programs run here
+        signal.signal(number, _leave_to_parent)
+    threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
     lock = threading.Lock()
 
     def send(message: Any) -> None:

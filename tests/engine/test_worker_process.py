@@ -131,6 +131,13 @@ def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), timeout=300))
 
 
+SLOW_DRAFTER = """
+import os, time
+class SlowDrafter:
+    def __init__(self, num_drafts, target):
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+"""
 PARENT = """
 import os, sys, time
 from outrider.config import EngineConfig
@@ -155,6 +162,48 @@ def test_the_process_ends_with_its_parent_which_never_imports_torch(tmp_path: Pa
     while time.monotonic() < until and _is_alive(int(pid)):
         time.sleep(0.05)
     assert not _is_alive(int(pid))
+
+
+LOADING_PARENT = """
+import sys
+from outrider.config import EngineConfig
+from outrider.engine.start import start_engine
+if __name__ == "__main__":
+    drafts = {"method": "slow_drafter:SlowDrafter", "num_speculative_tokens": 1}
+    start_engine(EngineConfig(sys.argv[1], device="cpu", max_model_len=64, num_pages=64, speculative_config=drafts),
+                 in_process=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_that_loads_a_model_ends_with_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+    """To load a large model takes minutes, in which nobody reads the pipe."""
+    (tmp_path / "slow_drafter.py").write_text(SLOW_DRAFTER)
+    (tmp_path / "parent.py").write_text(LOADING_PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), saved(tmp_path, "llama")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(number)
+    until = time.monotonic() + 200
+    while time.monotonic() < until and _is_alive(pid):
+        time.sleep(0.05)
+    assert not _is_alive(pid)
+
+
+def test_sigterm_to_the_whole_group_is_the_parents(tmp_path: Path) -> None:
+    with started(saved(tmp_path, "llama"), in_process=True) as llm:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(pid_of(llm), number)
+            assert llm.generate([[5, 6]], greedy(3))[0].outputs[0].token_ids
+
+
+def test_a_process_ends_with_a_parent_that_does_not_close_it(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT.replace("time.sleep(1000)", "pass"))
+    command = [sys.executable, str(tmp_path / "parent.py"), saved(tmp_path, "llama")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert not _is_alive(int(done.stdout.split()[0]))
 
 
 def _is_alive(pid: int) -> bool:

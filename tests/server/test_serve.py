@@ -70,7 +70,8 @@ def test_it_serves_replaces_a_worker_that_hangs_and_drains_on_sigterm(folder: Pa
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             text = next(lines)
-            process.send_signal(signal.SIGTERM)
+            for own in (process, *children):  # as `timeout` and service managers do: the whole group
+                own.send_signal(signal.SIGTERM)
             text += "".join(lines)
         assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]"), "the stream was cut off"
         assert process.wait(PATIENCE) == 0
