@@ -50,7 +50,7 @@ from outrider.runner import step  # noqa: E402
 from outrider.runner.device import pick_device, pick_dtype  # noqa: E402
 from outrider.runner.worker import Worker  # noqa: E402
 from outrider.sample.sampler import Sampled  # noqa: E402
-from outrider.spec.scripted import ScriptedDrafter  # noqa: E402
+from tests.spec.scripted_drafter import ScriptedDrafter  # noqa: E402
 
 NUM_DRAFTS, WRONG_EVERY = 3, 5  # of scripted drafts
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "auto": False}

@@ -23,7 +23,7 @@ from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
 from outrider.spec.base import Drafter
 from outrider.spec.registry import DraftBuild, make_drafter
-from outrider.spec.scripted import SyntheticAcceptance
+from outrider.spec.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

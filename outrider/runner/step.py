@@ -41,7 +41,7 @@ from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, HiddenReads, Step
-from outrider.spec.scripted import SyntheticAcceptance
+from outrider.spec.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

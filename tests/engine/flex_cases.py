@@ -13,8 +13,8 @@ from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.mixers.batch import BatchView, ExactQueries, LengthBound, TokenSpans
 from outrider.mixers.paged.base import AttentionLayer
-from outrider.mixers.paged.masks import ChunkedMask, DocumentMask
 from outrider.mixers.pool import DevicePool
+from tests.engine.masks import ChunkedMask, DocumentMask
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 16, 21

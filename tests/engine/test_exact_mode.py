@@ -32,8 +32,8 @@ from outrider.models.base import Model
 from outrider.spec.base import Drafter
 from outrider.spec.eagle import head_drafter
 from outrider.spec.ngram import NgramDrafter
-from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CPU, Ask, Rig, greedy, prompt_of, random_model, save_folder
+from tests.spec.scripted_drafter import ScriptedDrafter
 
 VOCAB, LENGTH, K = 203, 20, 3
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"

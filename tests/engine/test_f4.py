@@ -22,13 +22,13 @@ from outrider.core import Axis
 from outrider.core.params import SamplingParams
 from outrider.runner.worker import Worker
 from outrider.spec.base import Drafter
-from outrider.spec.scripted import ScriptedDrafter
 from tests.covering import grid, num_examples
 from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
 from tests.engine.runners import PicklingRunner
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
 from tests.models import oracle
+from tests.spec.scripted_drafter import ScriptedDrafter
 
 K = 3
 LENGTH = 14

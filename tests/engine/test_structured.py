@@ -15,7 +15,6 @@ import torch
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
-from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import (
     CONFIGS,
@@ -29,6 +28,7 @@ from tests.engine.harness import (
     tokens_of,
 )
 from tests.engine.recurrent_rig import HYBRIDS
+from tests.spec.scripted_drafter import ScriptedDrafter
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

@@ -12,11 +12,11 @@ from outrider.core.params import SamplingParams
 from outrider.mixers.batch import BatchView, TokenSpans
 from outrider.mixers.paged.base import Backend, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend
-from outrider.mixers.paged.masks import ChunkedMask, DocumentMask
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from tests.engine.flex_cases import DIM, HEADS, KV_HEADS, Case, random_case
 from tests.engine.harness import Ask, prompt_of, tokens_of
+from tests.engine.masks import ChunkedMask, DocumentMask
 from tests.gpu.rig import GpuRig, loaded, scratch
 from tests.gpu.test_engines import folder_of, spec
 from tests.models.oracle import make_folder

@@ -20,10 +20,10 @@ from outrider.kernels.ops import Kernel  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
 from outrider.sample import sampler  # noqa: E402
 from outrider.spec import draw as draft_draw  # noqa: E402
-from outrider.spec import scripted  # noqa: E402
+from outrider.spec import synthetic  # noqa: E402
 
 HERE = Path(__file__).parent
-OURS = (ops, sampler_draw, sampler, draft_draw, scripted)  # modules that declare rows
+OURS = (ops, sampler_draw, sampler, draft_draw, synthetic)  # modules that declare rows
 
 # (operation, kind): the tests that compare its kernels with the reference, in the order of the row.
 COMPARED = {

@@ -32,8 +32,8 @@ from outrider.sample import (  # noqa: E402
 )
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
-from outrider.spec import scripted  # noqa: E402
-from outrider.spec.scripted import SyntheticAcceptance  # noqa: E402
+from outrider.spec import synthetic as acceptance  # noqa: E402
+from outrider.spec.synthetic import SyntheticAcceptance  # noqa: E402
 
 
 def keys(device: torch.device, n: int) -> tuple[torch.Tensor, ...]:
@@ -248,7 +248,7 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
     synthetic.bind(5, device)
     found = []
     for kind in ("reference", "triton"):
-        with ops.using(kind, scripted.accept_at_rates):
+        with ops.using(kind, acceptance.accept_at_rates):
             found.append(synthetic.apply(sampled, of, drafts, seed, 4))
     assert torch.equal(found[0], found[1])
     grid, own = found[1][:-5].view(requests, most + 1), sampled[:-5].view(requests, most + 1)
@@ -257,7 +257,7 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
         rate = rates[min(j, len(rates) - 1)]
         share = float((grid[:, j] == drafts[:, j]).float().mean())
         assert share == rate if rate in (0, 1) else abs(share - rate) < 0.15
-    with ops.using("triton", scripted.accept_at_rates):
+    with ops.using("triton", acceptance.accept_at_rates):
         assert synthetic.apply(sampled, of, drafts[:, :0], seed, 4) is sampled
 
 

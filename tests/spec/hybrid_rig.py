@@ -19,9 +19,9 @@ from outrider.models.mtp import build_mtp_modules
 from outrider.spec.base import Drafter
 from outrider.spec.mtp import modules_drafter
 from outrider.spec.ngram import NgramDrafter
-from outrider.spec.scripted import ScriptedDrafter
 from tests.engine.harness import CPU, random_model
 from tests.engine.recurrent_rig import StateRig
+from tests.spec.scripted_drafter import ScriptedDrafter
 
 VOCAB = 24
 _SIZES: dict[str, Any] = {

@@ -22,10 +22,10 @@ from outrider.spec.base import Drafter
 from outrider.spec.combined import CombinedDrafter
 from outrider.spec.draft_model import DraftModelNetwork
 from outrider.spec.ngram import NgramDrafter
-from outrider.spec.scripted import ScriptedDrafter
 from tests.covering import grid, num_examples
 from tests.engine.harness import Ask, Rig, prompt_of, tiny_model, tokens_of
 from tests.spec.checkpoints import make_drafter
+from tests.spec.scripted_drafter import ScriptedDrafter
 
 FAMILIES = ("llama", "gemma3")
 DRAFTERS = ("ngram", "suffix", "draft_model", "ngram+draft_model")

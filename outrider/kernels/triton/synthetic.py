@@ -1,6 +1,6 @@
 """Verdicts at chosen rates instead of the model's own, for benchmarks: sampled tokens are replaced in one launch.
 
-`spec.scripted.accept_at_rates` is the specification, integer for integer. Knows nothing of models or rows' state.
+`spec.synthetic.accept_at_rates` is the specification, integer for integer. Knows nothing of models or rows' state.
 """
 
 from __future__ import annotations
