@@ -43,29 +43,20 @@ class Limits:
     hidden_size: int = 1  # of the hidden states that results may carry
 
     def extent(self, axis: Axis) -> int:
-        match axis:
-            case Axis.ROWS | Axis.STARTS:
-                return self.max_requests + 1
-            case Axis.REQUESTS:
-                return self.max_requests
-            case Axis.TOKENS:
-                return self.max_batched_tokens
-            case Axis.LENGTH:
-                return self.max_len
-            case Axis.DRAFTS:
-                return self.max_drafts
-            case Axis.RUN:
-                return self.max_drafts + 1
-            case Axis.LOGIT_ROWS:
-                return min(self.max_batched_tokens, self.max_requests * (self.max_drafts + 1))
-            case Axis.VOCAB:
-                return self.vocab_size
-            case Axis.STOP_IDS:
-                return self.max_stop_ids
-            case Axis.MASK_WORDS:
-                return -(-self.vocab_size // 32)
-            case Axis.LIST_INTS:
-                return self.max_list_ints
+        return {
+            Axis.ROWS: self.max_requests + 1,
+            Axis.REQUESTS: self.max_requests,
+            Axis.STARTS: self.max_requests + 1,
+            Axis.TOKENS: self.max_batched_tokens,
+            Axis.LENGTH: self.max_len,
+            Axis.DRAFTS: self.max_drafts,
+            Axis.RUN: self.max_drafts + 1,
+            Axis.LOGIT_ROWS: min(self.max_batched_tokens, self.max_requests * (self.max_drafts + 1)),
+            Axis.VOCAB: self.vocab_size,
+            Axis.STOP_IDS: self.max_stop_ids,
+            Axis.MASK_WORDS: -(-self.vocab_size // 32),
+            Axis.LIST_INTS: self.max_list_ints,
+        }[axis]
 
     @property
     def max_unsettled_tokens(self) -> int:
