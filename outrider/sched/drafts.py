@@ -6,8 +6,9 @@ acceptance is learned as steps go by. Knows no drafter by name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
@@ -26,19 +27,21 @@ class DraftPlan(NamedTuple):
     propose: int  # most drafts to guess for the step after; 0 leaves the drafter out
 
 
-class DraftCounts(Protocol):
+class DraftCounts(ABC):
     """Plans how many drafts each request should have in the next step."""
 
+    @abstractmethod
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
-        ...
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None: ...
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:  # noqa: B027
+        """A step of the request has ended, for which so many drafts were scheduled."""
 
-    def forget(self, request: Request) -> None: ...
+    def forget(self, request: Request) -> None:  # noqa: B027
+        """The request has ended."""
 
 
-class FixedDrafts:
+class FixedDrafts(DraftCounts):
     """k drafts for everyone who allows it."""
 
     def __init__(self, k: int) -> None:
@@ -46,10 +49,6 @@ class FixedDrafts:
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         return DraftPlan([clamp_drafts(request, self._k, is_exact) for request in requests], self._k)
-
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None: ...
-
-    def forget(self, request: Request) -> None: ...
 
 
 def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
@@ -69,7 +68,7 @@ def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> UniformDra
     return IndividualDrafts(k, costs, always_propose=always_propose)
 
 
-class _LearningDrafts:
+class _LearningDrafts(DraftCounts):
     """Learns acceptance from results."""
 
     def __init__(self, k: int, costs: StepCosts) -> None:
