@@ -94,11 +94,15 @@ class RequestMetrics:
 
     def observe_drafts(self, num_accepted: int) -> None:
         """Count one step's accepted drafts, which are always the first ones of the draft."""
-        counts = self.accepted_per_position
-        if num_accepted > len(counts):
-            counts += [0] * (num_accepted - len(counts))
-        for position in range(num_accepted):
-            counts[position] += 1
+        count_first(self.accepted_per_position, num_accepted)
+
+
+def count_first(counts: list[int], number: int) -> None:
+    """Count one more at each of the first places."""
+    if number > len(counts):
+        counts += [0] * (number - len(counts))
+    for position in range(number):
+        counts[position] += 1
 
 
 class SampleKey(NamedTuple):

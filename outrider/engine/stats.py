@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
-from outrider.core.outputs import RequestMetrics
+from outrider.core.outputs import RequestMetrics, count_first
 
 log = logging.getLogger("outrider")
 
@@ -73,8 +73,8 @@ class EngineStats:
             self.num_drafts += 1
             self.num_draft_tokens += result.num_drafted
             self.num_accepted_tokens += result.num_accepted
-            _count_first(self.drafted_per_position, result.num_drafted)
-            _count_first(self.accepted_per_position, result.num_accepted)
+            count_first(self.drafted_per_position, result.num_drafted)
+            count_first(self.accepted_per_position, result.num_accepted)
 
     @property
     def mean_run_length(self) -> float:
@@ -157,14 +157,6 @@ class StatsLog:
 def _count(counts: list[int], index: int, times: int = 1) -> None:
     counts += [0] * (index + 1 - len(counts))
     counts[index] += times
-
-
-def _count_first(counts: list[int], number: int) -> None:
-    """One more at each of the first places."""
-    if number > len(counts):
-        counts += [0] * (number - len(counts))
-    for position in range(number):
-        counts[position] += 1
 
 
 def _minus(now: list[int], before: list[int]) -> list[int]:
