@@ -52,13 +52,6 @@ class RowParams:
             if admission.hidden is not HiddenReport.NONE:
                 self._hidden[row] = (admission.hidden, admission.max_len)
 
-    def reset(self) -> None:
-        """No row has an owner."""
-        self._by_row = {NULL_ROW: self._by_row[NULL_ROW]}
-        self._not_plain.clear()
-        self._prompt_lens.clear()
-        self._hidden.clear()
-
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
 
@@ -109,7 +102,7 @@ class RowState:
         for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
             tensor.zero_()
         self.sampling.lists.reset()
-        self.params.reset()
+        self.params = RowParams()
 
     def admit(self, admissions: list[Admission]) -> None:
         """A row's page table is null until `write_pages`, the last of its admission: a row that is half admitted must
