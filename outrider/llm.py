@@ -27,7 +27,6 @@ from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
 from outrider.engine.request_loop import Ask, Caller, RequestLoop
 from outrider.engine.start import start_engine
-from outrider.engine.text import Tokenizer
 
 T = TypeVar("T")
 
@@ -157,10 +156,6 @@ class LLM(Front):
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters that a caller may change and use."""
         return SamplingParams()
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; an error where it has none."""
-        return self.engine.need_tokenizer(self._name)
 
     def close(self) -> None:
         """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""

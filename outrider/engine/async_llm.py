@@ -22,7 +22,6 @@ from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refus
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
-from outrider.engine.text import Tokenizer
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
 
@@ -110,12 +109,10 @@ class AsyncLLM(Front):
         for name, value in options.items():
             refuse_sampling_field(self.chat, name, value)
         token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
-        outputs = self.generate(token_ids, sampling_params, request_id=request_id, priority=priority)
-        try:
+        async with aclosing(self.generate(token_ids, sampling_params, request_id=request_id,
+                                          priority=priority)) as outputs:
             async for output in outputs:
                 yield output
-        finally:
-            await outputs.aclose()
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its reader gets what there is, with finish_reason "abort". An unknown id is no error."""
@@ -125,10 +122,6 @@ class AsyncLLM(Front):
 
         self._owner.abort(request_id, lambda: tell(loop, _resolve, done))
         await done
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; an error where it has none."""
-        return self.engine.need_tokenizer(self._name)
 
     @property
     def is_running(self) -> bool:

@@ -12,6 +12,7 @@ from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
 from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.engine.engine import Engine
+from outrider.engine.text import Tokenizer
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
 NOT_SERVED = {
@@ -55,6 +56,10 @@ class Front:
 
     def _start(self, engine: Engine, name: str) -> None:
         self.engine, self._name = engine, name
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it has none."""
+        return self.engine.need_tokenizer(self._name)
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

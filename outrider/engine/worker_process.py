@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
@@ -92,10 +93,8 @@ class WorkerProcess:
 
     def announce(self, form: StructuredOutputsParams) -> None:
         """A request with this form may come: the child compiles its grammar meanwhile, so that no step waits for it."""
-        try:
+        with suppress(OSError):  # the child is gone; the reader says so
             self._send(form)
-        except OSError:
-            pass  # the child is gone; the reader says so
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number, future = next(self._numbers), Future[StepResult]()
@@ -120,10 +119,8 @@ class WorkerProcess:
 
     def close(self) -> None:
         self._is_closing = True
-        try:
+        with suppress(OSError):  # it has ended already
             self._send(None)
-        except OSError:
-            pass  # it has ended already
         self._process.join(CLOSE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -185,10 +182,8 @@ class WorkerProcess:
 
 
 def _fail(future: Future[StepResult], error: WorkerDied) -> None:
-    try:
+    with suppress(InvalidStateError):  # told already
         future.set_exception(error)
-    except InvalidStateError:
-        pass  # told already
 
 
 def _log(record: logging.LogRecord) -> None:

@@ -71,12 +71,8 @@ class LatentExpansion(Module):
         num_heads, latent_dim, nope_dim = self._to_latent.shape
         ops.rotate_queries(queries, rope, q, nope_dim, index_q, index_in_pairs)
         heads = queries[:, : num_heads * (nope_dim + rope.table.shape[1])].unflatten(1, (num_heads, -1))
-        self._absorb(heads[..., :nope_dim], q[..., :latent_dim])
-
-    def _absorb(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """q [tokens, heads, nope] -> out [tokens, heads, latent], whose products with latents are those of q with
-        keys."""
-        self._products(q, self._to_latent, out)
+        # Products of the result with latents are those of the queries with keys.
+        self._products(heads[..., :nope_dim], self._to_latent, q[..., :latent_dim])
 
     def attend(self, bound: BoundLatentLayer, q: torch.Tensor) -> torch.Tensor:
         """The values [tokens, heads * value] that queries in the latent space attend to."""
