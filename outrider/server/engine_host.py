@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.engine_thread import tell
 from outrider.server.errors import ApiError
 
 RESTART_WINDOW = 600.0  # seconds over which restarts are counted
@@ -172,6 +173,7 @@ class EngineHost:
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
           error: BaseException | None) -> bool:
+    """False if nobody waits any more."""
     def resolve() -> None:
         if done.done():  # cancelled
             if llm is not None:
@@ -182,8 +184,4 @@ def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: 
             assert llm is not None
             done.set_result(llm)
 
-    try:
-        loop.call_soon_threadsafe(resolve)
-    except RuntimeError:  # the loop is closed
-        return False
-    return True
+    return tell(loop, resolve)

@@ -123,19 +123,29 @@ class ResponseFormat(Body):
         return StructuredOutputsParams(json=self.json_schema.definition)
 
 
-class Sampled(Scheduled):
-    """Fields that completions and chats share."""
+class Generated(Scheduled):
+    """Fields that all requests for text share, whatever their API."""
 
     model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    seed: int | None = None
+    speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
+    stream: bool | None = None
+    user: str | None = Field(default=None, description="read by nobody")
+    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
+    safety_identifier: str | None = Field(default=None, description="read by nobody")
+
+
+class Sampled(Generated):
+    """Fields that completions and chats share."""
+
+    n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -147,15 +157,10 @@ class Sampled(Scheduled):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
-    speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
-    user: str | None = Field(default=None, description="read by nobody")
-    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
-    safety_identifier: str | None = Field(default=None, description="read by nobody")
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = Field(
         default=None, description="the form of the text: json, regex, choice, grammar or json_object")

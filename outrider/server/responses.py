@@ -22,13 +22,12 @@ from outrider.server.protocol import (
     ChatRequest,
     Function,
     FunctionCall,
+    Generated,
     ResponseFormat,
     Said,
-    Scheduled,
     TextPart,
     Tool,
     ToolCall,
-    ToolName,
 )
 from outrider.server.service import Service, new_id
 from outrider.server.work import EventStream, JsonWork, Work, compact
@@ -43,29 +42,28 @@ class InputText(Body):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Said):
+class InputItem(Body):
+    """Fields that items have because an answer had them: nothing depends on them."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Said, InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCall(Body):
+class InputCall(FunctionCall, InputItem):
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCallOutput(Body):
+class InputCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str
-    id: str | None = None
-    status: str | None = None
 
 
 class ReasoningText(Body):
@@ -73,21 +71,15 @@ class ReasoningText(Body):
     text: str
 
 
-class InputReasoning(Body):
+class InputReasoning(InputItem):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: list[Any] | None = None
-    id: str | None = None
-    status: str | None = None
     encrypted_content: None = None
 
 
-class ResponseTool(Body):
+class ResponseTool(Function):
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Body):
@@ -110,27 +102,16 @@ class ResponseText(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Scheduled):
-    model: str | None = None
+class ResponsesRequest(Generated):
     input: str | list[InputMessage | InputCall | InputCallOutput | InputReasoning]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
-    safety_identifier: str | None = Field(default=None, description="read by nobody")
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    speculative: bool | int | None = None
     chat_template_kwargs: Json | None = None
 
     @property
