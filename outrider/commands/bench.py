@@ -18,14 +18,14 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider import __version__
-from outrider.commands.env import cpu_name
+from outrider.commands.bench_serve import percentile
+from outrider.commands.env import cpu_name, version_of
 from outrider.commands.loading import Loaded, load
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
@@ -182,13 +182,9 @@ def _card(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"outrider": __version__, "python": platform.python_version()}
-    for package in ("torch", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: version_of(package) for package in ("torch", "triton")}
+    return {"outrider": __version__, "python": platform.python_version(),
+            **{package: number for package, number in found.items() if number is not None}}
 
 
 def _spread(model: Model, drafter: Drafter | None) -> None:
@@ -310,11 +306,7 @@ def _asked(params: SamplingParams) -> dict[str, Any]:
 
 def _percentile(seconds: Sequence[float], percent: int) -> float | None:
     """The percentile in milliseconds."""
-    if not seconds:
-        return None
-    if len(seconds) == 1:
-        return round(seconds[0] * 1e3, 3)
-    return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 3)
+    return round(percentile(seconds, percent) * 1e3, 3) if seconds else None
 
 
 def _line(row: dict[str, Any]) -> str:

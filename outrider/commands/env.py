@@ -34,13 +34,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _software() -> list[tuple[str, str]]:
     rows = [("outrider", __version__), ("python", f"{platform.python_version()} ({sys.executable})")]
-    for package in PACKAGES:
-        try:
-            rows.append((package, version(package)))
-        except PackageNotFoundError:
-            rows.append((package, "not installed"))
+    rows += [(package, version_of(package) or "not installed") for package in PACKAGES]
     rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
     return rows
+
+
+def version_of(package: str) -> str | None:
+    """The version that is installed; None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _machine() -> list[tuple[str, str]]:

@@ -6,9 +6,9 @@ over the keys that it sees; not what recurrent layers, norms and a drafter add, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from outrider.layers import Experts, Linear, find_modules
 from outrider.layers.moe import MoE
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Model
+from outrider.runner.graphs.costs import best_seconds
 
 CUDA_SIZE, CPU_SIZE = 8192, 1024
 REPEATS = 5
@@ -35,13 +36,7 @@ def measure_product(device: torch.device, dtype: torch.dtype) -> float:
 def _measure_product(device: torch.device, dtype: torch.dtype) -> float:
     size = CUDA_SIZE if device.type == "cuda" else CPU_SIZE
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+    best = best_seconds(partial(torch.matmul, left, right), device, repeats=REPEATS)
     del left, right
     if device.type == "cuda":
         torch.cuda.empty_cache()

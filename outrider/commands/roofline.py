@@ -8,7 +8,6 @@ weights once for every draft. Prompts are not counted, nor anything that a bette
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from outrider.cache.kinds import RecurrentSpec
 from outrider.layers import Embedding, Experts, LayeredModule, Linear, find_modules
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
+from outrider.runner.graphs.costs import best_seconds
 from outrider.spec.base import Drafter
 
 CUDA_BYTES, CPU_BYTES = 2 << 30, 256 << 20  # far more than any cache holds
@@ -30,7 +30,8 @@ def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory, measured by the sum of a large float32 tensor."""
     num_bytes = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(num_bytes // 4, device=device)
-    seconds = _cuda_seconds(values) if device.type == "cuda" else _cpu_seconds(values)
+    # On a CPU the fastest read counts: other programs of the machine only make reads slower.
+    seconds = _cuda_seconds(values) if device.type == "cuda" else best_seconds(values.sum, device, repeats=LOOKS)
     del values
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,16 +51,6 @@ def _cuda_seconds(values: torch.Tensor) -> float:
             end.synchronize()
             taken.append(start.elapsed_time(end) / 1000 / READS)
     return statistics.median(taken[WARM_UP_LOOKS:])
-
-
-def _cpu_seconds(values: torch.Tensor) -> float:
-    """Seconds of the fastest read: other programs of the machine only make reads slower."""
-    taken = []
-    for _ in range(LOOKS):
-        start = time.perf_counter()
-        values.sum()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
 
 
 @dataclass(frozen=True)

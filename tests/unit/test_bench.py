@@ -22,6 +22,7 @@ from outrider.layers import Linear, find_modules
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
+from outrider.runner.graphs import costs
 from tests.engine.harness import CONFIGS
 from tests.models.oracle import make_folder
 
@@ -40,7 +41,7 @@ def routers(*indices: int, experts: int = 16, top_k: int = 3) -> list[Router]:
 def test_bandwidth_of_a_cpu_is_that_of_its_fastest_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 20)
     clock = iter([0.0, 3.0] * 3 + [10.0, 12.0] + [20.0, 29.0] * 3)
-    monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock.__next__))
     assert roofline.measure_bandwidth(CPU) == (1 << 20) / 2.0
 
 

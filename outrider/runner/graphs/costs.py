@@ -121,10 +121,11 @@ def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     return best_seconds(lambda: step.whole(shape, ints, plan), device, enough)
 
 
-def best_seconds(run: Callable[[], object], device: torch.device, enough: float = float("inf")) -> float:
+def best_seconds(run: Callable[[], object], device: torch.device, enough: float = float("inf"),
+                 repeats: int = REPEATS) -> float:
     """The best of a few runs; of fewer once they have taken `enough` seconds."""
     times: list[float] = []
-    while len(times) < REPEATS and sum(times) < enough:
+    while len(times) < repeats and sum(times) < enough:
         start = time.perf_counter()
         run()
         if device.type == "cuda":
