@@ -48,7 +48,7 @@ class LinearFormat(ABC):
         return False
 
     def finalize(self) -> LinearFormat:
-        """Called once when all weights are in place. Returns the format that the layer uses from then on."""
+        """Called when all weights are in place. Returns the format that the layer uses from then on."""
         return self
 
     def prepare(self, allow_copy: bool) -> int:

@@ -31,7 +31,8 @@ class Module:
         return slots
 
     def finalize(self) -> None:
-        """Called once, after loading and before the first forward, to derive what depends on the weights."""
+        """Called after loading and before the first forward, to derive what depends on the weights; once more if a
+        blank model is loaded."""
         for _, part in self.parts():
             part.finalize()
 

@@ -99,6 +99,13 @@ def load_dummy(model: Model, seed: int) -> None:
     model.finalize()
 
 
+def blank_model(model: Model) -> None:
+    """Fill every tensor with zeros and finalize: steps of the model can be traced, and `fill_model` can follow."""
+    for slot in model.weights().values():
+        slot.target.zero_()
+    model.finalize()
+
+
 def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")

@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig
+from outrider.config import METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
 from outrider.kernels import ops
 from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
-from outrider.models.loader import Watch, fill_model
+from outrider.models.loader import Watch, blank_model, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.device import pick_device, pick_dtype
@@ -41,7 +42,7 @@ from outrider.runner.interface import (
 )
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
-from outrider.runner.parts import StepParts, gather_parts
+from outrider.runner.parts import StepParts, gather_parts, prepare_all
 from outrider.runner.step import DeviceStep
 from outrider.spec.base import Drafter
 
@@ -52,18 +53,27 @@ CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_e
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
-    """The model that the config asks for, on its device. `watch`: see load_model."""
+    """The model that the config asks for, on its device, with its weights. `watch`: see fill_model."""
+    model = build_target(config, source)
+    fill_target(model, config, source, watch)
+    return model
+
+
+def build_target(config: EngineConfig, source: ModelSource) -> Model:
+    """The model that the config asks for, on its device, without weights."""
     device = pick_device(config.device)
     ops.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build_model(values, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+        return build_model(values, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+
+
+def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
                watch=watch)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
-    return model
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -81,9 +91,10 @@ class Worker:
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
                  drafter: Drafter | None = None, prepare: Prepare | None = None,
-                 grammars: Grammars | None = None) -> None:
+                 grammars: Grammars | None = None, fill: Callable[[], None] | None = None) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
-        anything runs: benchmarks change what routers choose."""
+        anything runs: benchmarks change what routers choose. `fill` gives a model with blank weights its own:
+        kernels are compiled meanwhile."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
@@ -93,6 +104,10 @@ class Worker:
         clock.lap("drafter and weights' last touches")
         limits, num_pages, step_memory = _plan_cache(config, parts)
         clock.lap("steps collected, kernels begun")
+        if fill is not None:
+            fill()
+            prepare_all(model, parts.drafter, config)  # again: a layer may be fused by what its weights hold
+            clock.lap("weights")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
         self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
@@ -113,7 +128,13 @@ class Worker:
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
              watch: Watch | None = None) -> Worker:
-        return cls(config, load_target(config, source, watch), eos_ids=source.eos_token_ids, grammars=grammars)
+        model = build_target(config, source)
+        if not _needs_no_weights(config, source, model.device):
+            fill_target(model, config, source, watch)
+            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars)
+        blank_model(model)
+        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars,
+                   fill=partial(fill_target, model, config, source, watch))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
@@ -139,6 +160,13 @@ class Worker:
             yield
         finally:
             self.runner.graphs = graphs
+
+
+def _needs_no_weights(config: EngineConfig, source: ModelSource, device: torch.device) -> bool:
+    """Whether kernels can be compiled before weights are read: there are kernels to compile, no weight decides which
+    (those that keep a file's bits would), and no drafter from outside looks at the target's weights."""
+    methods = () if config.speculative is None else config.speculative.methods
+    return device.type == "cuda" and not source.kept_bytes() and all(method in METHODS for method in methods)
 
 
 def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory | None]:

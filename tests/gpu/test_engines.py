@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from outrider import LLM
 from tests.gpu.conftest import HAS_CARD
-from tests.gpu.rig import DEVICE, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
+from tests.gpu.rig import DEVICE, SETTINGS, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
 from tests.models import gemma4
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
@@ -104,6 +105,20 @@ def test_tokens_equal_the_reference(family: str, drafter: str) -> None:
             assert rig.engine.stats.acceptance_rate > 0.9, "of its own twin"
         if HAS_CARD:
             assert rig.runner.num_replays > 0 and rig.runner.num_padded_steps > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "drafter"), [
+    pytest.param(family, drafter, id=family, marks=pytest.mark.together(family))
+    for family, drafter in (("nemotron_h", "mtp"), ("gemma4_shared", "assistant"))])
+def test_weights_are_read_while_kernels_compile(family: str, drafter: str) -> None:
+    """From files to tokens as a user does it: memory is measured and kernels begun with blank weights."""
+    folder, asked = folder_of(family), asks()
+    settings = {name: value for name, value in SETTINGS.items() if name != "num_pages"}
+    with LLM(str(folder), dtype="float32", gpu_memory_utilization=0.97, speculative_config=DRAFTERS[drafter](family),
+             **settings) as llm:
+        outputs = llm.generate([ask.prompt for ask in asked], [ask.params for ask in asked])
+    assert_same_tokens(outputs, reference(folder), asked, tie=10 * TIE if family in HYBRIDS else TIE)
 
 
 @pytest.mark.gpu
