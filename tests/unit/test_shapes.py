@@ -11,6 +11,8 @@ from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftPasses,
 from outrider.kernels.packet import StepExtents, StepPacket, packet_axes
 from outrider.kernels.step import CommittedStep, PreparedStep, VerifiedStep
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, ForwardBatch, KeysFrom, MixedQueries
+from outrider.mixers.latent.base import GroupPlan
+from outrider.mixers.paged import flex_backend, native_backend, torch_backend
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.sizes import GraphSizes
@@ -20,7 +22,7 @@ TYPES = [
     BatchView, CapturedShape, CommittedStep, DecodeQueries, DraftPass, DraftPasses, DraftSamplingKeys,
     DrafterCacheState, EagerShape, ExactQueries, ForwardBatch, GraphKey, GraphSizes, Inputs, KeysFrom,
     ListedCheckpoints, MixedQueries, PaddedSize, PreparedStep, ReadingPass, StepExtents, StepPacket, StepPlan,
-    VerifiedStep,
+    VerifiedStep, GroupPlan, flex_backend.Plan, native_backend.Plan, torch_backend.Part, torch_backend.Plan,
 ]  # fmt: skip
 
 

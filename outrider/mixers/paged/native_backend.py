@@ -22,15 +22,18 @@ class Plan:
     view: BatchView
     page_table: torch.Tensor
     slots: torch.Tensor
-    requests: native.Requests | None  # None if the C code does not take them
-    layer_steps: dict[Rope, native.LayerStep | None] = field(default_factory=dict)  # made when a layer first asks
+    layer_steps: dict[Rope, native.LayerStep] = field(default_factory=dict)  # made when a layer first asks
 
     def layer_step(self, rope: Rope) -> native.LayerStep | None:
         """The step as whole layers with this rope take it; None if they do not."""
-        if rope not in self.layer_steps:
-            parts = rope.positions, self.slots, *rope.halves
-            self.layer_steps[rope] = None if self.requests is None else native.LayerStep.build(self.requests, *parts)
-        return self.layer_steps[rope]
+        if rope in self.layer_steps:
+            return self.layer_steps[rope]
+        view, parts = self.view, (rope.positions, self.slots, *rope.halves)
+        requests = native.make_requests(self.page_table, view.query_starts, view.lengths, view.live, _first_keys(view))
+        step = None if requests is None else native.LayerStep.build(requests, *parts)
+        if step is not None:
+            self.layer_steps[rope] = step
+        return step
 
 
 class NativeBackend(Backend):
@@ -38,9 +41,7 @@ class NativeBackend(Backend):
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)
-        table = view.page_table(group)
-        requests = native.make_requests(table, view.query_starts, view.lengths, view.live, _first_keys(view))
-        return Plan(view, table, view.slots(group).contiguous(), requests)
+        return Plan(view, view.page_table(group), view.slots(group).contiguous())
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
