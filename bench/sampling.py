@@ -79,7 +79,7 @@ class Sampler:
         known = torch.full((num + 1,), LENGTH - 1, device=CUDA)
         history = History(tokens.to(CUDA), known, torch.zeros(num + 1, 0, dtype=torch.int64, device=CUDA), LENGTH)
         at = LogitRows(request, request + 1, torch.zeros_like(request), known[1:].clone())
-        return cls(at, rows, history, StepNeeds.of(params, [1] * num))
+        return cls(at, rows, history, StepNeeds.from_params(params, [1] * num))
 
     def sample(self, logits: torch.Tensor) -> Sampled:
         return sample(logits, self.logit_rows, self.rows, self.history, self.needs, StepExtras())

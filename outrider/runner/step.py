@@ -163,10 +163,10 @@ class DeviceStep:
         asked = self.state.params.of_rows(scheduled.rows)
         are_placed = self.state.sampling.lists.are_placed(scheduled.rows)
         if self._asked != (asked, counts, are_placed):
-            self._needs = StepNeeds.of(asked, counts, are_lists_placed=are_placed)
+            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed)
             self._extras = StepExtras()
             if not (self.has_sampler_kernels and kernels_serve(self._needs)):
-                self._extras = StepExtras.of(asked, counts, self.model.vocab_size, self.state.device)
+                self._extras = StepExtras.from_params(asked, counts, self.model.vocab_size, self.state.device)
             self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)

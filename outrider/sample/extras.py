@@ -36,7 +36,8 @@ class StepNeeds:
     are_lists_placed: bool = True  # logit biases and bad words lie in row state, where kernels read them
 
     @classmethod
-    def of(cls, params: list[SamplingParams], logit_counts: list[int], *, are_lists_placed: bool = True) -> StepNeeds:
+    def from_params(cls, params: list[SamplingParams], logit_counts: list[int], *,
+                    are_lists_placed: bool = True) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
         logprobs = [p.logprobs for p in asked if p.logprobs is not None]
@@ -129,7 +130,7 @@ class StepExtras:
     bad_word_rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(
+    def from_params(
         cls, params: list[SamplingParams], logit_counts: list[int], vocab: int, device: torch.device
     ) -> StepExtras:
         layout = list(_layout(params, logit_counts))

@@ -25,13 +25,6 @@ class LogprobRows:
     ids: torch.Tensor  # [L, 2 + N] int64: the chosen token's rank, the chosen token, the likeliest first
     values: torch.Tensor  # [L, 1 + N]: of the chosen token, of the likeliest first
 
-    @classmethod
-    def of(cls, chosen_ids: torch.Tensor, chosen: torch.Tensor, rank: torch.Tensor, top_ids: torch.Tensor,
-           top: torch.Tensor) -> LogprobRows:
-        """From chosen tokens, their log-probabilities and ranks [L], the likeliest tokens and theirs [L, N]."""
-        return cls(torch.cat([rank[:, None], chosen_ids[:, None], top_ids], dim=1),
-                   torch.cat([chosen[:, None], top], dim=1))
-
     @property
     def num_top(self) -> int:
         """The likeliest tokens of each logit row."""
@@ -73,9 +66,10 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
     Takes scratch of the logits' size: callers with many logit rows come in chunks."""
     logprobs = torch.log_softmax(logits, dim=1)
     at = chosen_ids[:, None]
-    rank = (logits > logits.gather(1, at)).sum(dim=1) + 1
+    rank = (logits > logits.gather(1, at)).sum(dim=1, keepdim=True) + 1
     top_ids = _top_ids(logits, logits.shape[1] if num == MAX_LOGPROBS_ALL else min(num, logits.shape[1]))
-    return LogprobRows.of(chosen_ids, logprobs.gather(1, at).squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
+    ids = torch.cat([at, top_ids], dim=1)
+    return LogprobRows(torch.cat([rank, ids], dim=1), logprobs.gather(1, ids))
 
 
 def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:

@@ -183,8 +183,8 @@ def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[Samp
     """With the kernels of one kind, or with none."""
     rows = sampling_rows(logits.device, params)
     counts = [2] * len(params)
-    needs = StepNeeds.of(params[::-1], counts)
-    extras = StepExtras.of(params[::-1], counts, logits.shape[1], logits.device)
+    needs = StepNeeds.from_params(params[::-1], counts)
+    extras = StepExtras.from_params(params[::-1], counts, logits.shape[1], logits.device)
     ints = {"dtype": torch.int64, "device": logits.device}
     history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
     with ops.using(kind, sampler.sample_chunk, draw.draw_tokens, draw.choose_scaled):

@@ -192,17 +192,17 @@ class TestNeeds:
             top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1, repetition_penalty=2, min_tokens=1, logit_bias={1: 1},
             allowed_token_ids=[1], bad_words_token_ids=((1,),), logprobs=3,
         )
-        assert StepNeeds.of([loud, GREEDY], [0, 1]) == StepNeeds()
-        assert StepExtras.of([loud, GREEDY], [0, 1], VOCAB, torch.device("cpu")) == StepExtras()
-        needs = StepNeeds.of([loud, GREEDY], [1, 1])
+        assert StepNeeds.from_params([loud, GREEDY], [0, 1]) == StepNeeds()
+        assert StepExtras.from_params([loud, GREEDY], [0, 1], VOCAB, torch.device("cpu")) == StepExtras()
+        needs = StepNeeds.from_params([loud, GREEDY], [1, 1])
         assert needs.any_sampled and needs.any_penalties and needs.any_top_k and needs.any_edits
         assert needs.max_logprobs == 3 and not needs.any_top_p_alone
 
     def test_the_whole_vocabulary_is_more_than_any_number_of_logprobs(self) -> None:
         params = [replace(GREEDY, logprobs=n) for n in (5, -1, 0)]
-        assert StepNeeds.of(params, [1, 1, 1]).max_logprobs == -1
-        assert StepNeeds.of(params, [1, 0, 1]).max_logprobs == 5
-        assert StepNeeds.of(params, [0, 0, 1]).max_logprobs == 0
+        assert StepNeeds.from_params(params, [1, 1, 1]).max_logprobs == -1
+        assert StepNeeds.from_params(params, [1, 0, 1]).max_logprobs == 5
+        assert StepNeeds.from_params(params, [0, 0, 1]).max_logprobs == 0
 
     def test_a_greedy_batch_is_one_argmax(self) -> None:
         """Filters of greedy requests cost nothing either: generation configs set them for everybody."""
@@ -222,7 +222,7 @@ class TestNeeds:
 
     def test_extras_follow_the_logit_rows(self) -> None:
         params = [GREEDY, replace(GREEDY, bad_words_token_ids=((5, 6), (7,))), GREEDY]
-        extras = StepExtras.of(params, [2, 2, 1], VOCAB, torch.device("cpu"))
+        extras = StepExtras.from_params(params, [2, 2, 1], VOCAB, torch.device("cpu"))
         assert isinstance(extras.bad_words, BadWords)
         assert extras.bad_words.logit_row.tolist() == [2, 2, 3, 3]
         part = extras.between(3, 5).bad_words

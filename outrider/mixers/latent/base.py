@@ -85,12 +85,12 @@ class LatentOperations(NamedTuple):
     attend_everywhere: Operation[..., torch.Tensor]
 
     @classmethod
-    def for_mode(cls, exact: bool) -> LatentOperations:
+    def from_mode(cls, exact: bool) -> LatentOperations:
         return cls(ops.write_latents.variant(exact), ops.choose_positions.variant(exact),
                    ops.latent_attention.variant(exact), ops.dense_latent_attention.variant(exact))
 
 
-ORDINARY = LatentOperations.for_mode(exact=False)
+ORDINARY = LatentOperations.from_mode(exact=False)
 
 
 class LatentNorms(NamedTuple):
@@ -239,7 +239,7 @@ class LatentMixer(Mixer):
         return spec.itemsize <= torch.float32.itemsize
 
     def set_exact(self, exact: bool) -> None:
-        self._operations = LatentOperations.for_mode(exact)
+        self._operations = LatentOperations.from_mode(exact)
 
     def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
         plans = {index: plan_group(view, group) for index, group in self._groups.items()}
