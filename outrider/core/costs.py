@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core.params import SamplingParams
@@ -45,16 +45,29 @@ class SamplerLoad(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds of a step by its number of tokens, and of the drafter by its number of requests.
+class SizedCosts:
+    """Seconds of a step by its number of tokens, beside the requests that decode in it.
 
-    Both are sorted points; values between two points are interpolated linearly."""
+    These are sorted points; values between two points are interpolated linearly."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+    reading: tuple[ReadCost, ...] = field(default=(), kw_only=True)  # contexts that are read, added to `seconds`
+    row_seconds: float = field(default=0.0, kw_only=True)  # recurrent states of one request, added to `seconds`
+
+    def read(self, lengths: list[int]) -> float:
+        """Seconds for the contexts and states of requests of these lengths."""
+        return len(lengths) * self.row_seconds + sum(
+            cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
+            for cost in self.reading
+        )
+
+
+@dataclass(frozen=True)
+class StepCosts(SizedCosts):
+    """Costs of steps in which requests decode with drafts, and of the drafter by its number of requests."""
+
     drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
-    reading: tuple[ReadCost, ...] = ()  # added to `seconds`
-    row_seconds: float = 0.0  # reading and writing one request's recurrent states, added to `seconds`
     logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
     is_padded: bool = False  # captured steps: every request has the same number of tokens
 
@@ -74,22 +87,13 @@ class StepCosts:
         """Seconds of one logit row for each of the loads."""
         return sum(map(self.logit_row_seconds.__getitem__, loads))
 
-    def read(self, lengths: list[int]) -> float:
-        return len(lengths) * self.row_seconds + _read(self.reading, lengths)
-
 
 @dataclass(frozen=True)
-class MixedStepCosts:
-    """Seconds of steps that compute prompts beside requests that decode."""
+class MixedStepCosts(SizedCosts):
+    """Costs of steps that compute prompts beside requests that decode. Sizes are those of captured steps; their seconds
+    are without attention."""
 
-    tokens: tuple[int, ...]  # sizes of captured steps, ascending
-    seconds: tuple[float, ...]  # of such a step, without attention
-    reading: tuple[ReadCost, ...] = ()  # contexts of the requests that decode
-    row_seconds: float = 0.0  # reading and writing the recurrent states of one of them
     attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
-
-    def read(self, lengths: list[int]) -> float:
-        return len(lengths) * self.row_seconds + _read(self.reading, lengths)
 
     def step(self, tokens: int) -> float:
         return _between(self.tokens, self.seconds, tokens)
@@ -105,13 +109,6 @@ class MixedStepCosts:
         return num_tokens * sum(
             cost.seconds * (keys if cost.window is None else min(keys, cost.window)) for cost in self.attending
         )
-
-
-def _read(reading: Sequence[ReadCost], lengths: list[int]) -> float:
-    return sum(
-        cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
-        for cost in reading
-    )
 
 
 def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:

@@ -31,7 +31,6 @@ class _Decoder(Protocol):
 
     def own_text(self, token: str) -> str:
         """The text of a token in the middle of a text, bytes that begin no character included."""
-        ...
 
 
 class Detokenizer:

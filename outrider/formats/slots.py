@@ -28,7 +28,6 @@ class StoredWeight(Protocol):
 
     def dequantize_into(self, target: torch.Tensor) -> None:
         """Write the dequantised numbers into an existing tensor, with little memory beside it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
         drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
-    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), reading, row_seconds, loads,
-                     is_padded=graphs is not None)
+    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), loads, is_padded=graphs is not None,
+                     reading=reading, row_seconds=row_seconds)
 
 
 def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:

@@ -36,7 +36,8 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
 
     useful = useful_sizes(seconds_up_to(max_seconds, mixed_sizes(GraphSizes.from_limits(limits)), seconds_of))
     reading, row_seconds = read_costs(step)
-    costs = MixedStepCosts(tuple(useful), tuple(useful.values()), reading, row_seconds, attend_costs(step))
+    costs = MixedStepCosts(tuple(useful), tuple(useful.values()), attend_costs(step), reading=reading,
+                           row_seconds=row_seconds)
     if graphs is not None:
         small = costs.largest_size(SMALL_STEP * costs.seconds[0])
         for requests in FEW_REQUESTS:
