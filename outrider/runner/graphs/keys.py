@@ -200,19 +200,6 @@ class GraphKeys:
         return GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], max_drafts, max_drafts > 0,
                         has_prompts=True)  # fmt: skip
 
-    def wide_prompts(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        """A few that stand in for all steps with prompts, largest first."""
-        largest = self.largest_with_prompts()
-        if largest is None:
-            return
-        samplers = list(SamplerForm) if self._takes_parameters else [SamplerForm.DRAW]
-        if self._takes_parameters:
-            yield replace(largest, takes_checkpoints=takes_checkpoints, sampler=SamplerForm.FULL)
-        for requests, tokens in reversed(PROMPTS_AT_START):
-            for sampler in samplers if tokens < largest.tokens else ():
-                yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
-                              takes_checkpoints=takes_checkpoints, sampler=sampler)
-
     def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Decode steps that wider ones serve until there is time to capture them, the least important first, and those
         behind long contexts, which none serves."""
@@ -243,10 +230,18 @@ class GraphKeys:
         yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
 
     def prompts_at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """The largest step with prompts, then a few that stand in for all others, largest first."""
         largest = self.largest_with_prompts()
-        if largest is not None:
-            yield largest
-        yield from self.wide_prompts(takes_checkpoints=takes_checkpoints)
+        if largest is None:
+            return
+        yield largest
+        samplers = list(SamplerForm) if self._takes_parameters else [SamplerForm.DRAW]
+        if self._takes_parameters:
+            yield replace(largest, takes_checkpoints=takes_checkpoints, sampler=SamplerForm.FULL)
+        for requests, tokens in reversed(PROMPTS_AT_START):
+            for sampler in samplers if tokens < largest.tokens else ():
+                yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
+                              takes_checkpoints=takes_checkpoints, sampler=sampler)
 
     def largest(self) -> GraphKey:
         """The key with the most tokens of those that start-up captures."""
