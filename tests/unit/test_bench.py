@@ -215,6 +215,19 @@ def test_results_of_a_run_are_collected_beside_the_peer(tmp_path: Path, monkeypa
     assert {"tok_s": 3.0, "floor": 4.0, "model": "qwen06b", "case": "nano", "peer": 23152} in report["others"]
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+def test_tables_of_the_documents_are_those_of_the_results(document: str) -> None:
+    """Tokens per second by batch, here and of the peer, of every series that has a peer."""
+    root = Path(__file__).parents[2]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (root / document).read_text().splitlines()
+             if line.startswith("| ") and " / " in line]
+    shown = {model.partition(" (")[0]: (ours, peer) for model, ours, peer, *_ in cells if ours[0].isdigit()}
+    for series in json.loads((root / "bench/results/h200.json").read_text())["series"]:
+        if all("peer" in row for row in series["rows"]):
+            wanted = tuple(" / ".join(f"{row[key]:.0f}" for row in series["rows"]) for key in ("tok_s", "peer"))
+            assert shown[series["name"]] == wanted, series["name"]
+
+
 @pytest.mark.parametrize("sections", ["dense,prompt", pytest.param("contexts,tables", marks=pytest.mark.long)])
 def test_the_benchmark_of_sparse_attention_runs_dry(sections: str, tmp_path: Path) -> None:
     """It is written for a card, so that nobody else would see that it fails."""
