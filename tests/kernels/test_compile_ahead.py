@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from outrider.kernels.fork_pool import ForkPool  # noqa: E402
 from outrider.kernels.triton import precompile  # noqa: E402
-from outrider.kernels.triton.launch import TritonKernel, collecting  # noqa: E402
+from outrider.kernels.triton.launch import OPTIONS, TritonKernel, collecting  # noqa: E402
 from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
 
 NUM_FORKS = 2
@@ -196,9 +196,9 @@ def test_launches_of_one_thread_are_collected() -> None:
     kernel, collected = TritonKernel(function), []
     with collecting(lambda *launch: collected.append(launch)):
         kernel[(1,)](5, SIZE=6)
-        assert collected == [(function, (5,), {"SIZE": 6})] and not launched
+        assert collected == [(function, (5,), {"SIZE": 6} | OPTIONS)] and not launched
         in_another_thread(lambda: kernel[(1,)](7))
-        assert len(collected) == 1 and launched == [((7,), {})]
+        assert len(collected) == 1 and launched == [((7,), OPTIONS)]
     kernel[(1,)](8)
     assert len(collected) == 1 and len(launched) == 2
 

@@ -142,7 +142,7 @@ def test_a_launch_finds_the_kernel_that_triton_would_choose(card: Card, options:
         asked, calls = function.asked, {name: len(compiled.calls) for name, compiled in function.compiled.items()}
         kernel[(3,)](*args, **named)
         ran = [name for name, compiled in function.compiled.items() if len(compiled.calls) > calls.get(name, 0)]
-        assert ran == ([function.choice(*args, **named)] if function.asked == asked else [])
+        assert ran == ([function.choice(*args, **named, **launch.OPTIONS)] if function.asked == asked else [])
     assert function.asked < launches * 0.8, "others were found"
 
 
@@ -208,7 +208,8 @@ def test_what_cannot_be_called_is_not_remembered(card: Card) -> None:
     """Triton returns nothing where a hook keeps it from compiling, and a promise while it compiles."""
     function = Function(source)
     kernel, x = TritonKernel(function), tensor(torch.float32, 0)
-    function.compiled[function.choice(x, x, 2, 3, 0.5, LENGTH=64)] = SimpleNamespace(result=lambda: None)
+    chosen = function.choice(x, x, 2, 3, 0.5, LENGTH=64, **launch.OPTIONS)
+    function.compiled[chosen] = SimpleNamespace(result=lambda: None)
     for _ in range(3):
         kernel[(1,)](x, x, 2, 3, 0.5, LENGTH=64)
     assert function.asked == 3
@@ -219,4 +220,4 @@ def test_functions_that_are_interpreted_stay_with_triton() -> None:
     kernel = TritonKernel({(1,): lambda *args, **options: launched.append((args, options))})
     for _ in range(2):
         kernel[(1,)](5, SIZE=6)
-    assert launched == [((5,), {"SIZE": 6})] * 2
+    assert launched == [((5,), {"SIZE": 6} | launch.OPTIONS)] * 2
