@@ -169,3 +169,17 @@ def test_start_up_times_captures_without_the_wait_for_kernels(clock: Clock) -> N
     own.run_empty = wait_for_kernels
     own.capture_at_start([OWN, OTHER])
     assert own.losses.capture_seconds == pytest.approx(SHORT) and {OWN, OTHER} <= set(own._captured)
+
+
+@pytest.mark.parametrize("takes_parameters", [False, True])
+def test_kernels_of_sampling_parameters_are_begun_early(clock: Clock, takes_parameters: bool) -> None:
+    """They take seconds to compile, and captures wait for them; no step is run twice for that, nor left out."""
+    own, ran = made(clock), list[GraphKey]()
+    own.keys = make_keys(takes_parameters=takes_parameters)
+    own.run_empty = ran.append
+    own.run_sizes()
+    wanted = {*own.keys.at_start(takes_checkpoints=False), *own.keys.behind_long_contexts(), *own.keys.prompts()}
+    sampled = list(own.keys.with_parameters(takes_checkpoints=False))
+    assert bool(sampled) is takes_parameters and ran[1 : 1 + len(sampled)] == sampled
+    assert ran[0] == next(own.keys.decoding(takes_checkpoints=False))
+    assert len(ran) == len(set(ran)) and set(ran) == wanted

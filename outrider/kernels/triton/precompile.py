@@ -34,7 +34,9 @@ from triton.runtime import JITFunction, build, driver
 from triton.runtime.cache import FileCacheManager
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
-LONG = ("_latent_attention_kernel",)  # as measured
+SECONDS = {"_settle_kernel": 2.0, "_output_kernel": 2.0, "_inputs_kernel": 1.8, "_add_kernel": 1.8,  # as measured
+           "_decode_kernel": 1.8, "_mamba2_kernel": 1.8, "_score_filtered_kernel": 1.7, "_pick_filtered_kernel": 1.5,
+           "_edit_kernel": 1.1, "_score_kernel": 1.1, "_latent_attention_kernel": 3.0, "_few_rows_kernel": 0.5}
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
@@ -314,10 +316,10 @@ def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
             yield _specialization(value)
 
 
-def _expected_size(launch: _Launch) -> tuple[bool, int]:
-    """Whether it takes seconds to compile, whatever its source says: what is written in Gluon does, and some."""
-    function = launch.function
-    return isinstance(function, GluonJITFunction) or function.__name__ in LONG, _source_size(function)
+def _expected_size(launch: _Launch) -> tuple[float, int]:
+    """How many seconds it takes to compile, about: as measured, or as most do. What is written in Gluon takes long."""
+    usual = 3.0 if isinstance(launch.function, GluonJITFunction) else 0.5
+    return SECONDS.get(launch.function.__name__, usual), _source_size(launch.function)
 
 
 @cache

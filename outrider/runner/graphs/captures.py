@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -215,9 +216,13 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """Run every step that start-up will capture, others that do more, and steps with prompts, for their kernels."""
-        for key in (*self.keys.at_start(takes_checkpoints=takes_checkpoints), *self.keys.behind_long_contexts(),
-                    *self.keys.prompts()):
+        """Run every step that start-up will capture, others that do more, and steps with prompts, for their kernels.
+        Those with all sampling parameters are captured late, but have kernels that take seconds to compile: they come
+        behind the first step."""
+        first = islice(self.keys.decoding(takes_checkpoints=takes_checkpoints), 1)
+        sampled = self.keys.with_parameters(takes_checkpoints=takes_checkpoints)
+        rest = self.keys.at_start(takes_checkpoints=takes_checkpoints)
+        for key in dict.fromkeys(chain(first, sampled, rest, self.keys.behind_long_contexts(), self.keys.prompts())):
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
 
