@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,17 +13,18 @@ import torch
 from outrider.core import Admission, CheckpointWrite, HiddenReport, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.params import SamplingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
+from outrider.mixers import EveryPosition, LatentLayer
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LossRates
-from outrider.runner.graphs.mixed_costs import seconds_up_to, useful_sizes
+from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
-from outrider.runner.step import DeviceResult, RowCheckpoints
+from outrider.runner.step import DeviceResult, DeviceStep, RowCheckpoints
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)
 
@@ -298,3 +299,11 @@ def test_sizes_are_measured_up_to_twice_the_bound_or_twice_the_smallest_step() -
     assert seconds_up_to(10.0, sizes, lambda size: size / 10) == {64: 6.4, 128: 12.8, 256: 25.6}
     assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 16)) == [64, 128, 256, 512, 1024]
     assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 8)) == [64, 128, 256, 512]
+
+
+def test_latent_layers_have_no_costs_of_attention_over_keys_and_values() -> None:
+    """They have neither key/value heads nor windows: a model of nothing else must start all the same."""
+    layers = [LatentLayer(index, 4, 16, 8, 1.0, EveryPosition()) for index in range(2)]
+    step = SimpleNamespace(backend=SimpleNamespace(name="triton"), model=SimpleNamespace(attention_layers=layers),
+                           drafter=SimpleNamespace(attention_layers=layers[:1]))  # fmt: skip
+    assert attend_costs(cast(DeviceStep, step)) == ()

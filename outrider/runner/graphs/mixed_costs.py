@@ -90,7 +90,8 @@ def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
     ours attends."""
     if step.backend.name != "triton":
         return ()
-    layers = [*step.model.attention_layers, *(() if step.drafter is None else step.drafter.attention_layers)]
+    every = [*step.model.attention_layers, *(() if step.drafter is None else step.drafter.attention_layers)]
+    layers = [layer for layer in every if isinstance(layer, AttentionLayer)]  # latent ones have kernels of their own
     kinds = Counter((own.num_heads, own.num_kv_heads, own.head_dim, own.window) for own in layers)
     by_window: dict[int | None, float] = {}
     for layer in layers:
