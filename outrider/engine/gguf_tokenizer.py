@@ -30,15 +30,21 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
     if kind is None or "tokenizer.ggml.tokens" not in meta:
         raise TokenizerError("the GGUF file holds no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens); "
                              "convert the model again with its tokenizer, or use its safetensors folder")
-    match kind:
-        case "gpt2":
-            tokenizer = _byte_level(meta)
-        case "llama":
-            tokenizer = _sentencepiece(meta)
-        case _:
-            raise TokenizerError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: gpt2, llama")
-    _add_special_tokens(tokenizer, meta)
-    _add_ends(tokenizer, meta)
+    try:
+        match kind:
+            case "gpt2":
+                tokenizer = _byte_level(meta)
+            case "llama":
+                tokenizer = _sentencepiece(meta)
+            case _:
+                raise TokenizerError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: gpt2, llama")
+        _add_special_tokens(tokenizer, meta)
+        _add_ends(tokenizer, meta)
+    except TokenizerError:
+        raise
+    except Exception as error:  # ids beyond the tokens, values of other types; the library raises bare Exceptions
+        raise TokenizerError(f"the tokenizer of the GGUF file is damaged ({error}); fetch the file again, or "
+                             "convert the model again") from error
     return tokenizer
 
 

@@ -81,19 +81,19 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        tokens = metadata.get("tokenizer.ggml.tokens", [])
-        special = {}
+        backend = build_gguf_tokenizer(metadata)
+        tokens, special = metadata["tokenizer.ggml.tokens"], {}
         for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
             index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if index is not None and index < len(tokens):
+            if index is not None and 0 <= index < len(tokens):
                 special[f"{name}_token"] = tokens[index]
         templates = {}
         for key, value in metadata.items():
             if key == "tokenizer.chat_template":
-                templates[DEFAULT_TEMPLATE] = value
+                templates[DEFAULT_TEMPLATE] = str(value)
             elif key.startswith("tokenizer.chat_template."):
-                templates[key.removeprefix("tokenizer.chat_template.")] = value
-        return cls(build_gguf_tokenizer(metadata), special, templates, str(metadata.get("general.name", "this model")))
+                templates[key.removeprefix("tokenizer.chat_template.")] = str(value)
+        return cls(backend, special, templates, str(metadata.get("general.name", "this model")))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_value("a prompt", str, text)

@@ -252,6 +252,20 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             assert str(bad) in str(error)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_tensors_of_impossible_shapes_are_named(tmp_path: Path, kind: str) -> None:
+    """Without such checks torch's own words about views were all that was said."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, kind, skip=("blk.0.attn_k.weight",), extra=lambda w: w.add_tensor(
+        "blk.0.attn_k.weight", np.zeros((KV_HEADS * HEAD_DIM + 1, HIDDEN), np.float32)))
+    with pytest.raises(SourceError, match=r"m.gguf: tensor 'blk.0.attn_k.weight' of shape .* heads"):
+        list(gguf_source(path).tensors())
+    write_gguf(path, kind, skip=("blk.0.attn_k.weight",), extra=lambda w: w.add_tensor(
+        "blk.0.attn_k.weight", np.zeros((0, HIDDEN), np.float32)))
+    with pytest.raises(SourceError, match=r"m.gguf is damaged: tensor 'blk.0.attn_k.weight' has the shape \(0, "):
+        resolve(path)
+
+
 def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     source = gguf_source(tmp_path / "m.gguf")

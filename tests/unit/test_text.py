@@ -126,6 +126,17 @@ def test_gguf_tokenizers_that_are_not_known_are_refused_by_name(change: dict[str
         Tokenizer.load(sentencepiece_metadata(**change))
 
 
+@pytest.mark.parametrize("change", [
+    {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["t h", "zz zz"]},
+    {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": 5},
+    {"tokenizer.ggml.unknown_token_id": 10**6}, {"tokenizer.ggml.bos_token_id": 10**6},
+    {"tokenizer.ggml.token_type": [1]}, {"tokenizer.ggml.tokens": 7},
+])  # fmt: skip
+def test_damaged_gguf_tokenizers_are_named(change: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError, match="the tokenizer of the GGUF file is damaged|holds no tokenizer.ggml"):
+        Tokenizer.load(sentencepiece_metadata(**change))
+
+
 def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     backend = trained(BYTES)
     backend.post_processor = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 0)])

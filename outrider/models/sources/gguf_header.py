@@ -154,6 +154,8 @@ def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int,
     for extent in shape:
         num_elements *= extent
     _, per_group, group_bytes = KINDS[kind.name]
+    if 0 in shape:
+        raise SourceError(f"{path} is damaged: tensor {name!r} has the shape {shape}. Fetch it again.")
     if shape and shape[-1] % per_group:
         raise SourceError(f"{path}: tensor {name!r} of shape {shape} cannot be {kind.name}, "
                           f"which stores {per_group} values together")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from outrider.kernels.quantized import QuantizedRows
+from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import Header, TensorEntry
 from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, dequantised, hf_name, raw_bytes
 
@@ -30,9 +31,9 @@ def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor | Quantized
         rows = _dequantised(header.path, entry) if not keeps_bits else torch.from_numpy(
             raw_bytes(header.path, entry)).view(entry.shape[0], -1)
         if entry.name.endswith(".attn_q.weight"):
-            rows = _unpermute(rows, heads)
+            rows = _unpermute(rows, heads, header.path, entry)
         elif entry.name.endswith(".attn_k.weight"):
-            rows = _unpermute(rows, kv_heads)
+            rows = _unpermute(rows, kv_heads, header.path, entry)
         yield hf_name(entry.name, header.path), QuantizedRows(entry.kind.name, rows) if keeps_bits else rows
 
 
@@ -50,8 +51,11 @@ def _dequantised(path: Path, entry: TensorEntry) -> torch.Tensor:
             return torch.from_numpy(dequantised(rows, entry)).view(entry.shape)
 
 
-def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _unpermute(weight: torch.Tensor, num_heads: int, path: Path, entry: TensorEntry) -> torch.Tensor:
     """[heads * dim, in], or bytes of rows: GGUF interleaves the two halves of a head for its rope; put the halves back
     in a row."""
+    if len(entry.shape) != 2 or entry.shape[0] % (2 * num_heads):
+        raise SourceError(f"{path}: tensor {entry.name!r} of shape {entry.shape} does not hold two halves for each of "
+                          f"{num_heads} heads. Fetch the file again.")
     out, width = weight.shape
     return weight.view(num_heads, out // num_heads // 2, 2, width).transpose(1, 2).reshape(out, width)
