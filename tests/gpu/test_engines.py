@@ -121,6 +121,15 @@ def test_weights_are_read_while_kernels_compile(family: str, drafter: str) -> No
     assert_same_tokens(outputs, reference(folder), asked, tie=10 * TIE if family in HYBRIDS else TIE)
 
 
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=pytest.mark.together(family)) for family in ("gemma3", "deepseek_v32")])
+def test_steps_of_bounded_time_give_the_same_tokens(family: str) -> None:
+    """As servers have them: what steps with prompts cost is measured at start-up, for layers of every kind."""
+    folder = folder_of(family)
+    with GpuRig(loaded(folder), source=folder, max_step_ms=12.0) as rig:
+        assert_same_tokens(rig.run(asks()), reference(folder), asks())
+
+
 @pytest.mark.gpu
 @pytest.mark.together("llama")
 def test_eager_steps_and_the_torch_backend_agree() -> None:

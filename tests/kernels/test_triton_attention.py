@@ -34,6 +34,8 @@ from outrider.kernels.triton.prefill import (  # noqa: E402
     prefill_attention,
     query_tiles,
 )
+from outrider.mixers.paged.base import AttentionLayer, KeyValueCache  # noqa: E402
+from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 
 NAN = float("nan")
 SMALL = DecodeConfig(block_n=16, max_rows=16)
@@ -399,6 +401,21 @@ def test_two_calls_share_an_output(device: torch.device, dtype: torch.dtype) -> 
     prefill(head, out=out, fill_padding=False)
     decode(tail, out=out, fill_padding=False)
     assert_close(out, expected(batch))
+
+
+def test_a_probe_attends_over_the_null_page(device: torch.device, dtype: torch.dtype) -> None:
+    """Its queries are zeros, so every token gets the mean of the values that it sees: those of one page, repeated."""
+    page, context, tokens = 16, 40, 9
+    k, v = (torch.full((3, page, 2, 16), NAN, device=device, dtype=dtype) for _ in range(2))
+    k[0], v[0] = 0, torch.randn(page, 2, 16, device=device)
+    for window in (None, 20):
+        layer = AttentionLayer(0, 4, 2, 16, scale=0.25, window=window)
+        made = TritonBackend().probe_prompt(layer, KeyValueCache(k, v), tokens, context)().view(tokens, 4, 16)
+        seen = v[0].float().repeat(4, 1, 1).repeat_interleave(2, dim=1)
+        for token in range(tokens):
+            stop = context + token + 1
+            wanted = seen[max(0, stop - (window or stop)) : stop].mean(dim=0)
+            torch.testing.assert_close(made[token].float(), wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:

@@ -304,6 +304,6 @@ def test_sizes_are_measured_up_to_twice_the_bound_or_twice_the_smallest_step() -
 def test_latent_layers_have_no_costs_of_attention_over_keys_and_values() -> None:
     """They have neither key/value heads nor windows: a model of nothing else must start all the same."""
     layers = [LatentLayer(index, 4, 16, 8, 1.0, EveryPosition()) for index in range(2)]
-    step = SimpleNamespace(backend=SimpleNamespace(name="triton"), model=SimpleNamespace(attention_layers=layers),
+    step = SimpleNamespace(model=SimpleNamespace(attention_layers=layers),
                            drafter=SimpleNamespace(attention_layers=layers[:1]))  # fmt: skip
     assert attend_costs(cast(DeviceStep, step)) == ()

@@ -6,7 +6,7 @@ A backend plans once per step and group and runs once per layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -99,6 +99,12 @@ class Backend(ABC):
                     norms: HeadNorms | None, plan: Any) -> None:
         """See `PagedLayer.write_fused`."""
         raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
+
+    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int,
+                     context: int) -> Callable[[], object] | None:
+        """Attention of a chunk of a prompt behind `context` tokens, as a call that can be timed. All keys are those of
+        the null page: the time goes into the products. None if the backend has no such call."""
+        return None
 
     def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
         """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import Group
+from outrider.cache.kinds import pages_for
 from outrider.core import Limits
 from outrider.kernels.buffers import to_device
 from outrider.kernels.triton import (
@@ -171,6 +172,22 @@ class TritonBackend(Backend):
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         prepare_counters(device)
+
+    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int,
+                     context: int) -> Callable[[], torch.Tensor]:
+        device, length = cache.k.device, context + num_tokens
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        q = torch.zeros(num_tokens, layer.num_heads, layer.head_dim, dtype=cache.k.dtype, device=device)
+        table = torch.zeros(1, pages_for(length, cache.k.shape[1]), dtype=torch.int32, device=device)
+        starts, lengths, live = (torch.tensor(ints, dtype=torch.int32, device=device)
+                                 for ints in ([0, num_tokens], [length], [num_tokens]))
+
+        def attend() -> torch.Tensor:
+            tiles = device_query_tiles(starts, num_tokens, 1, *heads, config=choose_prefill(layer.num_heads, cache.k))
+            return prefill_attention(q, cache.k, cache.v, table, starts, lengths, live, tiles, scale=layer.scale,
+                                     window=layer.window, softcap=layer.softcap, fill_padding=False)
+
+        return attend
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)

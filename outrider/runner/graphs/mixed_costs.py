@@ -14,6 +14,7 @@ import torch
 from outrider.core import Limits
 from outrider.core.costs import MEASURED_BOUNDS, SMALL_STEP, MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
+from outrider.mixers.paged.base import KeyValueCache
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.costs import best_seconds, read_costs
 from outrider.runner.graphs.keys import GraphKey
@@ -86,40 +87,29 @@ def _mixed_key(limits: Limits, requests: int, tokens: int, takes_checkpoints: bo
 
 
 def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
-    """Seconds for each pair of a prompt's token and a key, over all layers of the same window. Empty where no kernel of
-    ours attends."""
-    if step.backend.name != "triton":
-        return ()
+    """Seconds for each pair of a prompt's token and a key, over all layers of the same window. Empty where the backend
+    has nothing to time."""
     every = [*step.model.attention_layers, *(() if step.drafter is None else step.drafter.attention_layers)]
     layers = [layer for layer in every if isinstance(layer, AttentionLayer)]  # latent ones have kernels of their own
     kinds = Counter((own.num_heads, own.num_kv_heads, own.head_dim, own.window) for own in layers)
     by_window: dict[int | None, float] = {}
     for layer in layers:
         count = kinds.pop((layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window), 0)
-        if count:
-            by_window[layer.window] = by_window.get(layer.window, 0.0) + count * _pair_seconds(step, layer)
+        cache = KeyValueCache(**step.pool.layer(layer.index))
+        attend = step.backend.probe_prompt(layer, cache, CHUNK, CONTEXT) if count else None
+        if attend is not None:
+            seconds = count * _pair_seconds(attend, layer, step.state.device)
+            by_window[layer.window] = by_window.get(layer.window, 0.0) + seconds
     return tuple(ReadCost(window, seconds) for window, seconds in by_window.items())
 
 
-def _pair_seconds(step: DeviceStep, layer: AttentionLayer) -> float:
-    """Seconds of one pair in one layer. All keys are those of the null page: the time goes into the products."""
-    from outrider.kernels.triton import choose_prefill, device_query_tiles, prefill_attention  # only where there is one
-
-    cache = step.pool.layer(layer.index)
-    device, dtype, page_tokens = cache["k"].device, cache["k"].dtype, cache["k"].shape[1]
-    q = torch.zeros(CHUNK, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
-    table = torch.zeros(1, -(-(CONTEXT + CHUNK) // page_tokens), dtype=torch.int32, device=device)
-    starts, lengths, live = (torch.tensor(ints, dtype=torch.int32, device=device)
-                             for ints in ([0, CHUNK], [CONTEXT + CHUNK], [CHUNK]))
-
-    def attend() -> None:
+def _pair_seconds(attend: Callable[[], object], layer: AttentionLayer, device: torch.device) -> float:
+    """Seconds of one pair in one layer."""
+    def run() -> None:
         for _ in range(CALLS):
-            tiles = device_query_tiles(starts, CHUNK, 1, layer.num_heads, layer.num_kv_heads, layer.head_dim,
-                                       config=choose_prefill(layer.num_heads, cache["k"]))
-            prefill_attention(q, cache["k"], cache["v"], table, starts, lengths, live, tiles, scale=layer.scale,
-                              window=layer.window, softcap=layer.softcap, fill_padding=False)
+            attend()
 
     keys = CONTEXT + (CHUNK + 1) / 2
     pairs = CHUNK * (keys if layer.window is None else min(keys, layer.window))
     attend()
-    return best_seconds(attend, device) / (CALLS * pairs)
+    return best_seconds(run, device) / (CALLS * pairs)
