@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,22 +21,12 @@ def device() -> torch.device:
     from triton.language import standard
     from triton.runtime.interpreter import InterpretedFunction
 
+    from tests.kernels.interpreter import make_quick
+
     if not isinstance(standard.sum, InterpretedFunction):
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA device")
-    patch_language_once()
+    make_quick()
     return torch.device("cpu")
-
-
-def patch_language_once() -> None:
-    """Triton's interpreter replaces every function of its language anew for each call of a function that it interprets,
-    which takes more than a third of the time. Here they are replaced once, for good: nothing in this process compiles.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    nothing_to_restore = interpreter._LangPatchScope()
-    interpreter._patch_lang = lambda function: nothing_to_restore
 
 
 @pytest.fixture(params=["float32", "bfloat16"] if HAS_CARD else ["float32"])

@@ -1,0 +1,129 @@
+"""Triton's interpreter, with the same results in a part of the time: types, shapes and tables that it makes anew for
+each operation are made once, and what it computes and throws away is left out.
+
+It is changed for good, for a process that compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+plain_np_dtype = interpreter._get_np_dtype
+plain_reduce = interpreter.ReduceOps.generic_reduce
+plain_init_block_type = tl.block_type.__init__
+plain_equal_types = tl.dtype.__eq__
+plain_equal_tuples = tl.tuple.__eq__
+plain_unwrap = tl.core._unwrap_if_constexpr
+plain_broadcast = TritonSemantic.broadcast_impl_value
+NEVER_WRAPPED = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool})
+block_types: dict[tuple[Any, ...], tl.block_type] = {}
+
+
+def make_quick() -> None:
+    patch_language_once()
+    # Whether integers overflow is computed with every operation, and looked at only in `debug`.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = np_dtype
+    interpreter.ReduceOps.generic_reduce = reduce_by_halves
+    TritonSemantic.broadcast_impl_value = broadcast
+    tl.core._unwrap_if_constexpr = unwrap
+    tl.tensor.__init__ = init_tensor
+    tl.block_type.__new__ = new_block_type
+    tl.block_type.__init__ = init_block_type
+    tl.dtype.__eq__ = equal_types
+    tl.tuple.__eq__ = equal_tuples
+
+
+def patch_language_once() -> None:
+    """The interpreter replaces every function of its language for each call of a function, and puts them back after."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    nothing_to_restore = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda function: nothing_to_restore
+
+
+def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+    """Of numbers, of pointers or of blocks of them."""
+    scalar = dtype.scalar
+    return plain_np_dtype(scalar) if scalar.is_ptr() else np_dtype_of(scalar)
+
+
+np_dtype_of = functools.cache(plain_np_dtype)
+
+
+def new_block_type(cls: type[tl.block_type], element: tl.dtype, shape: Any) -> tl.block_type:
+    """One object for all blocks of the same numbers and shape. Of pointers it is a new one, as their types are."""
+    if element.is_ptr() or cls is not tl.block_type:
+        return object.__new__(cls)
+    key = (element.name, *(n.__index__() for n in shape))
+    made = block_types.get(key)
+    if made is None:
+        made = block_types[key] = object.__new__(cls)
+    return made
+
+
+def init_block_type(self: tl.block_type, element: tl.dtype, shape: Any) -> None:
+    if "name" not in vars(self):
+        plain_init_block_type(self, element, shape)
+
+
+def init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    """Tensors of the same shape have the same object as their shape."""
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.shape, self.numel = shape_and_size(tuple(type.shape.values)) if type.is_block() else NO_SHAPE
+
+
+@functools.cache
+def shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(n) for n in shape]), tl.constexpr(int(np.prod(shape, dtype=np.int64)))
+
+
+NO_SHAPE = shape_and_size(())
+
+
+def broadcast(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return (left, right) if left.shape is right.shape else plain_broadcast(self, left, right)
+
+
+def unwrap(value: Any) -> Any:
+    return value if type(value) in NEVER_WRAPPED else plain_unwrap(value)
+
+
+def equal_types(self: tl.dtype, other: Any) -> bool:
+    return self is other or plain_equal_types(self, other)
+
+
+def equal_tuples(self: tl.tuple, other: Any) -> tl.constexpr:
+    """A shape is compared with a list of integers; the plain function makes a tuple of the language of it first."""
+    if type(other) is list and all(type(n) is int for n in other):
+        return tl.constexpr(self.values == other)
+    return plain_equal_tuples(self, other)
+
+
+def reduce_by_halves(self: interpreter.ReduceOps, input: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """Neighbours in pairs, then pairs of pairs: all of them in one call of the function that combines two, which the
+    interpreter calls for each number."""
+    axis = 0 if self.axis is None else self.axis
+    types = [block.dtype for block in input]
+    blocks = [block.handle.data for block in input]
+    ndim = blocks[0].ndim
+    blocks = [np.moveaxis(data.reshape(-1) if self.axis is None else data, axis, 0) for data in blocks]
+    while len(blocks[0]) > 1:
+        pairs = [self.to_tensor(data[side::2], dtype)
+                 for side in (0, 1) for data, dtype in zip(blocks, types, strict=True)]  # fmt: skip
+        combined = self.combine_fn.fn(*pairs)
+        blocks = [block.handle.data for block in (combined if isinstance(combined, tuple) else (combined,))]
+    results = [data[0] for data in blocks]
+    if self.keep_dims:
+        results = [data.reshape((1,) * ndim) if self.axis is None else np.expand_dims(data, axis) for data in results]
+    return [self.to_tensor(data, dtype) for data, dtype in zip(results, types, strict=True)]
