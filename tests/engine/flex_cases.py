@@ -18,6 +18,7 @@ from tests.engine.masks import ChunkedMask, DocumentMask
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 16, 21
+FEW_PAGES = 32  # without a compiler flex attention takes time by the whole pool, not by what is read of it
 
 
 def layout_of(page_tokens: int, itemsize: int = 8) -> CacheLayout:

@@ -20,7 +20,7 @@ from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.draft_model import DraftModelNetwork
 from tests.engine import flex_cases
-from tests.engine.flex_cases import CPU, DIM, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
+from tests.engine.flex_cases import CPU, DIM, FEW_PAGES, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.masks import ChunkedMask, DocumentMask
 from tests.spec.latent_rig import latent_of
@@ -143,7 +143,7 @@ def test_f5_engines_give_the_tokens_of_the_torch_backend(family: str) -> None:
     asks = [Ask(prompt_of(seed, length), greedy(10)) for seed, length in enumerate((5, 40, 17, 60))]
     outs = []
     for backend in ("torch", "flex"):
-        with Rig(model, attention_backend=backend, pad_requests=(4, 8), pad_tokens=(16, 64),
+        with Rig(model, attention_backend=backend, num_pages=FEW_PAGES, pad_requests=(4, 8), pad_tokens=(16, 64),
                  speculative_config={"method": "ngram", "num_speculative_tokens": 2}) as rig:
             outs.append(tokens_of(rig.run(asks)))
             assert rig.step.backend.name == backend and rig.num_poisoned > 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from outrider import LLM, SamplingParams
 from outrider.cache.prefix import PageHashes
 from outrider.core.spans import PromptSpans, check_spans
+from tests.engine.flex_cases import FEW_PAGES
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.models.oracle import hf_model, make_folder
 from tests.spec.scripted_drafter import ScriptedDrafter
@@ -85,7 +86,7 @@ def run_alone(family: str, ask: Ask, backend: str = "torch") -> Any:
 @pytest.mark.parametrize("backend", ["torch", "flex"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_text_does_not_depend_on_chunks_mates_hits_or_preemption(family: str, backend: str, wanted: Any) -> None:
-    with Rig(tiny_model(family), attention_backend=backend, max_num_batched_tokens=36) as rig:
+    with Rig(tiny_model(family), attention_backend=backend, max_num_batched_tokens=36, num_pages=FEW_PAGES) as rig:
         assert tokens_of(rig.run(asks())) == wanted[family]
         whole = {(span.start, span.end) for batch in rig.batches for span in batch.spans}
         assert whole == {span for ask in asks() for span in ask.spans} and len(rig.batches) > 12
@@ -97,7 +98,7 @@ def test_text_does_not_depend_on_chunks_mates_hits_or_preemption(family: str, ba
 def test_drafts_do_not_change_text_after_spans(wanted: Any) -> None:
     lines = {tuple(ask.prompt): own[0] for ask, own in zip(asks(), wanted["gemma3"], strict=True)}
     drafter = ScriptedDrafter(2, lambda prompt, _: [t if i % 3 else t ^ 1 for i, t in enumerate(lines[prompt])])
-    with Rig(tiny_model("gemma3"), attention_backend="flex", drafter=drafter) as rig:
+    with Rig(tiny_model("gemma3"), attention_backend="flex", num_pages=FEW_PAGES, drafter=drafter) as rig:
         assert tokens_of(rig.run(asks())) == wanted["gemma3"]
         assert rig.engine.stats.num_accepted_tokens > 0
 
