@@ -21,6 +21,7 @@ from outrider.engine.engine_thread import tell
 from outrider.server.errors import ApiError
 
 RESTART_WINDOW = 600.0  # seconds over which restarts are counted
+RETRY_SECONDS = 1.0  # until an engine that did not start again is started once more
 log = logging.getLogger("outrider")
 
 
@@ -123,7 +124,11 @@ class EngineHost:
             llm = await done
         except Exception as error:
             log.error("the engine did not start: %s", error)
-            self._move(Failed("the engine did not start", error))
+            if self.num_restarts == 0:  # settings that cannot work, most likely
+                self._move(Failed("the engine did not start", error))
+            else:  # it has served before: the memory of its predecessor may not be free yet
+                await asyncio.sleep(RETRY_SECONDS)
+                self._restart(time.monotonic())
             return
         self._progress = (-1, time.monotonic())
         self._move(Serving(llm))

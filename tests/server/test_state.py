@@ -10,6 +10,7 @@ import pytest
 
 from outrider import __version__
 from outrider.engine.async_llm import AsyncLLM
+from outrider.server import engine_host
 from outrider.server.engine_host import Failed, Loading, Serving
 from outrider.server.metrics import Histogram
 from outrider.server.settings import ServerConfig
@@ -138,6 +139,26 @@ def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
         assert served.host.num_restarts == 1 and not first.is_running
         assert served.http.get("/health").status_code == 503 and served.http.get("/metrics").status_code == 200
         assert served.error("/v1/completions", 503, prompt="x")["type"] == "ServiceUnavailableError"
+
+
+@pytest.mark.parametrize(("max_restarts", "is_served"), [(3, True), (2, False)])
+def test_a_restart_that_fails_is_one_of_the_restarts(max_restarts: int, is_served: bool,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the device's memory is not free yet. A first start that fails ends the server at once."""
+    monkeypatch.setattr(engine_host, "RETRY_SECONDS", 0.01)
+    starts: list[bool] = []
+
+    def start() -> AsyncLLM:
+        starts.append(len(starts) in (0, 3))
+        if not starts[-1]:
+            raise MemoryError("no memory yet")
+        return AsyncLLM.around(tiny_engine().engine)
+
+    with serving(start, max_restarts=max_restarts, stall_timeout=0.4) as served:
+        break_engine(served)
+        served.wait_for(lambda: len(starts) > max_restarts and not isinstance(served.host.state, Loading))
+        assert isinstance(served.host.state, Serving if is_served else Failed)
+        assert starts == [True, False, False, True][: max_restarts + 1] and served.host.num_restarts == max_restarts
 
 
 def test_a_worker_that_dies_while_nothing_runs_is_noticed() -> None:
