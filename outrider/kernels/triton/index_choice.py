@@ -27,6 +27,7 @@ from outrider.kernels.triton.hopper.index_decode import launch_scores, takes_few
 from outrider.kernels.triton.index_scores import ScoreConfig, index_scores
 from outrider.kernels.triton.index_search import (
     ALIGNED,
+    count_kinds,
     least_candidate,
     least_chosen,
     least_chosen_in_memory,
@@ -38,7 +39,6 @@ from outrider.kernels.triton.index_search import (
     sample_size,
     write_all,
     write_chosen,
-    write_context,
 )
 from outrider.kernels.triton.launch import kernel
 from triton import knobs
@@ -96,10 +96,12 @@ def _choice_kernel(
         write_all(to, low, high, top_k, tl.program_id(1) * SEG, num_splits * SEG, SEG)
     elif begin < high:
         count = tl.where(is_large, count, high - low)
-        if is_large & ((count < top_k) | (count > ROOM)):  # a sample misled: one program serves the token row
-            if tl.program_id(1) == 0:
-                least, missing = least_chosen_in_memory(own, low, high, top_k, SEG)
-                write_context(to, own, low, high, least, missing, top_k, SEG)
+        if is_large & ((count < top_k) | (count > ROOM)):  # a sample misled: every program searches in memory
+            least, missing = least_chosen_in_memory(own, low, high, top_k, SEG)
+            for start in range(begin, high, num_splits * SEG):
+                num_above, num_equal = count_kinds(own, low // ALIGNED * ALIGNED, start, low, high, least, SEG)
+                position, is_visible, order = load_orders(own, start, low, high, SEG)
+                write_chosen(to, position, is_visible, order, least, missing, num_above, num_equal, top_k)
         else:
             position, is_visible, order = load_orders(own, begin, low, high, SEG)
             if is_large:

@@ -151,21 +151,33 @@ def least_chosen(order, is_there, count, top_k):
 
 @triton.jit
 def _count_in_memory(own, low, high, least, SEG: tl.constexpr):
-    total = 0
+    found = tl.zeros([SEG], dtype=tl.int32)
     for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
-        total += tl.sum((is_visible & (order >= least)).to(tl.int32), axis=0)
-    return total
+        found += (is_visible & (order >= least)).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
+    """How many visible scores of positions [begin, end), whole segments, are above the least one, and equal to it."""
+    above, equal = tl.zeros([SEG], dtype=tl.int32), tl.zeros([SEG], dtype=tl.int32)
+    for start in tl.range(begin, end, SEG, num_stages=3):
+        position, is_visible, order = load_orders(own, start, low, high, SEG)
+        above += (is_visible & (order > least)).to(tl.int32)
+        equal += (is_visible & (order == least)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(equal, axis=0)
 
 
 @triton.jit
 def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
     """As `least_chosen`, of all scores of a context."""
-    top, bottom = LEAST, GREATEST
+    tops, bottoms = tl.full([SEG], LEAST, dtype=tl.int32), tl.full([SEG], GREATEST, dtype=tl.int32)
     for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
-        top = tl.maximum(top, tl.max(order, axis=0))
-        bottom = tl.minimum(bottom, tl.min(tl.where(is_visible, order, GREATEST), axis=0))
+        tops = tl.maximum(tops, order)
+        bottoms = tl.minimum(bottoms, tl.where(is_visible, order, GREATEST))
+    top, bottom = tl.max(tops, axis=0), tl.min(bottoms, axis=0)
     not_below, above, turn = high - low, 0, 0
     while bottom < top:
         guess = guess_between(bottom, top, not_below, above, top_k, turn)
@@ -188,18 +200,6 @@ def write_chosen(to, position, is_there, order, least, missing, above_before, eq
     tl.store(to + place, position, mask=is_chosen & (place < top_k))
     total = tl.sum(both, axis=0)
     return above_before + (total >> 16), equal_before + (total & 65535)
-
-
-@triton.jit
-def write_context(to, own, low, high, least, missing, top_k, SEG: tl.constexpr):
-    """Writes what is chosen of a whole context, segment by segment."""
-    begin = low // ALIGNED * ALIGNED
-    num_above, num_equal = 0, 0
-    position, is_visible, order = load_orders(own, begin, low, high, SEG)
-    for start in range(begin, high, SEG):
-        num_above, num_equal = write_chosen(to, position, is_visible, order, least, missing, num_above, num_equal,
-                                            top_k)
-        position, is_visible, order = load_orders(own, start + SEG, low, high, SEG)
 
 
 @triton.jit
