@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
-from outrider.runner.hidden import with_hidden
+from outrider.runner.prompt_reports import with_hidden
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
 from outrider.sample.logprobs import HostLogprobs, to_host

@@ -35,8 +35,7 @@ from outrider.runner.batch import (
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
 from outrider.runner.grammars import GrammarRows
-from outrider.runner.hidden import HiddenRows, reported_hidden
-from outrider.runner.prompts import PromptLogprobs, prompt_logprobs
+from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample

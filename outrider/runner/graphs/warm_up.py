@@ -107,7 +107,7 @@ def run_largest(step: DeviceStep, limits: Limits) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     lens, drafts = largest_step(limits)
     needs = _LARGEST_WITHOUT_KERNELS
-    if ops.has_triton() and step.model.dtype != torch.float64:
+    if step.has_sampler_kernels:
         needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
     run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=needs)
     torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
-"""Hidden states of prompts, for the requests that ask: one vector of a step, its sum, or one for each token.
+"""What results tell of prompts, for the requests that ask: log-probabilities of the tokens, and hidden states.
 
-Requests whose result depends on every token take no prefix hits, so that every token passes through here once.
+Hidden states are one vector of a step, its sum, or one for each token. Requests whose report depends on every token
+take no prefix hits, so that every token passes through here once. Such steps run uncaptured.
 """
 
 from __future__ import annotations
@@ -10,11 +11,47 @@ from dataclasses import dataclass
 import torch
 
 from outrider.core import Finish, HiddenReport, RequestResult, ScheduledBatch
-from outrider.models.base import Hidden
+from outrider.kernels.buffers import to_device
+from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs
-from outrider.runner.rows import RowParams
+from outrider.runner.rows import RowParams, RowState
+from outrider.sample.logprobs import LogprobRows, logprob_rows
 
+CHUNK_ROWS = 256  # logit rows at a time: a long prompt times a large vocabulary would not fit
 NOT_FINITE = "the model's hidden states are not finite: check the weights"
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    rows: LogprobRows
+    counts: list[int]  # rows per scheduled request, in batch order; the first is of the first token scheduled
+
+
+def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, state: RowState, *,
+                    row_by_row: bool = False) -> PromptLogprobs | None:
+    """row_by_row: see `sample`."""
+    params = state.params.of_rows(scheduled.rows)
+    asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
+    if not asked:
+        return None
+    view = inputs.batch.unpadded
+    assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
+    counts = [n if p.prompt_logprobs is not None else 0
+              for n, p in zip(scheduled.num_known, params, strict=True)]
+    starts: list[int] = []
+    start = 0
+    for length, count in zip(inputs.shape.queries.lens, counts, strict=False):
+        starts += range(start, start + count)
+        start += length
+    token_rows = to_device(starts, torch.int64, state.device)
+    # Past the end of the known tokens there is no next token; such rows are cut on the host.
+    next_position = (view.positions[token_rows] + 1).clamp_max(state.tokens.shape[1] - 1)
+    chosen = state.tokens[view.rows[view.request_of[token_rows]], next_position]
+    num = -1 if -1 in asked else max(asked)
+    height = 1 if row_by_row else CHUNK_ROWS
+    cuts = [slice(first, first + height) for first in range(0, len(starts), height)]
+    parts = [logprob_rows(model.logits(hidden.final[token_rows[cut]]), chosen[cut], num) for cut in cuts]
+    return PromptLogprobs(LogprobRows.join(parts), counts)
 
 
 @dataclass(frozen=True)
