@@ -142,7 +142,7 @@ class ScheduledBatch:
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of this batch
     folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused
     num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
-    propose: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
+    num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
     spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes

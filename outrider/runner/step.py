@@ -169,7 +169,7 @@ class DeviceStep:
             self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
-        return StepPlan(self._needs, self._extras, any_sampled, scheduled.propose,
+        return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
 

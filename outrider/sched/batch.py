@@ -77,7 +77,7 @@ class BatchBuilder:
         return progress
 
     def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
-              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], propose: int,
+              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
               form: StepForm = StepForm.WHOLE) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
@@ -98,7 +98,7 @@ class BatchBuilder:
             checkpoints=checkpoints,
             folds=folds,
             num_pending=num_pending,
-            propose=propose,
+            num_wanted=num_wanted,
             generation=self._generation,
             form=form,
             spans=self._spans,

@@ -23,8 +23,8 @@ MIN_GAIN = 1.03  # less than this is within the noise of the costs
 class DraftPlan(NamedTuple):
     """The drafts of one step."""
 
-    wanted: list[int]  # drafts to check, of each request that was asked about
-    propose: int  # most drafts to guess for the step after; 0 leaves the drafter out
+    num_drafts: list[int]  # drafts to check, of each request that was asked about
+    num_wanted: int  # most drafts to guess for the step after; 0 leaves the drafter out
 
 
 class DraftCounts(ABC):

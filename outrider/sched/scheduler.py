@@ -125,7 +125,7 @@ class Scheduler:
                 short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
             self._admit(step, batch)
-        return self._finish_batch(batch, plan.propose)
+        return self._finish_batch(batch, plan.num_wanted)
 
     def update(self, result: StepResult) -> list[Update]:
         """Apply a step's result; returns the parts that still belong to someone."""
@@ -196,7 +196,7 @@ class Scheduler:
         lookahead, host_drafts = self.cache.lookahead, self._host_drafts
         others = len(running)  # still to be looked at
         # The hot loop: a thousand requests, every step. Without requests the plan speaks of those about to start.
-        for request, num_drafts in zip(running, plan.wanted, strict=False):
+        for request, num_drafts in zip(running, plan.num_drafts, strict=False):
             others -= 1
             if request.state is not State.RUNNING:
                 continue  # preempted by an earlier one in this loop
@@ -314,7 +314,7 @@ class Scheduler:
                 self._preempt(request)
         self._waiting.hold_back_all_but(on_trial)
 
-    def _finish_batch(self, batch: BatchBuilder, propose: int) -> ScheduledBatch | None:
+    def _finish_batch(self, batch: BatchBuilder, num_wanted: int) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
@@ -324,7 +324,7 @@ class Scheduler:
         granted = self.cache.take_granted()
         form = batch.form if self._num_with_form else StepForm.WHOLE
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
-        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, propose, form)
+        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, num_wanted, form)
         self._admissions = []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1

@@ -69,7 +69,7 @@ def test_f2_every_pass_has_the_bound_of_its_own_batch(kind: str, family: str, tm
             # Rows just admitted have one slot to fill first, if not a head's without a hit; then the step's tokens, and
             # one pass per further draft.
             fills = any(kind == "draft_model" or admission.computed for admission in batch.admissions)
-            ahead = [1] * fills + list(range(1, batch.propose + 1))
+            ahead = [1] * fills + list(range(1, batch.num_wanted + 1))
             expected = [min(bound + s, MAX_LEN) for s in ahead for _ in range(num_drafter_groups)]
             assert [tokens for drafts, tokens, *_ in passes if drafts] == expected
         bounds = [max(batch.bounds) for batch in rig.batches]

@@ -383,7 +383,7 @@ class HashMixerRunner:
         assert self.limits.max_drafts or state.computed == batch.bounds[i], "fewer tokens computed than the bound"
         state.drafts = []
         if run and state.alive:
-            count = self._rng.randint(0, batch.propose)
+            count = self._rng.randint(0, batch.num_wanted)
             state.drafts = guess_after(state.seed, state.tokens, count, self._right, self._rng)
         self._write_guesses(live.row, state)
         if live.samples:

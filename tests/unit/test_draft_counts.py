@@ -46,7 +46,7 @@ def observed(chooser: DraftCounts, request: Request, drafted: int, accepted: int
 def test_drafts_are_taken_where_tokens_are_free_and_left_where_they_are_not() -> None:
     for costs, wanted in ((FLAT, 4), (STEEP, 0)):
         chooser, request = auto_drafts(4, costs, always_propose=True), running(0)
-        assert chooser.choose([request], is_exact=False).wanted == [wanted]
+        assert chooser.choose([request], is_exact=False).num_drafts == [wanted]
 
 
 def test_a_request_whose_drafts_fail_gets_none_while_its_neighbour_keeps_them() -> None:
@@ -54,7 +54,7 @@ def test_a_request_whose_drafts_fail_gets_none_while_its_neighbour_keeps_them() 
     chooser, good, bad = auto_drafts(3, costs, always_propose=True), running(0), running(1)
     observed(chooser, good, 3, 3)
     observed(chooser, bad, 3, 0)
-    assert chooser.choose([good, bad], is_exact=False).wanted == [3, 0]
+    assert chooser.choose([good, bad], is_exact=False).num_drafts == [3, 0]
 
 
 def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
@@ -63,13 +63,13 @@ def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
     chooser, request = auto_drafts(3, costs, always_propose=True), running(0, temperature=1.0)
     for _ in range(2):
         chooser.choose([request], is_exact=False)
-    assert chooser.choose([request], is_exact=False).wanted == [3]
+    assert chooser.choose([request], is_exact=False).num_drafts == [3]
     for _ in range(9):
         chooser.observe(request, RequestResult(request.id, 0, [1], 1, 0, 0), 3)
         plan = chooser.choose([request], is_exact=False)
-    assert plan.wanted == [0]
+    assert plan.num_drafts == [0]
     # Nor are they looked for: a captured step without a lookup is the step of an engine without drafts.
-    proposals = [chooser.choose([request], is_exact=False).propose for _ in range(200)]
+    proposals = [chooser.choose([request], is_exact=False).num_wanted for _ in range(200)]
     assert proposals.count(0) > 190 and 1 in proposals
 
 
@@ -79,20 +79,20 @@ def test_a_draft_must_pay_for_the_noise_of_its_logit_row() -> None:
         chooser, request = auto_drafts(2, costs, always_propose=True), running(0, **params)
         for _ in range(3):
             plan = chooser.choose([request], is_exact=False)
-        assert plan.wanted == [wanted]
+        assert plan.num_drafts == [wanted]
 
 
 def test_it_tries_again_after_a_while() -> None:
     costs = StepCosts((1, 8), (1.0, 1.5))
     chooser, request = auto_drafts(2, costs, always_propose=True), running(0)
     observed(chooser, request, 2, 0)
-    chosen = [chooser.choose([request], is_exact=False).wanted[0] for _ in range(400)]
+    chosen = [chooser.choose([request], is_exact=False).num_drafts[0] for _ in range(400)]
     assert chosen[0] == 0 and 0 < sum(chosen) < 40  # now and then, and no more
 
 
 def test_a_drafter_that_costs_is_left_out_when_it_does_not_pay_but_for_a_look_now_and_then() -> None:
     chooser, request = auto_drafts(2, STEEP, always_propose=False), running(0)
-    proposals = [chooser.choose([request], is_exact=False).propose for _ in range(200)]
+    proposals = [chooser.choose([request], is_exact=False).num_wanted for _ in range(200)]
     assert proposals.count(0) > 190 and 2 in proposals
 
 
@@ -100,13 +100,13 @@ def test_a_drafter_that_costs_is_left_out_when_it_does_not_pay_but_for_a_look_no
 def test_a_request_sets_its_own_ceiling(speculative: bool | int | None, most: int) -> None:
     for chooser in (auto_drafts(4, FLAT, always_propose=True), FixedDrafts(4)):
         request = running(0, speculative=speculative)
-        assert chooser.choose([request], is_exact=False).wanted == [most]
+        assert chooser.choose([request], is_exact=False).num_drafts == [most]
 
 
 def test_when_the_device_is_known_no_more_is_asked_for_than_waits_there() -> None:
     request = running(0, proposed=1)
-    assert FixedDrafts(4).choose([request], is_exact=True).wanted == [1]
-    assert FixedDrafts(4).choose([request], is_exact=False).wanted == [4]
+    assert FixedDrafts(4).choose([request], is_exact=True).num_drafts == [1]
+    assert FixedDrafts(4).choose([request], is_exact=False).num_drafts == [4]
 
 
 def test_a_prompt_that_is_being_computed_has_no_drafts() -> None:
@@ -125,9 +125,9 @@ def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed()
     for request in requests:
         observed(chooser, request, 3, 2)
     plans = [chooser.choose(requests, is_exact=False) for _ in range(2)]
-    assert plans[0].wanted == [0, 0], "nothing was proposed before"
-    assert plans[1].wanted == [2, 2]
-    assert [plan.propose for plan in plans] == [2, 2], "the third draft never held, and its pass is saved"
+    assert plans[0].num_drafts == [0, 0], "nothing was proposed before"
+    assert plans[1].num_drafts == [2, 2]
+    assert [plan.num_wanted for plan in plans] == [2, 2], "the third draft never held, and its pass is saved"
 
 
 def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
@@ -136,9 +136,9 @@ def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
     chooser, usual, unlucky = auto_drafts(2, costs, always_propose=False), running(0), running(1)
     observed(chooser, usual, 2, 2, times=60)
     observed(chooser, unlucky, 2, 1, times=6)
-    assert chooser.choose([unlucky], is_exact=False).propose == 1
+    assert chooser.choose([unlucky], is_exact=False).num_wanted == 1
     observed(chooser, unlucky, 1, 1, times=60)
-    assert chooser.choose([unlucky], is_exact=False).propose == 2
+    assert chooser.choose([unlucky], is_exact=False).num_wanted == 2
 
 
 def test_one_draft_more_is_tried_now_and_then() -> None:
@@ -162,7 +162,7 @@ def test_reading_the_context_is_part_of_the_choice() -> None:
         chooser, request = auto_drafts(1, costs, always_propose=False), running(0)
         observed(chooser, request, 1, 1)
         request.admitted_len = request.bound.at_most = length
-        assert chooser.choose([request], is_exact=False).propose == wanted
+        assert chooser.choose([request], is_exact=False).num_wanted == wanted
 
 
 def test_proposals_cost_by_the_number_of_requests() -> None:
@@ -196,7 +196,7 @@ def test_the_choice_is_the_best_of_all(history: list[tuple[int, int]], steps: li
         return expected / (costs.step(tokens, len(requests)) + costs.draft(max(counts)))
 
     best = max(map(rate, itertools.product(range(4), repeat=len(requests))))
-    chosen = tuple(chooser.choose(requests, is_exact=False).wanted)
+    chosen = tuple(chooser.choose(requests, is_exact=False).num_drafts)
     # Drafts are taken by falling chance, which is best for a given number; none unless the gain exceeds the noise.
     assert rate(chosen) >= min(best, rate((0,) * len(requests)) * MIN_GAIN) * (1 - 1e-9) or rate(chosen) >= 0.97 * best
 

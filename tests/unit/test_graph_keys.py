@@ -125,8 +125,8 @@ def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_cos
     at_start = set(made.at_start(takes_checkpoints=takes_checkpoints))
     assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 9 + len(PROMPTS_AT_START)
     asked = rows_of(logprobs=1)
-    for requests, drafts, propose in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
-        key = served(made, replace(batch_of([drafts] * requests), propose=propose), asked)
+    for requests, drafts, num_wanted in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
+        key = served(made, replace(batch_of([drafts] * requests), num_wanted=num_wanted), asked)
         wide = made.wider(key, at_start)
         assert wide is not None and wide.covers(key) and wide.sampler is SamplerForm.FULL
         assert made.wider(replace(key, form=StepForm.SPLIT), at_start) is None
@@ -160,16 +160,16 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
     at_start = set(made.decoding(takes_checkpoints=False))
     for requests in (1, 5, 40, 64):
         keys = set()
-        for drafts, propose in itertools.product(range(4), range(4)):
-            if not is_costly and propose not in (0, 3):
+        for drafts, num_wanted in itertools.product(range(4), range(4)):
+            if not is_costly and num_wanted not in (0, 3):
                 continue  # it always proposes all it can
-            batch = replace(batch_of([drafts] + [0] * (requests - 1)), propose=propose)
+            batch = replace(batch_of([drafts] + [0] * (requests - 1)), num_wanted=num_wanted)
             key = served(made, batch)
             keys.add(key)
             serving = key if key in at_start else made.wider(key, at_start)
             assert serving is not None
             for one in (key, serving):
-                assert one.tokens >= one.requests * (1 + drafts) and one.propose >= propose
+                assert one.tokens >= one.requests * (1 + drafts) and one.num_wanted >= num_wanted
             shape = made.shape(serving)
             assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
         assert len(keys) <= (7 if is_costly else 5)

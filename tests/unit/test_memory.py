@@ -50,7 +50,7 @@ def test_dead_steps_change_nothing(family: str) -> None:
         kept = [t.clone() for t in (*state.page_tables, state.known, state.tokens, rig.step.pool.data, *rows)]
         lens, drafts = largest_step(limits)
         needs = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
-        run_dead(rig.step, lens, drafts=drafts, propose=3, bound=limits.max_len, needs=needs)
+        run_dead(rig.step, lens, drafts=drafts, num_wanted=3, bound=limits.max_len, needs=needs)
         with mock.patch.object(rig.step, "whole", wraps=rig.step.whole) as whole:
             run_kinds(rig.step, limits, takes_checkpoints=True)
         assert whole.call_count > 10

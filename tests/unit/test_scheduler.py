@@ -95,7 +95,7 @@ def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: b
     sched._drafts = auto_drafts(2, costs, always_propose=False)
     sched.add(request(0, 5))
     batch = scheduled(sched)
-    assert batch.admissions and batch.propose == 2 and max(batch.num_drafts) == 0
+    assert batch.admissions and batch.num_wanted == 2 and max(batch.num_drafts) == 0
 
 
 @pytest.mark.parametrize(("finish", "observed"), [(Finish.LENGTH, 1), (Finish.NO, 3)])

@@ -177,7 +177,7 @@ class StepGraphs:
     def borrowed(self, key: GraphKey) -> Iterator[WholeCapture | SplitCapture]:
         """To be timed. A key that serves no batch, as none has drafts and proposes nothing, is not kept."""
         yield self.get(key)
-        if key.has_drafts and not key.propose:
+        if key.has_drafts and not key.num_wanted:
             torch.cuda.synchronize()
             del self._captured[key]
             self._stand_ins.clear()

@@ -35,7 +35,7 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     most = min(limits.max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
         sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
-    seconds = [_seconds(step, limits, graphs, size, propose=0) for size in sizes]
+    seconds = [_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes]
     for i in range(1, len(seconds)):
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
     drafting: list[DraftCost] = []
@@ -81,8 +81,8 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
 def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, requests: int,
               plain: dict[int, float]) -> DraftCost:
     """plain: seconds of steps without a proposal, by their tokens, as far as they are known."""
-    without = plain[requests] if requests in plain else _seconds(step, limits, graphs, requests, propose=0)
-    one, most = (_seconds(step, limits, graphs, requests, propose) - without for propose in (1, limits.max_drafts))
+    without = plain[requests] if requests in plain else _seconds(step, limits, graphs, requests, num_wanted=0)
+    one, most = (_seconds(step, limits, graphs, requests, num) - without for num in (1, limits.max_drafts))
     return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, limits.max_drafts - 1)))
 
 
@@ -103,12 +103,12 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     return reading, 2 * row_bytes * seconds
 
 
-def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, propose: int) -> float:
+def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int) -> float:
     """The best of a few runs of a step of `tokens` token rows."""
     requests, device = min(tokens, limits.max_requests), step.state.device
     if graphs is not None:
         tokens = -(-tokens // requests) * requests
-        key = graphs.keys.shortened(GraphKey(requests, tokens, propose, tokens > requests))
+        key = graphs.keys.shortened(GraphKey(requests, tokens, num_wanted, tokens > requests))
         with graphs.borrowed(key) as captured:
             return best_seconds(lambda: captured.replay(lambda: None), device)
     lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]
@@ -116,7 +116,7 @@ def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     shape, packed = pack_eager(batch, PaddedSize(requests, tokens))
     ints = to_device(packed, torch.int64, device)
     # Greedy: noise in plain torch is no small part of a step there, and the same with drafts and without.
-    plan = StepPlan(StepNeeds(), StepExtras(), False, propose)
+    plan = StepPlan(StepNeeds(), StepExtras(), False, num_wanted)
     enough = float("inf") if device.type == "cuda" else ENOUGH_SECONDS
     return best_seconds(lambda: step.whole(shape, ints, plan), device, enough)
 

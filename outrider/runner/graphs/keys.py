@@ -36,7 +36,7 @@ class SamplerForm(enum.Enum):
 class GraphKey:
     requests: int
     tokens: int
-    propose: int
+    num_wanted: int  # drafts that the step proposes for a request
     has_drafts: bool  # part of the key, because a few drafts can fit into the padding of the requests
     takes_checkpoints: bool = False  # requests may write a checkpoint each
     has_prompts: bool = False  # requests may have any number of tokens
@@ -47,7 +47,7 @@ class GraphKey:
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
         own, others = ((key.has_prompts, key.form, key.sampler) for key in (self, other))
-        has_room = self.requests >= other.requests and self.propose >= other.propose
+        has_room = self.requests >= other.requests and self.num_wanted >= other.num_wanted
         if self.has_prompts:
             has_room &= self.tokens >= other.tokens
         else:
@@ -94,12 +94,12 @@ class GraphKeys:
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler)
         requests, drafts = next_size(self.sizes.requests, batch.num_requests), max(batch.num_drafts)
-        propose = batch.propose
+        num_wanted = batch.num_wanted
         if not self._is_costly:
-            propose = self.limits.max_drafts if propose or drafts else 0
+            num_wanted = self.limits.max_drafts if num_wanted or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
-            drafts = propose = max(drafts, propose)
-        return GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, bool(rows), form=batch.form,
+            drafts = num_wanted = max(drafts, num_wanted)
+        return GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, bool(rows), form=batch.form,
                         sampler=sampler, longest=self._longest(max(batch.bounds)))
 
     def _longest(self, bound: int) -> int:
@@ -128,7 +128,7 @@ class GraphKeys:
             return Uncaptured.TOO_MANY_TOKENS
         return GraphKey(
             next_size(self.sizes.prompt_requests, batch.num_requests),
-            next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.propose else 0,
+            next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.num_wanted else 0,
             any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ class GraphKeys:
     def wider(key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """The cheapest of the captured keys that serves whatever `key` serves."""
         covering = [wide for wide in captured if wide.covers(key)]
-        return min(covering, key=lambda wide: (wide.tokens, wide.propose, wide.requests, wide.takes_checkpoints,
+        return min(covering, key=lambda wide: (wide.tokens, wide.num_wanted, wide.requests, wide.takes_checkpoints,
                                                wide.longest), default=None)  # fmt: skip
 
     def plan(self, key: GraphKey) -> StepPlan:
@@ -145,7 +145,7 @@ class GraphKeys:
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
             needs = StepNeeds.everything(self._max_logprobs)
-        return StepPlan(needs, StepExtras(), True, key.propose, checkpoints)
+        return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints)
 
     def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """Keys of the decoding steps that a server meets, largest first so that their memory is shared. Behind short
@@ -157,8 +157,8 @@ class GraphKeys:
                 if max_drafts and not self._is_costly:
                     yield self.shortened(GraphKey(requests, requests, max_drafts, False, own))
                 for drafts in range(1 if requests <= FEW else max_drafts, max_drafts + 1) if max_drafts else ():
-                    propose = drafts if self._is_costly else max_drafts
-                    yield self.shortened(GraphKey(requests, requests * (1 + drafts), propose, True, own))
+                    num_wanted = drafts if self._is_costly else max_drafts
+                    yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, True, own))
 
     def shortened(self, key: GraphKey) -> GraphKey:
         """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
@@ -179,8 +179,8 @@ class GraphKeys:
         for requests in reversed(self.sizes.full_at_start):
             if max_drafts:
                 yield GraphKey(requests, requests * (1 + max_drafts), max_drafts, True, takes_checkpoints, sampler=full)
-            propose = 0 if self._is_costly else max_drafts
-            yield GraphKey(requests, requests, propose, False, takes_checkpoints, sampler=full)
+            num_wanted = 0 if self._is_costly else max_drafts
+            yield GraphKey(requests, requests, num_wanted, False, takes_checkpoints, sampler=full)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
@@ -188,9 +188,9 @@ class GraphKeys:
             return
         max_drafts, sizes = self.limits.max_drafts, self.sizes
         for requests in {sizes.prompt_requests[0], sizes.prompt_requests[-1]}:
-            for propose in {0, max_drafts}:
+            for num_wanted in {0, max_drafts}:
                 for has_drafts in {False, max_drafts > 0}:
-                    yield GraphKey(requests, sizes.prompt_tokens[0], propose, has_drafts, has_prompts=True)
+                    yield GraphKey(requests, sizes.prompt_tokens[0], num_wanted, has_drafts, has_prompts=True)
 
     def largest_with_prompts(self) -> GraphKey | None:
         """The largest step with prompts; None if no step with prompts can be captured."""
@@ -215,8 +215,8 @@ class GraphKeys:
         at_start = set(self.decoding(takes_checkpoints=takes_checkpoints))
         for requests in self.sizes.requests:
             for drafts in range(self.limits.max_drafts, -1, -1):
-                propose = drafts if self._is_costly else self.limits.max_drafts
-                key = GraphKey(requests, requests * (1 + drafts), propose, drafts > 0, takes_checkpoints)
+                num_wanted = drafts if self._is_costly else self.limits.max_drafts
+                key = GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, takes_checkpoints)
                 if self.shortened(key) not in at_start:
                     yield self.shortened(key)
 

@@ -32,7 +32,7 @@ class LossRates:
         """Seconds that a step takes longer on the wider graph. Where there are prompts, requests are logits besides."""
         extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
         longer = LENGTH_SECONDS if wider.longest != key.longest else 0.0
-        return self.token_seconds * extra + DRAFT_SECONDS * (wider.propose - key.propose) + longer
+        return self.token_seconds * extra + DRAFT_SECONDS * (wider.num_wanted - key.num_wanted) + longer
 
     def of_launches(self, key: GraphKey) -> float:
         """Seconds that the device waits for the host if the step runs without a graph."""

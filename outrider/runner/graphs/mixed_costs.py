@@ -77,7 +77,7 @@ def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     """Runs a step of so many token rows, with all that a step with prompts may have."""
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
-        return lambda: run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
+        return lambda: run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
     captured = graphs.get(_mixed_key(limits, limits.max_requests, tokens, takes_checkpoints))
     return lambda: captured.replay(lambda: None)
 

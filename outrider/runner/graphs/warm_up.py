@@ -44,13 +44,13 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 
 
 @torch.inference_mode()
-def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, propose: int = 0, bound: int,
+def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False) -> None:
     """saves: as if it could write checkpoints."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, propose, checkpoints)
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, num_wanted, checkpoints)
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -82,7 +82,7 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
     and kernels need not be waited for."""
     with step.model.one_layer_each(), ops.precompiling(step.state.device):
         prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
-        run_dead(step, [prompt], propose=limits.max_drafts, bound=limits.max_len)
+        run_dead(step, [prompt], num_wanted=limits.max_drafts, bound=limits.max_len)
         if graphs is not None:
             graphs.run_sizes(takes_checkpoints=takes_checkpoints)
         run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
@@ -109,7 +109,7 @@ def run_largest(step: DeviceStep, limits: Limits) -> int:
     needs = _LARGEST_WITHOUT_KERNELS
     if step.has_sampler_kernels:
         needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
-    run_dead(step, lens, drafts=drafts, propose=limits.max_drafts, bound=limits.max_len, needs=needs)
+    run_dead(step, lens, drafts=drafts, num_wanted=limits.max_drafts, bound=limits.max_len, needs=needs)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device)
 
@@ -142,16 +142,16 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
 def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> None:
     """Run every kind of step that captures do not cover, so that no kernel is compiled while requests wait."""
     for lens, bound in _kinds(limits):
-        for propose in sorted({0, limits.max_drafts}):
-            run_dead(step, lens, propose=propose, bound=bound)
+        for num_wanted in sorted({0, limits.max_drafts}):
+            run_dead(step, lens, num_wanted=num_wanted, bound=bound)
     for lens in _expert_tiles(step, limits):
-        run_dead(step, lens, propose=limits.max_drafts, bound=limits.max_len)
+        run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
     if step.recurrent.layers:
         _run_recurrent(step, limits, takes_checkpoints)
     bound = min(SHORT_CONTEXT, limits.max_len)
     sampled = StepNeeds(any_sampled=True)
-    for propose in range(limits.max_drafts + 1):
-        run_dead(step, [1], propose=propose, bound=bound, needs=sampled)
+    for num_wanted in range(limits.max_drafts + 1):
+        run_dead(step, [1], num_wanted=num_wanted, bound=bound, needs=sampled)
 
 
 def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) -> None:
