@@ -24,14 +24,14 @@ INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
-CPU_CACHE_SHARE = 0.25  # of the memory that is free
+CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     model: Text
     tokenizer: Text | None = None  # a folder, a GGUF file or a hub id, instead of the model's own
-    revision: Text | None = None  # of a hub id: a branch, a tag or a commit
+    revision: Text | None = None  # a branch, a tag or a commit of a hub id
     download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
     dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
     device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"

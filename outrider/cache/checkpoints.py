@@ -65,7 +65,7 @@ class Checkpoint:
     pages: list[int]
     last_step: int  # the last step that may write it
     state: CheckpointState = HANDED_OUT
-    digest: bytes = b""  # of the tokens before the boundary; set when its request has ended
+    digest: bytes = b""  # digest of the tokens before the boundary; set when its request has ended
 
     @property
     def write(self) -> CheckpointWrite:

@@ -23,7 +23,7 @@ from outrider.commands.parser import UsageError
 from outrider.commands.result_file import check_result_file
 
 PERCENTILES = (50, 90, 99)
-FIRST_ID = 10  # of random prompts
+FIRST_ID = 10  # least token id of random prompts
 WORDS = ("sea", "wind", "stone", "light", "road", "house", "river", "night", "tree", "song")
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     try:
         measured = asyncio.run(_drive(args, address))
-    except (HttpError, OSError, LookupError, asyncio.IncompleteReadError) as error:  # of the question for its models
+    except (HttpError, OSError, LookupError, asyncio.IncompleteReadError) as error:  # asked for its models
         raise ValueError(f"no model to measure at {args.base_url}: {error}") from None
     result = summary(measured, time.perf_counter() - began, goals)
     result |= {"base_url": args.base_url, "max_concurrency": args.max_concurrency, "request_rate": args.request_rate}

@@ -20,7 +20,7 @@ class Address:
     host: str
     port: int
     is_secure: bool
-    prefix: str  # of every path
+    prefix: str  # prefix of every path
 
     @classmethod
     def parse(cls, url: str) -> Address:

@@ -60,7 +60,7 @@ class Decoding:
     requests: Sequence[tuple[int, int]]  # prompt and answer tokens of each
     mean_run: float = 1.0  # tokens of a request in a step
     mean_drafts: float = 0.0  # drafts of a request in a step
-    distinct_experts: float | None = None  # of a layer in a step
+    distinct_experts: float | None = None  # experts of a layer that some token row of a step chose
 
     @property
     def num_steps(self) -> float:

@@ -104,7 +104,7 @@ class Check:
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
         self.reference: list[list[int]] = []
-        self._bits: list[Bits] = []  # of the reference
+        self._bits: list[Bits] = []  # the reference's
         self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # prompt to log-probability of each next token
 
     def run_reference(self) -> None:

@@ -40,7 +40,7 @@ class Limits:
     max_list_ints: int = 1 << 20
     max_logprobs: int = 20  # most likely tokens that a request may have reported beside its own
     steps_in_flight: int = 2
-    hidden_size: int = 1  # of the hidden states that results may carry
+    hidden_size: int = 1  # size of the hidden states that results may carry
 
     def extent(self, axis: Axis) -> int:
         return {

@@ -129,7 +129,7 @@ class OutputIncrement(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     end: SampleEnd | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    hidden: NDArray[np.float32] | None = None  # of a request for hidden states, with its end
+    hidden: NDArray[np.float32] | None = None  # the result of a request for hidden states, with its end
 
 
 @dataclass

@@ -141,7 +141,7 @@ class ScoringRequestOutput:
 
     request_id: str
     outputs: ScoringOutput
-    prompt_token_ids: list[int]  # of both texts, one after the other
+    prompt_token_ids: list[int]  # tokens of both texts, one after the other
     finished: bool = True
 
 

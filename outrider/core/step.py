@@ -199,4 +199,4 @@ class StepResult:
     seconds: float = 0.0
     checkpoints: list[int] = field(default_factory=list)  # ids of the checkpoints that were written
     uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one
-    times: StepTimes | None = None  # of a traced step, where its worker can tell them
+    times: StepTimes | None = None  # times of a traced step, where its worker can tell them

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from outrider.core.fields import NotEmpty, Text, check_fields, check_names
 
-MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, a regex, a grammar or all choices together
-MAX_DEPTH = 100  # of a schema: objects and lists inside each other
+MAX_GRAMMAR_BYTES = 1 << 18  # most bytes of a schema, a regex, a grammar or all choices together
+MAX_DEPTH = 100  # most objects and lists of a schema inside each other
 MAX_REASON = 300  # characters of what a grammar library says
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 

@@ -75,7 +75,7 @@ class TokenOffsets:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-        self._length = 0  # of the text so far, without what waits
+        self._length = 0  # length of the text so far, without the part that waits
 
     def feed(self, run: Sequence[int]) -> list[int]:
         """One offset for each token of the run."""

@@ -24,7 +24,7 @@ class EngineThread:
         self.error: BaseException | None = None  # why it no longer runs
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # of this thread
+        self._streams: dict[str, Stream] = {}  # streams by request; only this thread uses them
         self._stops = False
         self._lock = threading.Lock()  # a command is accepted before the end, or refused after it
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -159,7 +159,7 @@ class EngineThread:
     def _try(self, command: Callable[[], None]) -> None:
         try:
             command()
-        except Exception:  # of an engine that has failed; the streams hear of the first failure
+        except Exception:  # the engine has failed, and streams hear of the first failure alone
             return
 
 

@@ -94,7 +94,7 @@ class PromptLogprobsOutput:
         self._prompt_len = prompt_len
         self._texts = None if tokenizer is None else tokenizer.token_texts
         self._epoch = 0
-        self._position = 1  # of the next row
+        self._position = 1  # position of the next row
         self._num_entries = 1  # so far
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:

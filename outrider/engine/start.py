@@ -27,7 +27,7 @@ from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.suffix import SuffixDrafter
 
-PROCESS_ID = os.getpid()  # of the process that imported this
+PROCESS_ID = os.getpid()  # the process that imported this module
 T = TypeVar("T")
 
 

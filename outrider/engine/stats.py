@@ -37,7 +37,7 @@ class EngineStats:
     accepted_per_position: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)  # how often k drafts were scheduled for a request that samples
     num_steps: int = 0
-    num_step_tokens: int = 0  # of all steps, drafts included
+    num_step_tokens: int = 0  # tokens of all steps, drafts included
     steps_by_tokens: list[int] = field(default_factory=list)  # by the bounds of STEP_TOKENS
     uncaptured: Counter[Uncaptured] = field(default_factory=Counter)  # steps that replayed no captured one, by reason
 

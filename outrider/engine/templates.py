@@ -27,9 +27,9 @@ from outrider.core.fields import did_you_mean
 from outrider.engine.messages import ChatTemplateError, Message
 
 MAX_SECONDS = 5.0
-MAX_ROUNDS = 1_000_000  # of loops, and calls
+MAX_ROUNDS = 1_000_000  # most rounds of all loops, and calls, of one rendering
 MAX_LENGTH = 10_000_000  # characters of a text, or items of a list
-MAX_BITS = 10_000  # of an integer
+MAX_BITS = 10_000  # most bits of an integer
 
 
 class ChatTemplate:
@@ -41,7 +41,7 @@ class ChatTemplate:
             self._template = self._env.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
-        except Exception as error:  # of Jinja's parser or Python's compiler: too deep, a number of too many digits
+        except Exception as error:  # raised by Jinja's parser or Python's compiler: too deep, a number too long
             raise ChatTemplateError(f"the chat template is not valid: {_told(error)}") from error
         self._variables = find_undeclared_variables(self._env.parse(text))
 

@@ -34,7 +34,7 @@ class ForkPool:
         self.num_given = 0
         self.num_done = 0
         self._run = run
-        self._end = 0  # of the file of tasks
+        self._end = 0  # end of the file of tasks
         self._tasks = tempfile.TemporaryFile()
         (self._todo, self._todo_end), (self._done, self._done_end) = _pipe(), _pipe()
         try:

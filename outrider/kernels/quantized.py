@@ -22,8 +22,8 @@ from outrider.kernels.native.measured import remembered
 BLOCK = 32  # weights that share a scale: GGUF's unit
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 KINDS = tuple(BLOCK_BYTES)
-EXPONENT_BITS = 0x7C00  # of a float16; with all of them set it is an infinity or NaN
-TRIAL_SHAPE = (8192, 2048)  # of the weight whose products are timed: 64 MB in float32, more than a cache holds
+EXPONENT_BITS = 0x7C00  # exponent of a float16; with all bits set it is an infinity or NaN
+TRIAL_SHAPE = (8192, 2048)  # shape of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
 TILE_WEIGHTS = 1 << 21  # dequantised at once without native code: 8 MB stay in a cache

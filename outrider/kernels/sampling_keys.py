@@ -21,4 +21,4 @@ class CountTable(NamedTuple):
 
     packed: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
     address: torch.Tensor  # [1] int64: of `packed`; 0 while there is none
-    width: int  # of the vocabulary
+    width: int  # tokens of the vocabulary

@@ -19,7 +19,7 @@ from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
 from outrider.mixers import Attend, BoundLatentLayer, IndexedPositions, LatentLayer, LatentNorms
 
-NORM_EPS = 1e-6  # of the norms of compressed vectors and of index keys, whatever the model's own is
+NORM_EPS = 1e-6  # eps of the norms of compressed vectors and of index keys, whatever the model's own is
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class SpreadRouting:
     layer would slow the step."""
 
     _ODD = (-7046029254386353131, -4658895280553007687)  # multipliers of a 64-bit mixer
-    _PLACES = 1 << 14  # of the table
+    _PLACES = 1 << 14  # places of the table
     _STEP = 5_851  # places from one step to the next
 
     def __init__(self, routers: Sequence[Router], *, device: torch.device) -> None:

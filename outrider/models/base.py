@@ -107,7 +107,7 @@ class Decoder(Model):
     """Embedding, layers, norm, head. A family fills `layers`, `rotaries` and `attention_layers`."""
 
     names = DecoderNames()
-    activation = "silu"  # of MLPs and experts
+    activation = "silu"  # activation of MLPs and experts
     norm_offset = False  # norms scale by 1 + weight
     rotaries: list[Rotary]
     softcap: float | None = None  # soft limit of the logits

@@ -86,7 +86,7 @@ class DeviceResult:
     checkpoints: CheckpointPlan
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
-    params: list[SamplingParams] | None = None  # of the scheduled requests, if log-probabilities are reported
+    params: list[SamplingParams] | None = None  # those of the scheduled requests, if log-probabilities are reported
     hidden: HiddenRows | None = None
 
 

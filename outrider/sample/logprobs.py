@@ -85,7 +85,7 @@ def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
     return vocab - 1 - (keys.topk(num, dim=1).values & 0xFFFFFFFF)
 
 
-_entry = partial(tuple.__new__, TokenLogprobs)  # of an iterable of all fields; the type's own call takes thrice as long
+_entry = partial(tuple.__new__, TokenLogprobs)  # from an iterable; the type's own call takes thrice as long
 
 
 class HostLogprobs:

@@ -16,7 +16,7 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self._arrivals = count()
-        self._ranks: dict[int, Rank] = {}  # of every request that has not ended, whether it waits or runs
+        self._ranks: dict[int, Rank] = {}  # rank of every request that has not ended, whether it waits or runs
         self._heap: list[tuple[Rank, Request]] = []
         self._held_back: list[tuple[Rank, Request]] = []
         self._on_trial: Container[int] | None = None  # requests; None if all may run

@@ -44,7 +44,7 @@ def parse_large(body: bytes) -> Any:
     """As `json.loads`. Long lists of natural numbers are read apart, with a mark in their place meanwhile."""
     pieces: list[bytes] = []
     lists: dict[str, list[int]] = {}
-    end = 0  # of what is in `pieces`
+    end = 0  # end of the part of the body that is in `pieces`
     for first, last in _numeric_runs(body):
         numbers = body[first:last]
         if first > end and body[first - 1 : first] == b"[" and body[last : last + 1] == b"]":

@@ -19,7 +19,7 @@ from outrider.server.parsers.formats import FORCED_LIST, REASONING_FORMATS, TOOL
 from outrider.server.parsers.machine import ReasoningRegion, Region
 from outrider.server.protocol import ChatRequest, Tool
 
-MAX_CALLS = 16  # of one answer whose calls are forced
+MAX_CALLS = 16  # most calls of an answer whose calls are forced
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 NEWLINE, COMMA = r'"\n"', '", "'  # in a grammar
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -48,7 +48,7 @@ class Change(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    run_lengths: list[int]  # of the tokens, step by step, if they are kept: all but a run's last are accepted drafts
+    run_lengths: list[int]  # tokens of each step, if runs are kept; all but the last of a run are accepted drafts
 
 
 NO_END = SampleEnd(None)

@@ -150,4 +150,4 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of one length, as compare_digest wants
+    return hashlib.sha256(key).digest()  # digests have one length, as compare_digest wants

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 1 << 16  # of the request line, all fields and the empty line, without spaces around values
+MAX_HEAD_BYTES = 1 << 16  # request line, all fields and the empty line, without spaces around values
 TOO_LARGE = "The head of the request is too large."
 UPGRADING = (b"upgrade", b"http2-settings")  # headers of an offer, and what Connection says of them
 HEAD_SECONDS = 60.0  # for a client to send a head, from its connection or from the head's first bytes
@@ -53,7 +53,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     parser: StayingParser
     _num_unread_bytes = 0  # that came in a head since its beginning; those of the piece in which it ended are not known
-    _num_field_bytes = 0  # of the head that is being read, as far as the parser has read it
+    _num_field_bytes = 0  # bytes of the current head that the parser has read
     _is_in_head = True
     _may_be_in_trailer = False
     _num_requests = 0  # whose bodies have come whole

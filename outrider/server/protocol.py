@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
 }  # fmt: skip
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
-MAX_CHARACTERS = 1 << 14  # of all texts of such a list
+MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
 OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs")
 

@@ -26,13 +26,13 @@ class ServerConfig:
     request_timeout: Annotated[float, Range(0.001, 1e9)] | None = None  # seconds a request may take
     shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
     stall_timeout: Annotated[float, Range(0.1, 1e9)] = 120.0  # seconds without a step until /health fails
-    max_restarts: Annotated[int, Range(0, INT32)] = 3  # of a failed engine, within ten minutes
-    pooling: Annotated[str, OneOf(("last", "mean"))] = "last"  # of embeddings, unless a request says
+    max_restarts: Annotated[int, Range(0, INT32)] = 3  # restarts of a failed engine within ten minutes
+    pooling: Annotated[str, OneOf(("last", "mean"))] = "last"  # pooling of embeddings, unless a request says
     tool_call_parser: Annotated[str, OneOf(sorted(TOOL_FORMATS))] | None = None  # none: requests with tools are refused
     reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
     enable_log_requests: bool = False  # one line for every request that ended
     log_format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
-    otlp_traces_endpoint: Text | None = None  # of an OpenTelemetry collector; none: no traces
+    otlp_traces_endpoint: Text | None = None  # address of an OpenTelemetry collector; None: no traces
     trace_steps_per_second: Annotated[float, Range(0, 1e6)] = 1.0  # at most so many steps become spans; 0: none
     uvicorn_log_level: Annotated[str, OneOf(LOG_LEVELS)] = "warning"
 

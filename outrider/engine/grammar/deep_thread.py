@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
-STACK_BYTES = 512 << 20  # of address space: memory is taken as the stack grows
+STACK_BYTES = 512 << 20  # address space of the stack: memory is taken as the stack grows
 MOST_AT_ONCE = 4
 
 _free = threading.BoundedSemaphore(MOST_AT_ONCE)
