@@ -11,7 +11,6 @@ from outrider.core import Limits
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import AttentionLayer, Backend
-from outrider.mixers.paged.masks import CAUSAL
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
@@ -93,7 +92,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    has_masks = any(isinstance(layer, AttentionLayer) and layer.mask != CAUSAL for layer in model.attention_layers)
+    has_masks = any(isinstance(layer, AttentionLayer) and layer.has_mask for layer in model.attention_layers)
     backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
                            has_masks=has_masks)
     return StepParts(model, drafter, synthetic, limits, layout, backend,

@@ -35,6 +35,10 @@ class AttentionLayer:
     writes: bool = True  # False: reads the cache of another layer and must not write
     mask: Mask = CAUSAL  # beside the window
 
+    @property
+    def has_mask(self) -> bool:
+        return self.mask != CAUSAL
+
     def cache_spec(self, itemsize: int) -> FullSpec:
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         return FullSpec(*geometry) if self.window is None else SlidingSpec(*geometry, self.window)
@@ -173,7 +177,7 @@ class PagedMixer(Mixer):
     def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
         for layer in layers:
             check_mask(layer.mask, layer.index)
-            if layer.mask != CAUSAL and not backend.takes_masks:
+            if layer.has_mask and not backend.takes_masks:
                 raise ValueError(f"layer {layer.index} has the mask {type(layer.mask).__name__}, which "
                                  f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")
         self.backend = backend
