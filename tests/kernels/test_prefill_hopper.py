@@ -61,6 +61,9 @@ def test_compiles_for_the_card() -> None:
         assert kernel["multiplies"] and kernel["copies"]
         assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
         assert kernel["size"] > kernel["decode_size"], "it takes longest to compile, and so it is the first"
+    for (head_dim, _), kernel in zip(COMPILED, kernels, strict=True):
+        each = CONFIGS[head_dim].block_n // 2 + 2  # of the tile's weights, and of what was summed before, in a thread
+        assert kernel["exponentials"] == 2 * 2 * each, "a group weighs tiles in two places, no more: starts wait for it"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=[str(dim) for dim in CONFIGS])
@@ -102,5 +105,6 @@ if __name__ == "__main__":
     found = [{"size": sizes[0], "decode_size": sizes[1], "shared": kernel.metadata.shared,
               "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
               "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+              "exponentials": kernel.asm["ptx"].count("ex2.approx"),
               "overwritten": overwritten_barriers(kernel.asm["ptx"])} for kernel in made]
     print(json.dumps(found))

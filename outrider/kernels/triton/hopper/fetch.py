@@ -7,7 +7,7 @@ are not the request's. A ring is (tiles, barriers that say a tile has come, barr
 from __future__ import annotations
 
 import triton.experimental.gluon.language as gl
-from outrider.kernels.triton.hopper.items import barrier, count_tiles, locate, publish, receive, take
+from outrider.kernels.triton.hopper.items import barrier, count_tiles, locate, nth_tile, publish, receive, take
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
@@ -17,30 +17,32 @@ STRIP = gl.constexpr(16)  # rows of values that are zeroed at a time
 
 @gluon.jit
 def copy_tile(
-    pages, table, ring, turn, start, column, cached_begin, cached_end, arrival,
+    pages, table, tiles, free, arrived, turn, start, column, cached_begin, cached_end,
     D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Starts the copies of one tile of keys or values as soon as its slot is free. Its page numbers are asked for
-    before: each is longer on its way than a copy takes to start."""
+    before: each is longer on its way than a copy takes to start. arrived: the barrier that is told of the copies."""
     COPY: gl.constexpr = min(PAGE, BLOCK_N)
     COPIES: gl.constexpr = BLOCK_N // COPY
     PARTS: gl.constexpr = D // COLUMNS
-    tiles, ready, free = ring
     pieces = tiles._reinterpret(tiles.dtype, [STAGES * PARTS * COPIES, 1, COPY, COLUMNS],
                                 gl.NVMMASharedLayout(128, 16, rank=3))
     slot = turn % STAGES
+    table += start // PAGE
+    row = start % PAGE if PAGE > BLOCK_N else 0  # tiles begin at multiples of BLOCK_N, and so of smaller pages
+    cached_begin -= start
+    cached_end -= start
     numbers = ()
     for j in gl.static_range(COPIES):
-        position = start + j * COPY
-        is_cached = (position < cached_end) & (position + COPY > cached_begin)
-        numbers = numbers + (gl.load(table + position // PAGE, mask=is_cached, other=-1),)  # type: ignore[assignment]
+        is_cached = (cached_end > j * COPY) & (cached_begin < j * COPY + COPY)
+        numbers = numbers + (gl.load(table + j, mask=is_cached, other=-1),)  # type: ignore[assignment]
     mbarrier.wait(free.index(slot), ((turn // STAGES) & 1) ^ 1)
-    mbarrier.expect(ready.index(arrival), BLOCK_N * D * 2)
+    mbarrier.expect(arrived, BLOCK_N * D * 2)
+    first = slot * (PARTS * COPIES)
     for j in gl.static_range(COPIES):
         for c in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                pages, [numbers[j], (start + j * COPY) % PAGE, column + c * COLUMNS], ready.index(arrival),
-                pieces.index((slot * PARTS + c) * COPIES + j))
+            tma.async_copy_global_to_shared(pages, [numbers[j], row, column + c * COLUMNS], arrived,
+                                            pieces.index(first + (c * COPIES + j)))
 
 
 @gluon.jit
@@ -50,6 +52,7 @@ def fetch_keys(
     SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
     """Also takes the items for all warps of the program."""
+    key_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0
     number = 0
@@ -61,8 +64,9 @@ def fetch_keys(
         begin, num_key_tiles = keys[0], keys[1]
         table = page_table + request.to(gl.int64) * table_stride
         for i in range(num_key_tiles):
-            copy_tile(pages, table, ring, turn + i, begin + i * BLOCK_N, kv_head * D, cached[0], cached[1],
-                      (turn + i) % STAGES, D, PAGE, BLOCK_N, STAGES)
+            copy_tile(pages, table, key_tiles, free, ready.index((turn + i) % STAGES), turn + i,
+                      begin + nth_tile(i, num_key_tiles) * BLOCK_N, kv_head * D, cached[0], cached[1], D, PAGE, BLOCK_N,
+                      STAGES)
         turn += num_key_tiles
         number += 1
         item = take(counter, count * KV_HEADS)
@@ -109,11 +113,11 @@ def fetch_values(
         begin, num_key_tiles = keys[0], keys[1]
         table = page_table + request.to(gl.int64) * table_stride
         for i in range(num_key_tiles):
-            start = begin + i * BLOCK_N
+            start = begin + nth_tile(i, num_key_tiles) * BLOCK_N
             slot = (turn + i) % STAGES
             needs_zeros = (start < cached[0]) | (start + BLOCK_N > cached[1])
-            copy_tile(pages, table, ring, turn + i, start, kv_head * D, cached[0], cached[1],
-                      gl.where(needs_zeros, STAGES, slot), D, PAGE, BLOCK_N, STAGES)
+            copy_tile(pages, table, value_tiles, free, ready.index(gl.where(needs_zeros, STAGES, slot)), turn + i,
+                      start, kv_head * D, cached[0], cached[1], D, PAGE, BLOCK_N, STAGES)
             if needs_zeros:
                 mbarrier.wait(ready.index(STAGES), num_zeroed & 1)
                 _zero_strips(value_tiles, slot, start, cached[0], cached[1], D, BLOCK_N, STAGES)

@@ -67,13 +67,15 @@ def _next_request(request, low, high, waits):
 
 @gluon.jit
 def _fetch(keys, page_table, contexts, ring, num_tokens, top_k, table_stride, D: gl.constexpr, PAGE: gl.constexpr):
+    tiles, ready, free = ring
     request, low, high, waits = _load_rows(contexts, num_tokens, top_k)
     turn = 0
     for _ in range(ROWS):
         owner, lowest, highest, begin, waits = _next_request(request, low, high, waits)
         table = page_table + gl.maximum(owner, 0).to(gl.int64) * table_stride
         for start in range(begin, highest, gl.num_programs(1) * KEYS):
-            copy_tile(keys, table, ring, turn, start, 0, lowest, highest, turn % STAGES, D, PAGE, KEYS, STAGES)
+            copy_tile(keys, table, tiles, free, ready.index(turn % STAGES), turn, start, 0, lowest, highest, D, PAGE,
+                      KEYS, STAGES)
             turn += 1
 
 

@@ -15,6 +15,24 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 
 @gluon.jit
+def slot_of(turn, SLOTS: gl.constexpr):
+    """Turns are not negative, and take fewer instructions without a sign."""
+    return (turn.to(gl.uint32) % SLOTS).to(gl.int32)
+
+
+@gluon.jit
+def phase_of(turn, SLOTS: gl.constexpr):
+    return (turn.to(gl.uint32) // SLOTS & 1).to(gl.int32)
+
+
+@gluon.jit
+def nth_tile(n, num_key_tiles):
+    """Which of an item's key tiles comes n-th: from the last one back, since it is the last ones of which queries see
+    different keys. They come first, where no other tile's work can be done at the same time anyway."""
+    return num_key_tiles - 1 - n
+
+
+@gluon.jit
 def publish(item, number, queue):
     """Tells the other warps which item comes next. Two may be on their way."""
     items, ready, free = queue
@@ -80,7 +98,7 @@ def locate(
 
     queries  first one, live ones of the request, position of query 0
     keys     first one, number of key tiles from there, [a, b) of these tiles that every query sees whole, and the
-             lowest key that any query sees; the first tile counts as one that needs a mask
+             lowest key that any query sees; the last tile counts as one that needs a mask
     cached   [begin, end) of the keys that may be read
     """
     tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window = tiles
@@ -108,7 +126,7 @@ def locate(
         begin = lowest // BLOCK_N * BLOCK_N
     whole_end = gl.maximum(gl.minimum(first_position + 1, end), 0) // BLOCK_N * BLOCK_N
     num_key_tiles = gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 0)
-    first_whole = gl.minimum(gl.maximum((whole_begin - begin) // BLOCK_N, 1), num_key_tiles)
-    end_whole = gl.minimum(gl.maximum((whole_end - begin) // BLOCK_N, first_whole), num_key_tiles)
+    first_whole = gl.minimum(gl.maximum((whole_begin - begin) // BLOCK_N, 0), num_key_tiles)
+    end_whole = gl.minimum(gl.maximum((whole_end - begin) // BLOCK_N, first_whole), gl.maximum(num_key_tiles - 1, 0))
     keys = (begin, num_key_tiles, first_whole, end_whole, lowest)
     return item // count, request, (first_query, num_live, context), keys, (cached_begin, length)
