@@ -18,6 +18,7 @@ from typing import Any
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(host.state, Failed):
         raise host.state.error
     tell("stopped")
+    end_process(0)
     return 0
 
 

@@ -85,7 +85,7 @@ class AsyncLLM(Front):
                       priority: int) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self.engine.checks.check_form, params)  # a new grammar takes a while to compile
+            await asyncio.wrap_future(self.engine.checks.start_form_check(params.structured_outputs))
 
         def add() -> None:
             self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,

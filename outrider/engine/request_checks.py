@@ -6,6 +6,7 @@ Reads the engine's limits and what it was started with; changes nothing, so any 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from outrider.core.fields import check_value, shown
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.pooling import PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
+from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer
@@ -71,16 +73,19 @@ class RequestChecks:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
-        self.check_form(params)
+        if params.structured_outputs is not None:
+            self._need_grammars().check(params.structured_outputs.to_plain())
         return params
 
-    def check_form(self, params: SamplingParams) -> None:
-        """Compiles a grammar that is new, which may take seconds: whoever must not wait calls it in a thread before."""
-        if params.structured_outputs is None:
-            return
+    def start_form_check(self, form: StructuredOutputsParams) -> Future[None]:
+        """Compiles a grammar that is new, which may take seconds, in a thread: whoever must not wait for that in
+        `check` calls this before."""
+        return self._need_grammars().start_check(form.to_plain())
+
+    def _need_grammars(self) -> GrammarCompiler:
         if self.grammars is None:
             raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        self.grammars.check(params.structured_outputs.to_plain())
+        return self.grammars
 
     def _check_tokens(self, token_ids: list[int], max_len: int) -> None:
         if not token_ids:

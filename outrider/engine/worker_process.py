@@ -31,6 +31,7 @@ from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
+from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
 from outrider.kernels.compiler_start import hash_compiler_ahead
@@ -259,6 +260,7 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
         steps.put(None)
         answers.join()
         worker.close()
+        end_process(0)
     except (EOFError, OSError):
         return  # the parent is gone
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.params import SamplingParams
 from outrider.core.pooling import RequestParams
+from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
@@ -121,13 +121,13 @@ class Service:
             raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
                                 f"has {vocab_size}", param="allowed_token_ids")
         if params.structured_outputs is not None:
-            await self._check_form(body, params)
+            await self._check_form(body, params.structured_outputs)
         return self.checked_asks(body, prompts, params, tenant)
 
-    async def _check_form(self, body: Sampled, params: SamplingParams) -> None:
-        """In a thread: a grammar that is new may take seconds to compile."""
+    async def _check_form(self, body: Sampled, form: StructuredOutputsParams) -> None:
+        """A grammar that is new may take seconds to compile."""
         try:
-            await asyncio.to_thread(self.host.llm.engine.checks.check_form, params)
+            await asyncio.wrap_future(self.host.llm.engine.checks.start_form_check(form))
         except ValueError as error:
             message = str(error)
             if body.structured_outputs is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pydantic
@@ -14,10 +16,12 @@ import pytest
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar import compiler as compiler_module
 from outrider.server.errors import ApiError
 from outrider.server.forms import chat_form, forced_calls
 from outrider.server.protocol import ChatRequest
-from tests.server.rig import MODEL, Served, chat_tokenizer, serving, tiny_engine
+from outrider.server.service import Service
+from tests.server.rig import MODEL, PATIENCE, Served, chat_tokenizer, serving, tiny_engine
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -45,6 +49,33 @@ def served() -> Iterator[Served]:
 def parsed() -> Iterator[Served]:
     with serving(start, tool_call_parser="hermes", reasoning_parser="qwen3") as served:
         yield served
+
+
+def test_grammars_that_take_long_delay_no_other_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the event loop has threads, which also render chats and read long prompts."""
+    goes_on, compile_, check, arrived = threading.Event(), GrammarCompiler._compile, Service._check_form, []
+
+    async def noted(service: Service, *args: Any) -> None:
+        arrived.append(args)
+        await check(service, *args)
+
+    def slowly(own: GrammarCompiler, text: str) -> Any:
+        assert goes_on.wait(PATIENCE)
+        return compile_(own, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", PATIENCE)
+    monkeypatch.setattr(Service, "_check_form", noted)
+    with ThreadPoolExecutor(40) as pool:
+        asked = [pool.submit(served.post, "/v1/completions", prompt="x", max_tokens=2,
+                             structured_outputs={"regex": f"[a-z]{{1,{i + 100}}}"}) for i in range(40)]
+        try:
+            served.wait_for(lambda: len(arrived) == 40)
+            assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=2).status_code == 200
+            assert not any(each.done() for each in asked)
+        finally:
+            goes_on.set()
+        assert all(each.result().status_code == 200 for each in asked)
 
 
 def test_response_formats(served: Served) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar.deep_thread import run_deep
+from outrider.engine.grammar.deep_thread import MOST_AT_ONCE, run_deep
 from outrider.engine.grammar.matcher import TokenMatcher
 from outrider.engine.grammar.schemas import subschemas
 from outrider.engine.text import Tokenizer
@@ -42,6 +42,8 @@ class GrammarCompiler:
         self._eos_ids = tuple(eos_ids)
         self._announce = announce
         self._lock = threading.Lock()
+        # Threads of their own, so that nothing but another grammar waits for a grammar that takes seconds.
+        self._checking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="outrider-grammar-check")
         self._starting = ThreadPoolExecutor(NUM_STARTING, thread_name_prefix="outrider-grammar")
         self._tokenizer: Any = None  # an LLTokenizer
         self._executor: Any = None  # an LLExecutor
@@ -56,6 +58,10 @@ class GrammarCompiler:
         if not self._eos_ids:
             raise ValueError("structured_outputs: this model has no end token, so no text could end")
         self._compiled(asked)
+
+    def start_check(self, asked: StructuredOutputsParams) -> Future[None]:
+        """As `check`, for whoever must not wait. A check that has not begun can be cancelled."""
+        return self._checking.submit(self.check, asked)
 
     def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
         """A matcher at the start of its text, in a while: a worker's own thread must not wait for it."""

@@ -2,10 +2,17 @@
 
 A grammar of thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
 ended: one that takes too long is left to itself, and only a few may run at a time.
+
+At its end the interpreter stops threads in the middle of a library, and one in Rust then ends the process by a signal.
+So whoever ends a process calls `end_process`, and others wait for a while.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +22,11 @@ from typing import TypeVar
 T = TypeVar("T")
 STACK_BYTES = 512 << 20  # address space of the stack: memory is taken as the stack grows
 MOST_AT_ONCE = 4
+EXIT_SECONDS = 10.0  # that the end of a program waits for functions which run
 
 _free = threading.BoundedSemaphore(MOST_AT_ONCE)
 _starting = threading.Lock()  # the size of stacks is a setting of the whole process
+_running: set[threading.Thread] = set()
 
 
 def run_deep(work: Callable[[], T], seconds: float) -> T:
@@ -35,6 +44,7 @@ def run_deep(work: Callable[[], T], seconds: float) -> T:
         except BaseException as error:  # a library in Rust that has failed raises one of these
             done.set_exception(RuntimeError(str(error)))
         finally:
+            _running.discard(threading.current_thread())
             _free.release()
 
     _start(run)
@@ -44,10 +54,33 @@ def run_deep(work: Callable[[], T], seconds: float) -> T:
 def _start(run: Callable[[], None]) -> None:
     with _starting:
         before = threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=run, name="outrider-grammar", daemon=True)
+        _running.add(thread)
         try:
-            threading.Thread(target=run, name="outrider-grammar", daemon=True).start()
+            thread.start()
         except BaseException:
+            _running.discard(thread)
             _free.release()
             raise
         finally:
             threading.stack_size(before)
+
+
+def end_process(status: int) -> None:
+    """Ends the process here, if a function still runs that the interpreter's own end would stop."""
+    if not _running:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
+def _wait_for_running() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in list(_running):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_wait_for_running)
