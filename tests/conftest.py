@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: tests run in several processes, and more threads than cores make them slower.
@@ -16,6 +17,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
+
+from tests.garbage import collections_paused, freeze_before_test  # noqa: E402
 
 
 def _set_hypothesis(profile: str) -> None:
@@ -46,6 +49,17 @@ if _mutant := os.environ.get("OUTRIDER_MUTANT"):
     _set_hypothesis("mutant")
 else:
     _set_hypothesis("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with collections_paused():
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    freeze_before_test()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ import pytest
 
 from outrider import LLM
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder
+from tests.garbage import unfreeze
 
 
 def use(model: str, *, closes: bool) -> None:
@@ -21,7 +22,10 @@ def use(model: str, *, closes: bool) -> None:
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
-def test_the_heap_of_start_up_is_frozen_as_long_as_the_engine_lives(tmp_path: Path, is_closed: bool) -> None:
-    gc.unfreeze()
+def test_the_heap_of_start_up_is_frozen_as_long_as_the_engine_lives(
+    tmp_path: Path, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    unfreeze()
     use(str(save_folder(tmp_path, CONFIGS["llama"], seed=3)), closes=is_closed)
     assert gc.get_freeze_count() == 0
