@@ -28,6 +28,8 @@ from outrider.engine.messages import ChatTemplateError, Message
 
 MAX_SECONDS = 5.0
 MAX_ROUNDS = 1_000_000  # most rounds of all loops, and calls, of one rendering
+ROUNDS_TO_PAUSE = 100  # after so many a rendering lets other threads go on
+PAUSE_SECONDS = 5e-5
 MAX_LENGTH = 10_000_000  # characters of a text, or items of a list
 MAX_BITS = 10_000  # most bits of an integer
 
@@ -130,6 +132,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise _too_much(f"more than {MAX_ROUNDS} loop rounds and calls")
         if time.monotonic() > self._used.deadline:
             raise _too_much(f"more than {MAX_SECONDS:g} seconds")
+        if self._used.rounds % ROUNDS_TO_PAUSE == 0:
+            # Otherwise another thread waits 5 ms for Python's lock each time, and a step of the engine takes it often.
+            time.sleep(PAUSE_SECONDS)
 
     def _measure(self, value: Any) -> Any:
         if isinstance(value, (str, list, tuple, dict)) and len(value) > MAX_LENGTH:
