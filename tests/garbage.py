@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
-TESTS_BETWEEN = 200
+TESTS_BETWEEN = 100
 unfreeze = gc.unfreeze
 _tests = count(1)
 
