@@ -165,10 +165,12 @@ def test_the_process_ends_with_its_parent_which_never_imports_torch(tmp_path: Pa
 
 
 LOADING_PARENT = """
+import signal
 import sys
 from outrider.config import EngineConfig
 from outrider.engine.start import start_engine
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background ignore it
     drafts = {"method": "slow_drafter:SlowDrafter", "num_speculative_tokens": 1}
     start_engine(EngineConfig(sys.argv[1], device="cpu", max_model_len=64, num_pages=64, speculative_config=drafts),
                  in_process=True)
