@@ -271,7 +271,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
     if sys.stdout is None:  # closed by whoever started this process (`>&-`)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115: for as long as the process runs
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an answer is not lost for a character that a terminal lacks
     try:
