@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.kernels.library import MANY_ROWS
 from outrider.kernels.native import BoundLayer, LayerWeights
+from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear

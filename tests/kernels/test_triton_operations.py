@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import library, native, ops, reference  # noqa: E402
+from outrider.kernels import native, ops, reference, vendor_products  # noqa: E402
 from outrider.kernels.native.products import NATIVE_MAX_ROWS  # noqa: E402
 from outrider.kernels.ops import Kernel  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
@@ -169,7 +169,7 @@ def test_wide_products_by_native_code(num_rows: int) -> None:
 
 def test_products_that_add_by_the_library(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many token rows without a bias; anything else is left to the reference."""
-    monkeypatch.setattr(library, "MANY_ROWS", 5)
+    monkeypatch.setattr(vendor_products, "MANY_ROWS", 5)
     residual, x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((5, 7), (5, 16), (7, 16)))
     wanted = residual.double()
     ops.linear_add.reference(wanted, x.double(), weight.double())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, latent, latent_inputs, library, moe, reference, step
+from outrider.kernels import drafting, latent, latent_inputs, moe, reference, step, vendor_products
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
 from outrider.kernels.ops.operation import (
@@ -220,7 +220,7 @@ linear_wide = Operation(
     triton_kernel("outrider.kernels.triton.matvec:matvec_wide", BFLOAT16, "outrider.kernels.triton.matvec:is_fastest"),
     triton_kernel("outrider.kernels.triton.hopper.few_rows:few_rows_wide", BFLOAT16,
                   "outrider.kernels.triton.hopper.few_rows:is_fastest_wide"),
-    Kernel("library", "cuda", library.wide_product, SIXTEEN_BITS),
+    Kernel("library", "cuda", vendor_products.wide_product, SIXTEEN_BITS),
     exact=exact.linear_wide,
 )
 
@@ -262,7 +262,7 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 linear_add = Operation(
     _linear_add,
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
-    Kernel("library", "cuda", library.add_product, SIXTEEN_BITS, library.has_many_rows),
+    Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
     name="linear_add", exact=exact.linear_add,
 )
 
