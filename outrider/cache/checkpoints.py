@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -64,8 +64,13 @@ class Checkpoint:
     boundary: int
     pages: list[int]
     last_step: int  # the last step that may write it
+    is_kept: bool  # published as soon as a step has written it; otherwise it lives until the row's next one
     state: CheckpointState = HANDED_OUT
     digest: bytes = b""  # digest of the tokens before the boundary; set when its request has ended
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not PUBLISHED and self.state is not DROPPED
 
     @property
     def write(self) -> CheckpointWrite:
@@ -79,6 +84,7 @@ class RequestCheckpoints:
     row: int
     known: int  # known tokens when the request was admitted
     by_boundary: dict[int, Checkpoint] = field(default_factory=dict)
+    awaited: dict[int, bytes] = field(default_factory=dict)  # boundaries ahead that others wait for, with their digests
 
     def in_state(self, state: CheckpointState) -> list[Checkpoint]:
         return [checkpoint for checkpoint in self.by_boundary.values() if checkpoint.state is state]
@@ -94,25 +100,42 @@ class Checkpoints:
         self._open: dict[int, Checkpoint] = {}  # neither published nor dropped; by id, oldest first
         self._num_open: Counter[CheckpointState] = Counter()
         self._requests: dict[int, RequestCheckpoints] = {}
+        self._awaited: set[bytes] = set()  # digests of the boundaries that running requests are asked to keep
         self._settled_step = -1
 
     @property
     def num_droppable(self) -> int:
         """Pages that `make_room` can give back."""
-        return len(self._open) * self.capacity.checkpoint_pages
+        return len(self._droppable()) * self.capacity.checkpoint_pages
 
     @property
     def has_folds(self) -> bool:
         return self._num_open[FOLDING] > 0
 
-    def is_promised(self, digest_at: DigestAt, num_tokens: int) -> bool:
-        """Whether an ended request left a checkpoint of these tokens that no step has reported yet. A new request
-        waits for it rather than compute the tokens again."""
-        promised = [c for c in self._in_state(FOLDING, PROMISED) if c.boundary < num_tokens]
+    def is_promised(self, digest_at: DigestAt, num_tokens: int, hit: int) -> bool:
+        """Whether an ended request left a checkpoint of more than `hit` of these tokens that no step has reported yet.
+        A new request waits for it rather than compute the tokens again."""
+        promised = [c for c in self._in_state(FOLDING, PROMISED) if hit < c.boundary < num_tokens]
         return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
     def admit(self, request_id: int, row: int, num_known: int) -> None:
         self._requests[request_id] = RequestCheckpoints(row, num_known)
+
+    # States asked for: prompts that begin alike part at any boundary, and a state is worth keeping there
+
+    def is_awaited(self, digest: bytes) -> bool:
+        """Whether a running request that has yet to pass the boundary after these tokens keeps its state there."""
+        return digest in self._awaited
+
+    def ask(self, request_id: int, boundary: int, digest: bytes) -> bool:
+        """Ask a request to keep its state at a boundary that it has not passed. Returns False if it is asked for
+        another state beside those that every request keeps: one at a time bounds the checkpoints of a request."""
+        own = self._requests[request_id]
+        if not self._is_kept(own, boundary) and any(not self._is_kept(own, other) for other in own.awaited):
+            return False
+        own.awaited[boundary] = digest
+        self._awaited.add(digest)
+        return True
 
     # Before a step
 
@@ -127,8 +150,16 @@ class Checkpoints:
             wanted = own.by_boundary.get(boundary) or self._open_checkpoint(request_id, own, boundary)
             if wanted is not None:
                 wanted.last_step = step
+                wanted.is_kept |= boundary in own.awaited
                 writes.append(wanted.write)
+        self._forget_awaited(own, progress.least)  # the step passes these, with a state or without
         return writes
+
+    def sure_to_be_kept(self, request_id: int, progress: StateProgress) -> list[Checkpoint]:
+        """Checkpoints that the step just granted writes whatever is in flight, and that are published then."""
+        own = self._requests[request_id]
+        least = min(progress.least, own.known)
+        return [c for c in own.in_state(HANDED_OUT) if c.is_kept and progress.before < c.boundary <= least]
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
         """Returns checkpoints of ended rows with accepted drafts to fold, for the batch that is being made."""
@@ -142,29 +173,36 @@ class Checkpoints:
     def make_room(self, num_pages: int) -> bool:
         """Drop open checkpoints, oldest first, until `num_pages` pages are free. Returns False, with nothing dropped,
         if that cannot be reached. Later reports of dropped checkpoints are ignored."""
-        if num_pages > self.pool.num_free + self.num_droppable:
+        droppable = self._droppable()
+        if num_pages > self.pool.num_free + len(droppable) * self.capacity.checkpoint_pages:
             return False
+        oldest = iter(droppable)
         while self.pool.num_free < num_pages:
-            self._move(next(iter(self._open.values())), DROPPED)
+            self._move(next(oldest), DROPPED)
         return True
 
     # After a step
 
-    def settle(self, step: int, written: Sequence[int], digest_of: Callable[[int, int], bytes]) -> None:
-        """Take a step's report. `digest_of(request, boundary)`: digest of a running request's tokens before it."""
+    def settle(self, step: int, written: Sequence[int], digest_of: Callable[[int, int], bytes],
+               failed: Collection[int] = ()) -> None:
+        """Take a step's report. `digest_of(request, boundary)`: digest of a running request's tokens before it.
+        `failed`: requests whose values are not finite, so that their states are dropped."""
         self._settled_step = step
         for checkpoint_id in written:
             checkpoint = self._open.get(checkpoint_id)
             if checkpoint is None:
                 continue  # dropped while the step was in flight
             self.num_written += 1
+            if checkpoint.request_id in failed:
+                self._move(checkpoint, DROPPED)
+                continue
             if checkpoint.state is not HANDED_OUT:
                 self._publish(checkpoint, checkpoint.digest)
                 continue
             own = self._requests[checkpoint.request_id]
             for older in own.in_state(LATEST):
                 self._move(older, DROPPED)
-            if self.kind.is_kept(checkpoint.boundary, own.known):
+            if checkpoint.is_kept:
                 self._publish(checkpoint, digest_of(checkpoint.request_id, checkpoint.boundary))
             else:
                 self._move(checkpoint, LATEST)
@@ -202,8 +240,10 @@ class Checkpoints:
 
     def free(self, request_id: int) -> None:
         """Drop the checkpoints that a request still owns when it gives up its row."""
-        for checkpoint in list(self._requests[request_id].by_boundary.values()):
+        own = self._requests[request_id]
+        for checkpoint in list(own.by_boundary.values()):
             self._move(checkpoint, DROPPED)
+        self._forget_awaited(own, max(own.awaited, default=0))
         del self._requests[request_id]
 
     # Looking
@@ -216,10 +256,19 @@ class Checkpoints:
         owned = {c.id for own in self._requests.values() for c in own.by_boundary.values()}
         assert owned == {c.id for c in self._open.values() if c.state in OWNED}, "a checkpoint is lost"
         assert +self._num_open == Counter(c.state for c in self._open.values()), "checkpoints are miscounted"
+        asked = {digest for own in self._requests.values() for digest in own.awaited.values()}
+        assert asked == self._awaited, "a state is awaited that nobody is asked for"
         for own in self._requests.values():
             assert len(own.by_boundary) <= self.capacity.max_checkpoints, "more checkpoints than capacity"
 
     # Inside
+
+    def _droppable(self) -> list[Checkpoint]:
+        """Open checkpoints, oldest first, but for those from which a request of the batch in the making begins."""
+        restoring = set(self.states.held())
+        if not restoring:
+            return list(self._open.values())
+        return [checkpoint for checkpoint in self._open.values() if checkpoint.pages[0] not in restoring]
 
     def _in_state(self, *states: CheckpointState) -> list[Checkpoint]:
         if not any([self._num_open[state] for state in states]):
@@ -233,8 +282,16 @@ class Checkpoints:
         latest = max(first, progress.least // size * size)
         kept = (progress.before // interval + 1) * interval
         wanted = {*range(latest, progress.most + 1, size), *range(kept, progress.most + 1, interval)}
-        prompt_end = self.kind.last_boundary(own.known)
-        return sorted(wanted | {prompt_end} if first <= prompt_end <= progress.most else wanted)
+        single = {self.kind.last_boundary(own.known), *own.awaited}
+        return sorted(wanted | {boundary for boundary in single if first <= boundary <= progress.most})
+
+    def _is_kept(self, own: RequestCheckpoints, boundary: int) -> bool:
+        return self.kind.is_kept(boundary, own.known)
+
+    def _forget_awaited(self, own: RequestCheckpoints, passed: int) -> None:
+        """Other requests need not wait any more for states up to `passed` tokens."""
+        for boundary in [boundary for boundary in own.awaited if boundary <= passed]:
+            self._awaited.discard(own.awaited.pop(boundary))
 
     def _open_checkpoint(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
         """Open a checkpoint at a boundary. None if the request has enough checkpoints, or the pool too few pages."""
@@ -242,7 +299,8 @@ class Checkpoints:
         if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None
         pages = [self.pool.allocate(self._group)[0] for _ in range(num_pages)]
-        checkpoint = Checkpoint(next(self._ids), request_id, own.row, boundary, pages, self._settled_step)
+        is_kept = boundary in own.awaited or self._is_kept(own, boundary)
+        checkpoint = Checkpoint(next(self._ids), request_id, own.row, boundary, pages, self._settled_step, is_kept)
         self._open[checkpoint.id] = own.by_boundary[boundary] = checkpoint
         self._num_open[HANDED_OUT] += 1
         return checkpoint

@@ -30,10 +30,6 @@ class KnownStates:
         keys = self._keys(digest, *entry)
         return entry[1] if all(self.pool.find(key) == page for key, page in zip(keys, entry[1], strict=True)) else None
 
-    def serves(self, digest_at: DigestAt, candidate: int) -> int:
-        """The longest prefix of at most `candidate` tokens with a state to begin from."""
-        return self.kind.serves(lambda boundary: self.find(digest_at(boundary)) is not None, candidate)
-
     def publish(self, digest: bytes, checkpoint: int, pages: list[int]) -> None:
         """Make a state known. The caller holds the pages and frees them afterwards."""
         known = self.find(digest)
@@ -49,20 +45,16 @@ class KnownStates:
 
     # Restoring
 
-    def pages_to_restore(self, digest_at: DigestAt, hit: int) -> int:
-        """Free pages that restoring would hold until the batch is made."""
-        pages = self.find(digest_at(hit)) if self.kind.layers and hit else None
-        return sum(not self.pool.is_held(page) for page in pages or ())
+    def pages_to_restore(self, pages: list[int]) -> int:
+        """Free pages that restoring from these would hold until the batch is made."""
+        return sum(not self.pool.is_held(page) for page in pages)
 
-    def restore(self, request_id: int, digest_at: DigestAt, hit: int) -> None:
-        """Hold the state after `hit` tokens, from which the request begins."""
-        if not (self.kind.layers and hit):
-            return
-        pages = self.find(digest_at(hit))
-        assert pages is not None, "a hit names a state that is not known"
-        self._hold(pages)
-        self._restoring[request_id] = pages
-        self.num_restored += 1
+    def restore(self, request_id: int, pages: list[int]) -> None:
+        """Hold the pages of the state that the request begins from; none if it begins from no state."""
+        if pages:
+            self._hold(pages)
+            self._restoring[request_id] = pages
+            self.num_restored += 1
 
     def restored(self, request_id: int) -> list[int]:
         """Pages of the state that the request begins from; empty if it begins from none."""

@@ -6,15 +6,16 @@ shorter than its bound, and then still reads what a bound would have dropped. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from outrider.cache.checkpoints import Checkpoints, StateProgress
 from outrider.cache.groups import CacheLayout, Group
 from outrider.cache.kinds import Capacity, pages_for
-from outrider.cache.known_states import DigestAt, KnownStates
+from outrider.cache.known_states import KnownStates
+from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
-from outrider.cache.prefix import PageHashes, longest_hit
+from outrider.cache.promises import Promises
 from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
 from outrider.core.spans import NO_SPANS, PromptSpans
 
@@ -27,6 +28,7 @@ class RequestPages:
     columns: list[list[int]]  # per group, page per column
     first: list[int]  # per group, first column held
     published: list[int]  # per group, columns published
+    promised: int  # tokens up to which full pages are published, promised or another request's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class Start:
     num_queried: int  # tokens that were looked up
     hit: int  # tokens that cached pages provide
     num_pages: int  # most free pages that the request needs for all known tokens and one more
-    must_wait: bool  # a step in flight may still write the state of an ended request that this one could begin from
+    horizon: Horizon = NO_PROMISES  # promises that the hit may use
+    state_pages: list[int] = field(default_factory=list)  # pages of the recurrent state after the hit
+    must_wait: bool = False  # other requests are computing more of its beginning, for a later step
+    branch: int = 0  # boundary after which the request should keep its state for others; 0 for none
 
 
 @dataclass(slots=True)
@@ -68,11 +73,11 @@ class CacheManager:
         self.stats = CacheStats()
         self.states = KnownStates(layout.recurrent, len(self.groups), self.pool)
         self.checkpoints = Checkpoints(self.states, len(self.groups), self.pool, limits)
+        self.promises = Promises(self.pool)
+        self.lookup = PrefixLookup(layout, self.pool, self.checkpoints, self.promises, has_lookahead=lookahead > 0)
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
-        self._hashes: dict[int, dict[int, PageHashes]] = {}  # by request, waiting or running, and page size
         self._granted = Granted()
-        self._target_groups = [g for g in self.groups if g.is_target]
         # Pages freed first are evicted first, and a drafter's pages are the least missed.
         self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
         self._smallest_page = min(g.page_tokens for g in self.groups)
@@ -81,43 +86,46 @@ class CacheManager:
     # Admission
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
-                   use_prefix: bool = True, spans: PromptSpans = NO_SPANS) -> Start:
+                   use_prefix: bool = True, spans: PromptSpans = NO_SPANS, step: int | None = None) -> Start:
         """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages
-        to be shared. A hit never ends inside one of `spans`. The hashes of the request's tokens are kept until
-        `forget`."""
-        if request_id not in self._hashes:
-            self._hashes[request_id] = {size: PageHashes(size, keys, spans)
-                                         for size in {g.page_tokens for g in self.groups}}
-        hashes = self._hashes[request_id]
+        to be shared. A hit never ends inside one of `spans`. `step`: the step of the batch that is being made, if the
+        request may share what that step and those in flight have promised; None if it may not. The hashes of the
+        request's tokens are kept until `forget`."""
+        self.lookup.open(request_id, keys, spans)
         fresh = self.pages_to_start(len(token_ids) + 1)
         if not (self.enable_prefix_caching and use_prefix):
-            return Start(token_ids, 0, 0, fresh, must_wait=False)
-        digest_at = self._digest_at(request_id, token_ids)
-        must_wait = self.takes_checkpoints and self.checkpoints.is_promised(digest_at, len(token_ids))
-        # At least one token is always computed, so that there are logits to sample from.
-        hit = longest_hit(self.pool, self._target_groups, hashes, token_ids, len(token_ids) - 1,
-                          lambda candidate: self.states.serves(digest_at, spans.floor(candidate)))
-        restoring, needed = self.states.pages_to_restore(digest_at, hit), fresh
+            return Start(token_ids, 0, 0, fresh)
+        horizon = self.lookup.horizon(step)
+        hit = self.lookup.longest(request_id, token_ids, spans, horizon)
+        must_wait, branch = self.lookup.find_common(request_id, token_ids, spans, step, hit)
+        state = self.lookup.find_state_after(request_id, token_ids, hit, horizon)
+        restoring, needed = self.states.pages_to_restore(state), fresh
         if restoring or fresh > self._num_available:  # otherwise there is room without counting shared pages
-            needed = self._pages_beside(request_id, token_ids, hit) + restoring
+            needed = self._pages_beside(request_id, token_ids, hit, horizon) + restoring
         if restoring and needed > self._num_available:
-            hit, needed = 0, fresh  # restoring would hold pages that the request itself needs
-        return Start(token_ids, len(token_ids), hit, needed, must_wait)
+            hit, needed, state = 0, fresh, []  # restoring would hold pages that the request itself needs
+        return Start(token_ids, len(token_ids), hit, needed, horizon, state, must_wait, branch)
 
     def can_start(self, start: Start) -> bool:
         """Whether the pool has room for all known tokens and one more, counting pages that a hit shares."""
-        return not start.must_wait and start.num_pages <= self._num_available
+        return start.num_pages <= self._num_available
 
     def admit(self, request_id: int, row: int, start: Start) -> int:
         """Start holding pages for a request; returns how many of its tokens a prefix hit provides."""
         assert request_id not in self._requests, f"request {request_id} is admitted twice"
         self.stats.queried_tokens += start.num_queried
         self.stats.hit_tokens += start.hit
-        pages = RequestPages(row, [], [], [])
+        pages = RequestPages(row, [], [], [], start.hit)
         for group in self.groups:
             self._hold_hit(request_id, pages, group, start)
-        self.states.restore(request_id, self._digest_at(request_id, start.token_ids), start.hit)
         self.checkpoints.admit(request_id, row, len(start.token_ids))
+        digest_at = self.lookup.digest_at(request_id, start.token_ids)
+        if start.state_pages:
+            self.states.restore(request_id, start.state_pages)
+            if self.states.find(digest_at(start.hit)) is None:
+                self.promises.share_state(request_id, digest_at(start.hit))
+        if start.branch:
+            self.checkpoints.ask(request_id, start.branch, digest_at(start.branch))
         self._requests[request_id] = pages
         return start.hit
 
@@ -169,7 +177,27 @@ class CacheManager:
         """Returns pages for the checkpoints that a step may write, in the order of its requests. Called last before
         the batch is made, so that running requests have their pages and checkpoints get the rest."""
         grant = self.checkpoints.grant
-        return [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
+        writes = [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
+        for request_id, own in progress.items() if writes else ():
+            digest_at, promised = self.lookup.digest_at(request_id, ()), self._requests[request_id].promised
+            for checkpoint in self.checkpoints.sure_to_be_kept(request_id, own):
+                if checkpoint.boundary <= promised:  # its tokens are hashed
+                    self.promises.add_state(step, checkpoint, digest_at(checkpoint.boundary))
+        return writes
+
+    def promise(self, step: int, request_id: int, token_ids: Sequence[int], end: int) -> None:
+        """Promise the pages that a batch's part of a request fills with known tokens, of which `end` are computed
+        then."""
+        pages = self._requests[request_id]
+        if not self.enable_prefix_caching or end // self._smallest_page == pages.promised // self._smallest_page:
+            return
+        for group in self.groups:
+            full = end // group.page_tokens
+            digests = self.lookup.digests(request_id, group.page_tokens, token_ids, full)
+            columns = pages.columns[group.index]
+            for column in range(max(pages.promised // group.page_tokens, pages.first[group.index]), full):
+                self.promises.add_page(step, request_id, (group.index, digests[column]), columns[column])
+        pages.promised = end
 
     @property
     def has_folds(self) -> bool:
@@ -197,17 +225,23 @@ class CacheManager:
         fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
         return min([fills, *(group.kind.next_drop(settled.at_least) for group in self._dropping)])
 
-    def settle_checkpoints(self, step: int, written: Sequence[int],
-                           tokens_of: Callable[[int], Sequence[int]]) -> None:
+    def settle_checkpoints(self, step: int, written: Sequence[int], tokens_of: Callable[[int], Sequence[int]],
+                           failed: Collection[int] = ()) -> None:
         """Take a step's report of written checkpoints. `tokens_of(request)`: its known tokens, as of that step or
-        later."""
+        later. `failed`: requests whose values are not finite."""
         if self.takes_checkpoints:
-            self.checkpoints.settle(step, written, lambda request_id, boundary: self._digest_at(
-                request_id, tokens_of(request_id))(boundary))
+            self.checkpoints.settle(step, written, lambda request_id, boundary: self.lookup.digest_at(
+                request_id, tokens_of(request_id))(boundary), failed)
+
+    def settle_promises(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
+        """Publish what a step promised. Returns the requests that began from what a failed request promised, or from a
+        state that is not among the written checkpoints: they must start again."""
+        return self.promises.settle(step, failed, written)
 
     def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
         """Called after a failed step, when no request has a row any more. The step and those after it may have written
         anything, so only pages published before it stay. `clear_pages`: pages that these steps were to clear."""
+        self.promises.erase_all()
         self.checkpoints.drop_open()
         self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
         self._granted = Granted()
@@ -216,11 +250,12 @@ class CacheManager:
                is_exact: bool) -> None:
         """Publish the checkpoints that other requests can begin from. Called before `free`."""
         if self.takes_checkpoints:
-            digest_at = self._digest_at(request_id, token_ids)
+            digest_at = self.lookup.digest_at(request_id, token_ids)
             self.checkpoints.retire(request_id, digest_at, len(token_ids), settled.at_least, folded, is_exact=is_exact)
 
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
+        self.promises.leave(request_id)
         self.checkpoints.free(request_id)
         self.states.release(request_id)
         for group in self._freed_in_order:
@@ -231,7 +266,7 @@ class CacheManager:
     def forget(self, request_id: int) -> None:
         """Drop the hashes of a request that has ended and holds no pages."""
         assert request_id not in self._requests, f"request {request_id} is forgotten while it holds pages"
-        self._hashes.pop(request_id, None)
+        self.lookup.forget(request_id)
 
     # Looking
 
@@ -259,10 +294,13 @@ class CacheManager:
                 for page in columns[first:]:
                     held[page] = held.get(page, 0) + 1
                     assert owner_group.setdefault(page, group.index) == group.index, f"page {page} is in two groups"
+        for page in self.promises.held():
+            held[page] = held.get(page, 0) + 1
         for page in [*self.checkpoints.held(), *self.states.held()]:
             held[page] = held.get(page, 0) + 1
             assert page not in owner_group, f"page {page} is a group's and a checkpoint's"
         self.checkpoints.check_integrity()
+        self.promises.check_integrity(self._requests)
         self.pool.check(held)
 
     # Inside
@@ -272,49 +310,30 @@ class CacheManager:
         """Free pages, plus pages of unpublished checkpoints, which can be dropped."""
         return self.pool.num_free + self.checkpoints.num_droppable
 
-    def _digest_at(self, request_id: int, token_ids: Sequence[int]) -> DigestAt:
-        size = self.layout.recurrent.page_tokens
-        hashes = self._hashes[request_id]
-
-        def digest_at(boundary: int) -> bytes:
-            return hashes[size].upto(token_ids, boundary // size)[boundary // size - 1]
-
-        return digest_at
-
-    def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int) -> int:
+    def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int, horizon: Horizon) -> int:
         """Pages for all known tokens and one more, minus pages of the hit that other requests hold.
 
         A hit page that nobody holds counts like a fresh one, because it leaves the free pages too."""
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
-            digests = self._hashes[request_id][group.page_tokens].upto(token_ids, hit // group.page_tokens)
-            needed -= sum(self.pool.is_held(page) for page in self._cached_last(group, digests, hit))
+            cached = self.lookup.cached_last(request_id, token_ids, group, hit, horizon)
+            needed -= sum(self.pool.is_held(page) for page in cached.values())
         return needed
 
     def _hold_hit(self, request_id: int, pages: RequestPages, group: Group, start: Start) -> None:
         hit, count = start.hit, start.hit // group.page_tokens
-        held = self._cached_last(group, self._hashes[request_id][group.page_tokens].upto(start.token_ids, count), hit)
+        held = self.lookup.cached_last(request_id, start.token_ids, group, hit, start.horizon)
         first = count - len(held)
         assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
-        for page in held:
+        for key, page in held.items():
             self.pool.hold(page)
-        columns = [NULL_PAGE] * first + held
+            self.promises.share_page(request_id, key)
+        columns = [NULL_PAGE] * first + list(held.values())
         pages.columns.append(columns)
         pages.first.append(first)
         pages.published.append(count)
         if columns:
             self._granted.page_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
-
-    def _cached_last(self, group: Group, digests: list[bytes], hit: int) -> list[int]:
-        """The cached pages at the end of a hit that a row needs. A drafter's group may miss some, since it does not
-        shorten a hit; the drafter cannot attend to pages before the last missing one, so these are left out."""
-        pages: list[int] = []
-        for column in range(hit // group.page_tokens - 1, group.kind.first_needed(hit) - 1, -1):
-            page = self.pool.find((group.index, digests[column]))
-            if page is None:
-                break
-            pages.append(page)
-        return pages[::-1]
 
     def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
         columns = pages.columns[group.index]
@@ -333,7 +352,7 @@ class CacheManager:
         done = pages.published[group.index]
         if full <= done:
             return
-        digests = self._hashes[request_id][group.page_tokens].upto(token_ids, full)
+        digests = self.lookup.digests(request_id, group.page_tokens, token_ids, full)
         columns = pages.columns[group.index]
         for column in range(max(done, pages.first[group.index]), full):
             self.pool.publish(columns[column], (group.index, digests[column]))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from outrider.cache.groups import Group
-from outrider.cache.pages import PagePool
+from outrider.cache.pages import PageKey
 from outrider.core.spans import NO_SPANS, PromptSpans
 
 
@@ -42,12 +42,13 @@ class PageHashes:
 
 
 def longest_hit(
-    pool: PagePool, groups: Sequence[Group], hashes: dict[int, PageHashes], token_ids: Sequence[int], most: int,
-    serves_state: Callable[[int], int] = int,
+    is_known: Callable[[PageKey], bool], groups: Sequence[Group], hashes: dict[int, PageHashes],
+    token_ids: Sequence[int], most: int, serves_state: Callable[[int], int] = int,
 ) -> int:  # fmt: skip
     """The longest prefix of at most `most` tokens that all groups can serve: a candidate is lowered until all agree.
 
-    `serves_state` lowers a candidate to a length after which the state of the recurrent layers is known."""
+    `is_known`: whether there is a page of a key. `serves_state` lowers a candidate to a length after which the state of
+    the recurrent layers is known."""
     step = max(group.page_tokens for group in groups)
     candidate = most // step * step
     while candidate > 0:
@@ -56,7 +57,7 @@ def longest_hit(
             digests = hashes[group.page_tokens].upto(token_ids, lowered // group.page_tokens)
 
             def is_cached(column: int, group: Group = group, digests: list[bytes] = digests) -> bool:
-                return pool.find((group.index, digests[column])) is not None
+                return is_known((group.index, digests[column]))
 
             lowered = group.kind.serves(is_cached, lowered) // step * step
         lowered = serves_state(lowered)

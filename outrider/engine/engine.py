@@ -32,7 +32,8 @@ from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request, RequestInput
-from outrider.sched.scheduler import Scheduler, Update
+from outrider.sched.scheduler import Scheduler
+from outrider.sched.updates import Update
 
 log = logging.getLogger("outrider")
 

@@ -30,7 +30,7 @@ class BatchBuilder:
     """Collects the requests of one batch and advances their bounds."""
 
     def __init__(self, step: int, generation: int = 0) -> None:
-        self._step, self._generation = step, generation
+        self.step, self._generation = step, generation
         self._entries: list[Entry] = []
         self._spans: list[MarkedSpan] = []
 
@@ -83,7 +83,7 @@ class BatchBuilder:
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
         requests, num_known, num_drafts, samples, num_pending, _ = map(list, columns)
         return ScheduledBatch(
-            step=self._step,
+            step=self.step,
             request_ids=[r.id for r in requests],
             epochs=[r.epoch for r in requests],
             rows=[r.row for r in requests],

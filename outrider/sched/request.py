@@ -67,7 +67,7 @@ class Request:
     __slots__ = (
         "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "sampler_load", "state", "epoch",
         "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event",
-        "num_proposed", "folded", "num_pending", "finish", "error",
+        "num_proposed", "folded", "num_pending", "finish", "error", "shares_promises",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], asked: RequestInput) -> None:
@@ -92,6 +92,7 @@ class Request:
         self.covered = 0  # tokens its pages have room for
         self.next_event = 0  # settled length at which the cache manager has something to do
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
+        self.shares_promises = True  # until it had to start again because a promise was broken
         self.finish = Finish.NO
         self.error: str | None = None
 

@@ -8,8 +8,6 @@ use a token or an exact length of a step in flight.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
@@ -30,22 +28,8 @@ from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
 from outrider.sched.request import Request, State
+from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_dropped_results: int = 0
-    max_steps_in_flight: int = 0
-
-
-class Update(NamedTuple):
-    """One request's part of a settled step, as everything after the scheduler sees it."""
-
-    request: Request
-    result: RequestResult
 
 
 class Scheduler:
@@ -132,8 +116,11 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
+        failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
+        for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
+            self._start_again(requests[request_id])  # its results, of this step on, are dropped by their epochs
         # Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now.
-        self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids)
+        self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
         for part, known, drafts, sampled in zip(
             result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
@@ -245,18 +232,33 @@ class Scheduler:
         for start, end in spans.within(context, bound) if spans else ():
             batch.mark(start, end)
         step.add(chunk, context)
+        if self._suspects.on_trial is None:
+            self.cache.promise(batch.step, request.id, request.token_ids, bound)
         return chunk
 
     def _admit(self, step: FullStep | TimedStep, batch: BatchBuilder) -> None:
-        while self._waiting.has_next and self._free_rows and step.most_tokens(0) > 0:
+        """Give rows to requests that wait. A request whose beginning others are computing waits for a later step, and
+        holds up none of those behind it."""
+        passed_over: list[Request] = []
+        while self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0:
             request = self._waiting.next
-            start = self.cache.find_start(request.id, request.token_ids, request.input.cache_keys,
-                                          use_prefix=request.input.reads_prefix_cache, spans=request.input.spans)
+            start = self._find_start(request, batch.step)
+            if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
+                passed_over.append(self._waiting.pop())
+                continue
             if not self.cache.can_start(start):
-                return
+                break
             self._start(self._waiting.pop(), start)
             if step.most_tokens(request.bound.at_most) == 0 or self._schedule_known(request, step, batch) == 0:
-                return
+                break
+        for request in passed_over:
+            self._waiting.push(request)
+
+    def _find_start(self, request: Request, step: int) -> Start:
+        asked = request.input
+        may_share = request.shares_promises and self._suspects.on_trial is None
+        return self.cache.find_start(request.id, request.token_ids, asked.cache_keys, spans=asked.spans,
+                                     use_prefix=asked.reads_prefix_cache, step=step if may_share else None)
 
     def _start(self, request: Request, start: Start) -> None:
         asked = request.input
@@ -302,6 +304,12 @@ class Scheduler:
         self._release(request)
         request.state = State.WAITING
         self._waiting.push(request)
+
+    def _start_again(self, request: Request) -> None:
+        """The request began from values that turned out not to be finite: it computes them itself."""
+        request.shares_promises = False
+        self.stats.num_restarts += 1
+        self._give_up_row(request)
 
     def _try_suspects(self, is_new: bool = False) -> None:
         """Before a step, and after a failed one (`is_new`): those who are not on trial wait."""

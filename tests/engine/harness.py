@@ -28,7 +28,7 @@ from outrider.models.registry import build_model
 from outrider.runner.local import LocalRunner
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker import Worker
-from outrider.sched.scheduler import Update
+from outrider.sched.updates import Update
 from outrider.spec.base import Drafter
 
 VOCAB = 256

@@ -25,7 +25,7 @@ from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.sched.request import Request
-from outrider.sched.scheduler import Update
+from outrider.sched.updates import Update
 from tests.engine.harness import CPU, VOCAB, Rig, random_model
 from tests.models.oracle import DenseAttend
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import StepResult
-from outrider.sched.scheduler import Scheduler, Update
+from outrider.sched.scheduler import Scheduler
+from outrider.sched.updates import Update
 
 NAME = "epoch ignored"
 TESTS = ["tests/unit/test_scheduler.py"]

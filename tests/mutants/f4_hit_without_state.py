@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from outrider.cache.known_states import DigestAt, KnownStates
+from collections.abc import Callable
+
+from outrider.cache.kinds import RecurrentKind
 
 NAME = "f4: hits without a state"
 TESTS = ["tests/unit/test_recurrent_cache.py", "-k", "not f4"]
 
 
 def apply() -> None:
-    def any_state(self: KnownStates, digest_at: DigestAt, candidate: int) -> int:
+    def any_state(self: RecurrentKind, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
         return candidate
 
-    KnownStates.serves = any_state  # type: ignore[method-assign]
+    RecurrentKind.serves = any_state  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ VOCAB = 7
 STOP_ID = 0
 SALTS = ("", "other")
 POISON, CLEARED, GUESS = -1, -2, -3  # no history hashes to these
+NOT_FINITE = -1000  # the value of a token that a failing request computed, and of everything made from it
 
 
 def mix(*values: int) -> int:
@@ -163,6 +164,8 @@ class HashMixerRunner:
         self.groups, self.limits, self._has_state = groups, limits, has_state
         self.rows: dict[int, Row] = {}
         self.seen = Seen()
+        self.failing: set[int] = set()  # requests whose values are not finite in every step that samples for them
+        self._bad: set[int] = set()  # rows of the running step with such values
         self._rng, self._lookahead, self._right = rng, lookahead, right
         widest = max(group.page_tokens for group in groups)
         self._cells = [[POISON] * widest for _ in range(num_pages)]
@@ -181,10 +184,7 @@ class HashMixerRunner:
         folded = [self._fold_ended(fold) for fold in batch.folds]
         self._apply_host_writes(batch)
         lives = [self._live(batch, i) for i in range(batch.num_requests)]
-        self._write([live for live in lives if live is not None])
-        for live in lives:
-            if live is not None:
-                self._read(live)
+        self._forward(batch, lives)
         written = [*folded, *self._advance_states(batch, lives)]
         results = [self._finish(batch, i, live) for i, live in enumerate(lives)]
         return StepResult(batch.step, results, checkpoints=written)
@@ -277,6 +277,20 @@ class HashMixerRunner:
         hashes = chain(state.seed, [*state.tokens, *drafts], state.hashes)
         return Live(batch.rows[i], state, batch.num_known[i], drafts, hashes, batch.samples[i])
 
+    def _forward(self, batch: ScheduledBatch, lives: list[Live | None]) -> None:
+        """Write and read the cells of all requests. Values that are not finite spread to every request that reads
+        them, in the same step too."""
+        alive = [live for live in lives if live is not None]
+        self._bad = {live.row for i, live in enumerate(lives) if live is not None
+                     and (live.state.state == NOT_FINITE or live.samples and batch.request_ids[i] in self.failing)}
+        while True:
+            num_bad = len(self._bad)
+            self._write(alive)
+            for live in alive:
+                self._read(live)
+            if len(self._bad) == num_bad:
+                return
+
     def _write(self, lives: list[Live]) -> None:
         written: set[tuple[int, int]] = set()
         for live in lives:
@@ -288,7 +302,7 @@ class HashMixerRunner:
                     assert self._group_of[page] == group.index, f"page {page} is in two groups"
                     assert (page, slot) not in written, f"slot {slot} of page {page} has two writers"
                     written.add((page, slot))
-                    self._cells[page][slot] = live.hashes[position]
+                    self._cells[page][slot] = NOT_FINITE if live.row in self._bad else live.hashes[position]
 
     def _read(self, live: Live) -> None:
         """Every cell that some live query of the request may see."""
@@ -301,6 +315,9 @@ class HashMixerRunner:
                 low, high = max(begin, column * size), min(live.length, (column + 1) * size)
                 found = self._cells[page][low - column * size : high - column * size]
                 assert page != NULL_PAGE, f"group {group.index}: no page for position {low}"
+                if NOT_FINITE in found:
+                    self._bad.add(live.row)
+                    return
                 assert found == live.hashes[low:high], f"group {group.index}: position {low} and on hold {found}"
 
     # Recurrent states
@@ -310,6 +327,8 @@ class HashMixerRunner:
             return state_before(admission.seed)
         assert admission.computed > 0, "a state of no tokens is restored"
         self.seen.num_restored += 1
+        if self._cells[admission.checkpoint[0]][0] == NOT_FINITE:
+            return NOT_FINITE
         states = {self._cells[page][0] - i for i, page in enumerate(admission.checkpoint)}
         assert len(states) == 1, f"pages of different checkpoints: {states}"
         return states.pop()
@@ -330,8 +349,12 @@ class HashMixerRunner:
             state = live.state
             assert state.pending <= batch.num_pending[i], "more drafts wait to be folded than the host thinks"
             known = state.tokens[state.computed : state.computed + live.num_known]
+            if live.row in self._bad:
+                state.state = NOT_FINITE
             written += self._walk(state, known, targets.get(live.row, []))
-            assert state.state == live.hashes[state.computed + live.num_known - 1], "the recurrent state is wrong"
+            if live.row not in self._bad:
+                last = live.hashes[state.computed + live.num_known - 1]
+                assert state.state == last, "the recurrent state is wrong"
             state.window = list(live.drafts)
         return written
 
@@ -341,7 +364,7 @@ class HashMixerRunner:
         at = state.computed - state.pending
         written: list[int] = []
         for index, token in enumerate(inputs, start=1):
-            state.state = mix(state.state, token)
+            state.state = NOT_FINITE if state.state == NOT_FINITE else mix(state.state, token)
             for write in targets:
                 if write.boundary == at + index:
                     self._save(write, state.state)
@@ -370,6 +393,9 @@ class HashMixerRunner:
         if live is None:
             return RequestResult(request_id, epoch, [], 0, 0, 0)
         state = live.state
+        if live.row in self._bad and live.samples:
+            state.alive = False
+            return RequestResult(request_id, epoch, [], 0, 0, 0, finish=Finish.ERROR, error="not finite")
         run, accepted, finish = self._accept(live)
         computed = live.num_known + accepted
         state.tokens += run

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from outrider.cache.manager import CacheManager
-from outrider.cache.pages import PagePool
+from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
@@ -41,6 +41,7 @@ class Scenario:
     spare_pages: int = 6  # beyond what the largest request may need
     abort_rate: float = 0.0
     preempt_rate: float = 0.0
+    fail_rate: float = 0.0  # of requests whose values are not finite as soon as they sample
     num_priorities: int = 1
     host_drafts: bool = False
     is_lazy: bool = False  # the device runs a step only when its result is read
@@ -165,7 +166,10 @@ class Driver:
         num_pages = 1 + largest + scenario.spare_pages
         self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
                                   lookahead=scenario.lookahead)
-        self.cache.pool = self.cache.checkpoints.pool = self.cache.states.pool = self.pool = WatchedPool(num_pages)
+        self.pool = WatchedPool(num_pages)
+        cache = self.cache
+        for part in (cache, cache.checkpoints, cache.states, cache.promises, cache.lookup):
+            part.pool = self.pool
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),
@@ -173,6 +177,8 @@ class Driver:
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
                                       has_state=scenario.state_pages > 0)
         self.counts: Counter[str] = Counter()
+        self.device.failing = {r.id for r in self.requests if self.rng.random() < scenario.fail_rate}
+        self._watch_sharing()
         self._arrivals = deque(self.requests)
         self._steps: deque[InFlight] = deque()
         self._ended_by_host: set[int] = set()
@@ -237,9 +243,29 @@ class Driver:
             "hits within a drafter's page": self.device.seen.num_within_pages,
             "checkpoints while folding": self.device.seen.written["folding"],
             "checkpoints in known tokens": self.device.seen.written["known"],
+            "starts again": self.scheduler.stats.num_restarts,
         })
 
     # Inside
+
+    def _watch_sharing(self) -> None:
+        """Count what requests begin from while it is only promised."""
+        promises = self.cache.promises
+        share_page, share_state = promises.share_page, promises.share_state
+
+        def page(request_id: int, key: PageKey) -> None:
+            writer = promises._of_page.get(key)
+            if writer is not None:
+                self.counts["shared pages"] += 1
+                self.counts["pages shared within a step"] += writer.step == self.scheduler.stats.num_steps
+                self.counts["pages shared after their writer ended"] += writer.writer not in self.cache._requests
+            share_page(request_id, key)
+
+        def state(request_id: int, digest: bytes) -> None:
+            self.counts["shared states"] += 1
+            share_state(request_id, digest)
+
+        promises.share_page, promises.share_state = page, state  # type: ignore[method-assign]
 
     def _make_request(self, index: int) -> None:
         rng, scenario = self.rng, self.scenario
@@ -303,6 +329,9 @@ class Driver:
             assert request.state is State.FINISHED
             if request.id in self._ended_by_host:
                 expected = expected[: len(output)]
+            elif request.id in self.device.failing:
+                assert request.finish is Finish.ERROR
+                expected = []
             else:
                 assert request.finish is finish
             assert output == expected, f"request {request.id} yields {output}, not {expected}"

@@ -22,7 +22,7 @@ ANY = st.builds(
     prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
     num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]), abort_rate=st.sampled_from([0, 0.05]),
     preempt_rate=st.sampled_from([0, 0.05]), num_priorities=st.integers(1, 3), host_drafts=st.booleans(),
-    is_lazy=st.booleans(), prompt_seconds=st.sampled_from([0, 0, 3, 9]),
+    is_lazy=st.booleans(), prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
 )  # fmt: skip
 FULL_AND_SLIDING = st.tuples(st.tuples(PAGES, st.just(0)), st.tuples(PAGES, st.sampled_from([1, 3, 5])))
 
@@ -78,6 +78,20 @@ def test_results_that_come_after_their_request_is_gone() -> None:
     totals = run(scenarios, 300)
     totals.needs("preemptions in flight", "aborts in flight", "steps of ended requests")
     assert totals.counts["dropped results"] > 1000
+
+
+def test_requests_share_what_others_are_computing() -> None:
+    scenarios = st.builds(
+        Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 2), has_lookahead=st.booleans(),
+        max_requests=st.just(4), budget=st.integers(4, 40), num_requests=st.just(8),
+        spare_pages=st.sampled_from([3, 30]), abort_rate=st.sampled_from([0, 0.1]),
+        preempt_rate=st.sampled_from([0, 0.1]), is_lazy=st.booleans(),
+        fail_rate=st.sampled_from([0, 0.3]),
+    )  # fmt: skip
+    totals = run(scenarios, 300)
+    totals.needs("pages shared after their writer ended", "starts again")
+    assert totals.counts["pages shared within a step"] > 60
+    assert totals.counts["shared pages"] > totals.counts["pages shared within a step"] + 60
 
 
 @pytest.mark.long

@@ -74,8 +74,8 @@ class RecurrentKind:
 
     def capacity(self, limits: Limits) -> RowCapacity:
         window = limits.max_drafts * sum(spec.input_bytes for _, spec in self.layers)
-        # A step may pass several intervals, a prompt's end and a last boundary; one more was written before.
-        per_step = limits.max_batched_tokens // self.interval + 2
+        # A step may pass several intervals, a branch, a prompt's end and a last boundary; one more was written before.
+        per_step = limits.max_batched_tokens // self.interval + 3
         return RowCapacity(
             row_bytes=self.checkpoint_bytes + window,
             window_bytes=window,
