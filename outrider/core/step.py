@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.core.drafter_faults import DrafterFault
 from outrider.core.params import SamplingParams
 from outrider.core.spans import MarkedSpan
 
@@ -200,3 +201,5 @@ class StepResult:
     checkpoints: list[int] = field(default_factory=list)  # ids of the checkpoints that were written
     uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one
     times: StepTimes | None = None  # times of a traced step, where its worker can tell them
+    drafter_faults: tuple[DrafterFault, ...] = ()  # faults of drafters on the device since the last result
+    is_drafting_over: bool = False  # there are drafters on the device, and all of them are switched off

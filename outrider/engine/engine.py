@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from outrider.core import Finish, Limits, StepResult
+from outrider.core import FaultRecord, Finish, Limits, StepResult
 from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import SamplingParams, request_seed
@@ -59,9 +59,10 @@ class Engine:
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
-                 grammars: GrammarCompiler | None = None) -> None:
+                 grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
-        queued before the last one's tokens go out. takes_spans: prompts may mark spans."""
+        queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
+        host drafters."""
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler(0)
         self.runner = runner
@@ -72,6 +73,7 @@ class Engine:
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars)
+        self._host_faults = host_faults
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -230,6 +232,8 @@ class Engine:
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
+        if self._host_faults is not None:
+            self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:
             self.trace.finish(result)
         return self.scheduler.update(result)

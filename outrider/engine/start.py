@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
+from outrider.core import FaultRecord
 from outrider.core.status_line import status_line
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import collections_paused, freeze_heap
@@ -74,16 +75,18 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     worker must have too, structured output is refused."""
     info, speculative = worker.info, config.speculative
     has_suffixes = speculative is not None and "suffix" in speculative.methods
+    host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
     def make_scheduler(generation: int) -> Scheduler:
         cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
                              enable_prefix_caching=config.enable_prefix_caching)
         return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                         host_drafter=SuffixDrafter() if has_suffixes else None, prompt_time=_prompt_time(info))
+                         host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
+                         prompt_time=_prompt_time(info))
 
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=config.max_logprobs, submits_early=config.overlap is not False,
-                  takes_spans=info.takes_spans, grammars=grammars)
+                  takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults)
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:

@@ -9,10 +9,11 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
+from outrider.core.drafter_faults import DrafterFault, FaultKind
 from outrider.core.outputs import RequestMetrics, count_first
 
 log = logging.getLogger("outrider")
@@ -40,6 +41,8 @@ class EngineStats:
     num_step_tokens: int = 0  # tokens of all steps, drafts included
     steps_by_tokens: list[int] = field(default_factory=list)  # by the bounds of STEP_TOKENS
     uncaptured: Counter[Uncaptured] = field(default_factory=Counter)  # steps that replayed no captured one, by reason
+    drafter_faults: Counter[tuple[str, FaultKind]] = field(default_factory=Counter)  # by drafter and kind
+    drafters_off: Counter[tuple[str, str]] = field(default_factory=Counter)  # drafter and why it was switched off: 1
 
     def add(self, prompt_len: int, samples: int) -> None:
         self.num_requests += 1
@@ -63,6 +66,14 @@ class EngineStats:
         self.num_steps += 1
         if result.uncaptured is not None:
             self.uncaptured[result.uncaptured] += 1
+        if result.drafter_faults:
+            self.observe_faults(result.drafter_faults)
+
+    def observe_faults(self, faults: Iterable[DrafterFault]) -> None:
+        for fault in faults:
+            self.drafter_faults[fault.drafter, fault.kind] += 1
+            if fault.switches_off:
+                self.drafters_off[fault.drafter, fault.message] = 1
 
     def observe(self, result: RequestResult) -> None:
         if not result.run:
@@ -107,6 +118,10 @@ class EngineStats:
         reasons = ", ".join(f"{count} ({reason.value})" for reason, count in self.uncaptured.most_common())
         return f"Steps: {self.num_steps}, uncaptured: {reasons or 'none'}"
 
+    @property
+    def num_drafter_faults(self) -> int:
+        return self.drafter_faults.total()
+
     def copy(self) -> EngineStats:
         return self.since(EngineStats())
 
@@ -127,8 +142,14 @@ class EngineStats:
             f"Avg Draft acceptance rate: {self.acceptance_rate:.1%}, "
             f"Mean run: {self.mean_run_length:.2f}, Mean drafts chosen: {self.mean_chosen:.2f}, "
             f"Tokens: {self.num_prompt_tokens} prompt ({self.num_hit_tokens} hits), "
-            f"{self.num_generation_tokens} generated"
+            f"{self.num_generation_tokens} generated" + self._faults_line()
         )
+
+    def _faults_line(self) -> str:
+        if not self.drafter_faults:
+            return ""
+        off = "".join(f", {drafter} is off: {reason}" for drafter, reason in self.drafters_off)
+        return f", Drafter faults: {self.num_drafter_faults}{off}"
 
 
 class StatsLog:

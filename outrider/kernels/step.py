@@ -16,7 +16,9 @@ from outrider.core import NULL_ROW
 from outrider.kernels.accept import Accepted, StopRules, accept
 from outrider.kernels.packet import StepPacket
 
-PROPOSED = 5  # column of a result's counts
+# Columns of a result's counts: run length, finish, computed, drafted, accepted, and these.
+PROPOSED, FAULT, FAULT_VALUE = 5, 6, 7
+NUM_COUNTS = 8
 
 
 class RowFields(Protocol):
@@ -78,7 +80,27 @@ class CommittedStep:
     accepted: Accepted
     num_computed: torch.Tensor  # [requests] known tokens computed and drafts accepted
     goes_on: torch.Tensor  # [requests] bool: got a run and has not ended
-    counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted; nothing proposed yet
+    counts: torch.Tensor  # [requests, NUM_COUNTS]; nothing proposed yet
+
+
+class Proposal(NamedTuple):
+    """The drafts of one drafter, int64. Types, shapes and devices were checked; the values are anybody's."""
+
+    tokens: torch.Tensor  # [requests, num_wanted]
+    counts: torch.Tensor  # [requests] how many of the tokens are drafts
+
+
+class DraftFault(NamedTuple):
+    """A wrong value of a proposal, in the form in which `store_drafts` reports it to the host."""
+
+    drafter: int  # index of the proposal
+    is_token: bool  # a token id outside the vocabulary; else a count out of range
+    value: int
+
+    @classmethod
+    def from_code(cls, code: int, value: int) -> DraftFault:
+        """code: 1 + 2 * drafter for a count, one more for a token id."""
+        return cls((code - 1) // 2, code % 2 == 0, value)
 
 
 def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...],
@@ -150,16 +172,41 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
     state.alive.index_copy_(0, rows, state.alive[rows] & (accepted.finish == 0))
     state.num_drafts.index_fill_(0, rows, 0)  # consumed, or stale
     goes_on = (accepted.run_len > 0) & (accepted.finish == 0)
-    counts = torch.stack([accepted.run_len, accepted.finish, computed, batch.num_drafts, accepted.num_accepted,
-                          torch.zeros_like(computed)], dim=1)  # fmt: skip
+    nothing = torch.zeros_like(computed)
+    counts = torch.stack([accepted.run_len, accepted.finish, computed, batch.num_drafts, accepted.num_accepted, nothing,
+                          nothing, nothing], dim=1)  # fmt: skip
     return CommittedStep(accepted, computed, goes_on, counts)
 
 
-def store_drafts(rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, goes_on: torch.Tensor, *,
-                 drafts: torch.Tensor, num_drafts: torch.Tensor, proposed: torch.Tensor) -> None:
-    """Store drafts [requests, num_wanted] in their rows: counts [requests] of them for a request that goes on, none
-    for the others. The number stored is written to `proposed` [requests] too."""
-    columns = torch.arange(tokens.shape[1], device=rows.device)
-    drafts.index_put_((rows[:, None], columns), tokens)
-    proposed.copy_(torch.where(goes_on, counts, 0))
-    num_drafts.index_copy_(0, rows, proposed)
+def store_drafts(rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: torch.Tensor, is_on: torch.Tensor, *,
+                 vocab_size: int, fills: bool, drafts: torch.Tensor, num_drafts: torch.Tensor,
+                 counts: torch.Tensor) -> None:
+    """Store proposals in their rows: a request that goes on gets the drafts of the first drafter that has any for it.
+
+    Any value is taken. A count outside of 0 to num_wanted, or a token id outside of the vocabulary among so many
+    tokens, is a fault: that request gets nothing of that drafter, and the first fault of every request is written to
+    its columns FAULT and FAULT_VALUE of `counts`. is_on [proposals]: 0 for a drafter that is switched off.
+    fills: requests that go on get num_wanted drafts in any case, of token 0 where no drafter had one."""
+    num_wanted = proposals[0].tokens.shape[1]
+    columns, nothing = torch.arange(num_wanted, device=rows.device), torch.zeros_like(rows)
+    count, code, value = nothing, nothing, nothing
+    chosen = torch.zeros_like(proposals[0].tokens)
+    for index, (tokens, offered) in enumerate(proposals):
+        is_asked = goes_on & (is_on[index] > 0)
+        is_count = (offered >= 0) & (offered <= num_wanted)
+        is_draft = (columns < offered[:, None]) & is_count[:, None]
+        is_wrong = is_draft & ((tokens < 0) | (tokens >= vocab_size))
+        has_wrong = is_wrong.any(dim=1)
+        first_wrong = tokens.gather(1, is_wrong.long().argmax(dim=1, keepdim=True)).squeeze(1)
+        own_code = torch.where(is_count, torch.where(has_wrong, 2 + 2 * index, 0), 1 + 2 * index)
+        is_first = is_asked & (code == 0) & (own_code > 0)
+        code = torch.where(is_first, own_code, code)
+        value = torch.where(is_first, torch.where(is_count, first_wrong, offered), value)
+        is_taken = is_asked & (own_code == 0) & (count == 0)
+        count = torch.where(is_taken, offered, count)
+        chosen = torch.where(is_taken[:, None] & is_draft, tokens, chosen)
+    if fills:
+        count = torch.where(goes_on, num_wanted, 0)
+    drafts.index_put_((rows[:, None], columns), chosen)
+    num_drafts.index_copy_(0, rows, count)
+    counts[:, PROPOSED], counts[:, FAULT], counts[:, FAULT_VALUE] = count, code, value

@@ -76,6 +76,7 @@ class LocalRunner:
             self.device_step.apply_host_writes(batch)
             clock.lap("admit")
             result = self.device_step.run(batch, packed)
+            self.device_step.drafting.check_rows()
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
             if batch.form is StepForm.SPLIT:
                 done = self.device_step.grammars.settle(batch, done)

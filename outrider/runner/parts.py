@@ -21,6 +21,7 @@ from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
 from outrider.spec.base import Drafter
+from outrider.spec.guard import DrafterGuards
 from outrider.spec.registry import DraftBuild, make_drafter
 from outrider.spec.synthetic import SyntheticAcceptance
 
@@ -31,6 +32,7 @@ class StepParts:
 
     model: Model
     drafter: Drafter | None
+    drafting: DrafterGuards
     synthetic: SyntheticAcceptance | None
     limits: Limits
     layout: CacheLayout
@@ -61,7 +63,7 @@ class StepParts:
         state = RowState(limits, self.layout.groups, device)
         return DeviceStep(model, pool, state, self.backend, limits.max_len,
                           recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact),
-                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter,
+                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter, drafting=self.drafting,
                           synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 
 
@@ -95,7 +97,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     has_masks = any(isinstance(layer, AttentionLayer) and layer.has_mask for layer in model.attention_layers)
     backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
                            has_masks=has_masks)
-    return StepParts(model, drafter, synthetic, limits, layout, backend,
+    return StepParts(model, drafter, DrafterGuards(drafter), synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
+from outrider.kernels.step import FAULT, FAULT_VALUE, DraftFault
 from outrider.runner.prompt_reports import with_hidden
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
@@ -30,11 +31,17 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
     requests = [
         RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
                       logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None)
-        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed), run, logprobs, prompt in parts
+        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, *_), run, logprobs, prompt
+        in parts
     ]  # fmt: skip
     if result.hidden is not None:
         requests = with_hidden(requests, result.hidden)
-    return StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
+    done = StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
+    if not result.drafting:
+        return done
+    faults = [DraftFault.from_code(own[FAULT], own[FAULT_VALUE]) for own in counts if own[FAULT]]
+    report = result.drafting.report(faults)
+    return replace(done, drafter_faults=report.faults, is_drafting_over=report.is_over)
 
 
 def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:

@@ -14,7 +14,7 @@ import torch
 from outrider.core import SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
-from outrider.kernels.step import PROPOSED, CommittedStep, VerifiedStep
+from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers, WantedRows
 from outrider.mixers.paged.base import Backend
@@ -40,6 +40,7 @@ from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
 from outrider.spec.base import Drafter, HiddenReads, Step
+from outrider.spec.guard import DrafterGuards
 from outrider.spec.synthetic import SyntheticAcceptance
 
 
@@ -79,7 +80,7 @@ class StepPlan:
 class DeviceResult:
     """A step's outcome as device tensors, over the padded requests."""
 
-    counts: torch.Tensor  # [requests, 6] run length, finish, computed, drafted, accepted, proposed (PROPOSED)
+    counts: torch.Tensor  # [requests, NUM_COUNTS] columns as in kernels/step.py
     run: torch.Tensor  # [requests, max drafts + 1]
     logprobs: LogprobRows | None
     prompt_logprobs: PromptLogprobs | None
@@ -88,6 +89,7 @@ class DeviceResult:
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
     params: list[SamplingParams] | None = None  # those of the scheduled requests, if log-probabilities are reported
     hidden: HiddenRows | None = None
+    drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,17 @@ class DeviceStep:
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
-                 synthetic: SyntheticAcceptance | None = None, logprobs_mode: LogprobsMode = "raw",
-                 exact: bool = False) -> None:
+                 drafting: DrafterGuards | None = None, synthetic: SyntheticAcceptance | None = None,
+                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
         self.grammars = grammars
         self.backend = backend
-        self.drafter = drafter
+        self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
+        self.drafting = drafting or DrafterGuards(drafter)
+        self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
         self.synthetic = synthetic
         self.groups = pool.layout.groups
         self.max_len = max_len
@@ -138,8 +142,7 @@ class DeviceStep:
         self.state.reset()
         self.recurrent.reset()
         self.grammars.reset()
-        if self.drafter is not None:
-            self.drafter.reset()
+        self.drafting.reset()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
@@ -150,8 +153,8 @@ class DeviceStep:
         self.recurrent.admit(scheduled.admissions)
         self.grammars.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
-        if self.drafter is not None:
-            self.drafter.admit(scheduled.admissions)
+        self.drafting.tell_device()
+        self.drafting.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.host_drafts)
         if scheduled.form is StepForm.SPLIT:
             self.grammars.begin(scheduled)
@@ -188,12 +191,13 @@ class DeviceStep:
         if scheduled.form is StepForm.SPLIT:
             self.host_turn(scheduled)
             self.clock.lap("grammars")
-        result = self.finish_half(half, plan)
+        # Before drafters, which may write to the hidden states.
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
                                   row_by_row=self._samples_row_by_row)
+        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params, exact=self._exact)
+        result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params, exact=self._exact)
         return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
@@ -219,7 +223,7 @@ class DeviceStep:
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
         """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
         may report log-probabilities of its prompts."""
-        reads_all = self.drafter is not None and self.drafter.reads_hidden is HiddenReads.ALL
+        reads_all = self.drafting.reads_hidden is HiddenReads.ALL
         return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
@@ -228,11 +232,13 @@ class DeviceStep:
         logprobs, committed = self.finish(inputs, hidden, plan)
         written = self.recurrent.commit(half.recurrent, committed.accepted.num_accepted)
         self.clock.lap("finish")
-        if self.drafter is not None:
-            self.draft(self.drafter, inputs, hidden, committed, plan)
+        run = committed.accepted.run
+        if self.drafting:
+            (run,) = self.drafting.keep([run])
+            self.draft(inputs, hidden, committed, plan)
             self.clock.lap("draft")
-        return DeviceResult(committed.counts, committed.accepted.run, logprobs, None, plan.checkpoints, written,
-                            self.recurrent.nothing)
+        return DeviceResult(committed.counts, run, logprobs, None, plan.checkpoints, written, self.recurrent.nothing,
+                            drafting=self.drafting)
 
     def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
         """Both halves, one after the other."""
@@ -241,9 +247,9 @@ class DeviceStep:
     def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
                 rows: WantedRows | None = None) -> Hidden:
         """rows: the token rows that are wanted; all of them by default."""
-        taps = () if self.drafter is None else self.drafter.taps
         bound = None if recurrent is None else recurrent.bind()
-        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), taps, rows)
+        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), self.drafting.taps,
+                                  rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
@@ -269,15 +275,19 @@ class DeviceStep:
                                 inputs.first_logit, inputs.drafts)
         return ops.commit_step(tokens, bad, verified, self.state)
 
-    def draft(self, drafter: Drafter, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
-        state, rows, goes_on = self.state, inputs.batch.padded.rows, committed.goes_on
-        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed, goes_on,
-                    state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted, inputs.first_logit)
+    def draft(self, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
+        state = self.state
+        rows, goes_on = self.drafting.keep([inputs.batch.padded.rows, committed.goes_on])
+        step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
+                    committed.goes_on, state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted,
+                    inputs.first_logit)  # fmt: skip
         if plan.num_wanted == 0:
-            drafter.skip(step)
+            self.drafting.skip(step)
             return
-        drafts = drafter.propose(step)
-        if self.synthetic is not None and not drafter.attention_layers:  # one with layers always guesses
-            drafts = self.synthetic.fill(drafts)
-        ops.store_drafts(rows, drafts.tokens, drafts.counts, goes_on, drafts=state.drafts, num_drafts=state.num_drafts,
-                         proposed=committed.counts[:, PROPOSED])
+        proposals = self.drafting.propose(step)
+        if proposals is None:  # the commit has cleared the rows' drafts
+            return
+        # Synthetic acceptance says how long runs are, not what a lookup finds; a drafter with layers always guesses.
+        fills = self.synthetic is not None and not self.drafting.has_layers
+        ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size, fills=fills,
+                         drafts=state.drafts, num_drafts=state.num_drafts, counts=committed.counts)

@@ -81,6 +81,10 @@ class SamplingRows:
         self.counts.admit(admissions)
         self.masks.admit(admissions)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold the fields of all rows."""
+        return [self._floats, self._ints, self.stop_ids]
+
     @property
     def keys(self) -> SamplingKeys:
         return SamplingKeys(self.temperature, self.seed, self.sample_index)

@@ -5,11 +5,16 @@ The host knows settled tokens only, so a draft continues those, with room for wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import traceback
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Protocol, TypeVar
 
 from outrider.core import HostDraft
+from outrider.core.drafter_faults import FaultKind, FaultRecord
 from outrider.sched.request import Request
+
+Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
@@ -21,15 +26,19 @@ class HostDrafter(Protocol):
 
 
 class HostDrafts:
-    def __init__(self, drafter: HostDrafter) -> None:
-        self._drafter = drafter
+    """The only place where a host drafter is called, and where its drafts enter. Any fault of it costs drafts alone."""
+
+    def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None) -> None:
+        """faults: those of an engine's earlier schedulers, whose drafter was of this kind."""
+        self._drafter, self._vocab_size = drafter, vocab_size
+        self._faults = faults or FaultRecord.for_drafter(drafter)
         self._by_row: dict[int, HostDraft] = {}
 
     def propose(self, request: Request, most: int) -> int:
         """How many of the drafts that the device will have for the request the batch shall check."""
         known = len(request.token_ids)
         in_flight = request.bound.at_most + 1 - known
-        guess = self._drafter.propose(request.id, request.token_ids, most + in_flight)
+        guess = self._guess(request, most + in_flight)
         if len(guess) <= (0 if in_flight == 0 else request.in_flight_samples):
             return 0 if request.num_proposed == 0 else most  # a device drafter may have one
         self._by_row[request.row] = HostDraft(request.row, known, guess)
@@ -46,4 +55,45 @@ class HostDrafts:
 
     def finish(self, request: Request) -> None:
         """The request has ended; others may continue like it."""
-        self._drafter.finish(request.id, request.token_ids)
+        self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids))
+
+    def _guess(self, request: Request, num_wanted: int) -> list[int]:
+        """At most num_wanted tokens of the vocabulary; none if the drafter is off or has failed."""
+        own = self._drafter
+        return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted),
+                                                        num_wanted, self._vocab_size)) or []
+
+    def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
+        """Call a method of the drafter, unless it is off. Returns None, with the fault noted, if that fails."""
+        if self._faults.is_off:
+            return None
+        try:
+            return method()
+        except _WrongGuess as error:
+            self._faults.add(error.kind, f"{name} returned {error}")
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            self._faults.add(FaultKind.RAISED, f"{name} raised {type(error).__name__}: {error}", trace=trace)
+        return None
+
+
+class _WrongGuess(ValueError):
+    def __init__(self, kind: FaultKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def _checked(guess: object, num_wanted: int, vocab_size: int) -> list[int]:
+    if not isinstance(guess, (list, tuple)):
+        raise _WrongGuess(FaultKind.FORM, f"{type(guess).__name__}, not a list of token ids")
+    if len(guess) > num_wanted:
+        raise _WrongGuess(FaultKind.COUNT, f"{len(guess)} tokens, where at most {num_wanted} are wanted")
+    try:
+        tokens = [index(token) for token in guess]
+    except TypeError:
+        raise _WrongGuess(FaultKind.FORM, f"tokens of types {sorted({type(t).__name__ for t in guess})}, not integers"
+                          ) from None  # fmt: skip
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise _WrongGuess(FaultKind.TOKEN, f"the token id {token}")
+    return tokens

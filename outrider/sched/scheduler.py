@@ -14,6 +14,7 @@ from outrider.core import (
     NULL_ROW,
     Admission,
     Bound,
+    FaultRecord,
     Finish,
     Limits,
     RequestResult,
@@ -23,7 +24,7 @@ from outrider.core import (
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
-from outrider.sched.drafts import DraftCounts, DraftPlan
+from outrider.sched.drafts import DraftCounts, DraftPlan, NoDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
@@ -34,9 +35,10 @@ from outrider.sched.waiting import WaitingRequests
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
-                 host_drafter: HostDrafter | None = None, prompt_time: PromptTime | None = None,
-                 generation: int = 0) -> None:
-        """prompt_time: bounds the time that prompts take in steps with requests that decode."""
+                 host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
+                 prompt_time: PromptTime | None = None, generation: int = 0) -> None:
+        """prompt_time: bounds the time that prompts take in steps with requests that decode. host_faults: of the host
+        drafters of earlier schedulers."""
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
@@ -46,7 +48,9 @@ class Scheduler:
         self.limits = limits
         self.stats = SchedulerStats()
         self._drafts = drafts
-        self._host_drafts = None if host_drafter is None else HostDrafts(host_drafter)
+        self._host_drafts = None
+        if host_drafter is not None:
+            self._host_drafts = HostDrafts(host_drafter, limits.vocab_size, host_faults)
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
         self._running: list[Request] = []
@@ -114,6 +118,8 @@ class Scheduler:
     def update(self, result: StepResult) -> list[Update]:
         """Apply a step's result; returns the parts that still belong to someone."""
         batch = self._in_flight.pop(result.step)
+        if result.is_drafting_over and self._host_drafts is None:
+            self._drafts = NoDrafts()
         updates: list[Update] = []
         requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]

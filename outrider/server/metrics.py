@@ -117,6 +117,13 @@ class ServerMetrics:
                                  _numbered("position", stats.drafted_per_position))
         yield from self._counter("spec_decode_chosen_drafts", "How often so many drafts were chosen for a request.",
                                  _numbered("num_drafts", stats.chosen))
+        yield from self._counter("spec_decode_drafter_faults", "Times a drafter raised or returned something wrong.",
+                                 {f'drafter="{_escaped(drafter)}",kind="{kind.value}"': count
+                                  for (drafter, kind), count in list(stats.drafter_faults.items())} or {"": 0})
+        yield from _head("spec_decode_drafter_off", "1 for a drafter that was switched off, with the reason.", "gauge")
+        for drafter, reason in list(stats.drafters_off):
+            labels = f'drafter="{_escaped(drafter)}",reason="{_escaped(reason)}"'
+            yield f"vllm:spec_decode_drafter_off{{{self._labels},{labels}}} 1"
 
     def _counter(self, name: str, help_text: str, values: dict[str, int]) -> Iterable[str]:
         yield from _head(f"{name}_total", help_text, "counter")

@@ -72,12 +72,15 @@ class Step:
 @dataclass(frozen=True)
 class Drafts:
     tokens: torch.Tensor  # [requests, step.num_wanted] int64
-    counts: torch.Tensor  # [requests] how many of the tokens are drafts; the others are ignored
+    counts: torch.Tensor  # [requests] int64, how many of the tokens are drafts; the others are ignored
 
 
 class Drafter:
     """Base class of drafters. Override `propose`; the other methods are for drafters with layers, hidden states or row
-    state of their own."""
+    state of their own.
+
+    While the engine runs, only `spec.guard.DrafterGuards` calls a drafter. A drafter that raises, or returns anything
+    else than drafts, loses its drafts of that step; after some faults it is switched off."""
 
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens

@@ -13,7 +13,6 @@ from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.ops import Operation, Refused, triton_kernel
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
-from outrider.spec.base import Drafts
 
 ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
@@ -31,14 +30,6 @@ class SyntheticAcceptance:
     def bind(self, max_drafts: int, device: torch.device) -> None:
         rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(max_drafts)]
         self._thresholds = torch.tensor([round(rate * 2**32) for rate in rates], dtype=torch.int64, device=device)
-
-    @staticmethod
-    def fill(drafts: Drafts) -> Drafts:
-        """As many drafts as were asked for, also where a lookup found fewer: the acceptance that is set says how long
-        runs are, not what the text repeats."""
-        num_wanted = drafts.tokens.shape[1]
-        is_draft = torch.arange(num_wanted, device=drafts.tokens.device) < drafts.counts[:, None]
-        return Drafts(torch.where(is_draft, drafts.tokens, 0), torch.full_like(drafts.counts, num_wanted))
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:

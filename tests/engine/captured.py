@@ -23,7 +23,7 @@ class AsCaptured:
     def __init__(self, rig: Rig, *, takes_prompts: bool = True, takes_parameters: bool = False,
                  form: StepForm = StepForm.WHOLE, stands_in: bool = False) -> None:
         self._rig, self._form = rig, form
-        self.keys = GraphKeys(rig.engine.limits, rig.step.drafter, takes_prompts=takes_prompts,
+        self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len)
         self._at_start = list(self.keys.at_start(takes_checkpoints=False)) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in

@@ -69,7 +69,7 @@ class FaultInjector:
         if step.recurrent.layers:
             self._wrap("fold", step.recurrent, "fold")
         if step.drafter is not None:
-            self._wrap("drafter admission", step.drafter, "admit")
+            self._wrap("drafter admission", step.drafting, "admit")
             self._wrap("draft", step, "draft")
         self._wrap("result", local, "read_result")
         self._wrap("submit", runner, "submit", of_host=True)

@@ -37,7 +37,6 @@ from outrider.runner.batch import (  # noqa: E402
 )
 from outrider.runner.rows import RowState  # noqa: E402
 from outrider.runner.step import DeviceStep  # noqa: E402
-from outrider.spec.base import Drafts  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
 
 VOCAB = 4  # few, so that drafts agree and stop ids are met
@@ -304,39 +303,6 @@ def test_logit_rows_are_token_rows_where_all_sample_with_one_known_token(device:
     assert captured.logit_rows_are_tokens and captured.logit_rows == captured.tokens
     assert captured.queries == DecodeQueries(4)
     assert not CapturedShape.with_prompts(4, 8, 3, window=3, max_len=80).logit_rows_are_tokens
-
-
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_drafts_are_stored_as_by_torch(device: torch.device, is_turned: bool) -> None:
-    members = [Member(4 + i, 1, 2, 2, True, True, 9, ()) for i in range(4)]
-    _, made, state = prepared(members, Spare(2), 5, device)
-    state.num_drafts[0] = 0
-    tokens = torch.randint(0, 50, (6, 3), generator=torch.Generator().manual_seed(1)).to(device)
-    tokens = tokens.t().contiguous().t() if is_turned else tokens
-    drafts = Drafts(tokens, torch.tensor([3, 0, 2, 1, 3, 3], device=device))
-    goes_on = torch.tensor([True, True, False, True, False, False], device=device)
-    found = []
-    for kind in KINDS:
-        own, counts = copy.deepcopy(state), torch.full((6, 6), 7, device=device)
-        step: Any = SimpleNamespace(state=own, synthetic=None)
-        drafter: Any = SimpleNamespace(propose=lambda step: drafts, skip=lambda step: None)
-        committed: Any = SimpleNamespace(goes_on=goes_on, counts=counts, accepted=None, num_computed=None)
-        with using(kind):
-            for propose in (0, 3):
-                plan: Any = SimpleNamespace(num_wanted=propose, any_sampled=False)
-                hidden: Any = SimpleNamespace(rows=None)  # of all token rows
-                DeviceStep.draft(step, drafter, made, hidden, committed, plan)
-        assert torch.equal(own.drafts[0], state.drafts[0]) or kind == "reference", "the null row keeps what it has"
-        own.drafts[0] = 0
-        found.append((own.drafts, own.num_drafts, counts))
-    assert_equal(found[1], found[0], "stored")
-    assert found[1][2][:, -1].tolist() == [3, 0, 0, 1, 0, 0] and bool((found[1][2][:, :-1] == 7).all())
-    arguments: dict[str, Any] = {"drafts": state.drafts, "num_drafts": state.num_drafts, "proposed": goes_on.long()}
-    rows = made.batch.padded.rows
-    for argument, change in (("counts", goes_on), ("goes_on", rows), ("tokens", tokens[:4])):
-        given = {"tokens": tokens, "counts": drafts.counts, "goes_on": goes_on} | {argument: change}
-        with pytest.raises(ValueError, match=f"store_drafts: {argument} "):
-            kernels.store_drafts(rows, **given, **arguments)
 
 
 def test_an_engine_gives_the_same_tokens_with_kernels() -> None:

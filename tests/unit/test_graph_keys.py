@@ -51,8 +51,8 @@ PLAIN = rows_of()
 
 def graphs(*, fills: bool = False, is_costly: bool = True, takes_prompts: bool = True,
            takes_parameters: bool = True) -> GraphKeys:
-    drafter = SimpleNamespace(has_slots_to_fill=fills, attention_layers=(None,) if is_costly else ())
-    return GraphKeys(LIMITS, drafter, takes_prompts=takes_prompts,  # type: ignore[arg-type]
+    drafting = SimpleNamespace(has_slots_to_fill=fills, has_layers=is_costly)
+    return GraphKeys(LIMITS, drafting, takes_prompts=takes_prompts,  # type: ignore[arg-type]
                      takes_parameters=takes_parameters)  # fmt: skip
 
 
@@ -177,8 +177,8 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
 
 def test_short_contexts_have_graphs_of_their_own() -> None:
     """Up to 40 tokens nothing is looked for: 37 and three drafts, which are guessed behind the longest context."""
-    drafter: Any = SimpleNamespace(has_slots_to_fill=False, attention_layers=(None,))
-    made = GraphKeys(LIMITS, drafter, takes_parameters=True, whole_len=40)
+    drafting: Any = SimpleNamespace(has_slots_to_fill=False, has_layers=True)
+    made = GraphKeys(LIMITS, drafting, takes_parameters=True, whole_len=40)
     at_start, later = set(made.decoding(takes_checkpoints=False)), list(made.usual(takes_checkpoints=False))
     for drafts in ([0], [3], [1] * 9, [0] * 64):
         short, long = (replace(batch_of(drafts), bounds=[1] * (len(drafts) - 1) + [most]) for most in (37, 38))
@@ -192,7 +192,7 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
         assert LossRates().of_padding(key, usual) > 0 == LossRates().of_padding(key, key)
         assert made.wider(usual, set(later)) is not None, "there once nobody has waited for a while"
     assert {key.longest for key in at_start} == {37} and not at_start & set(later)
-    plain = GraphKeys(LIMITS, drafter, takes_parameters=True)
+    plain = GraphKeys(LIMITS, drafting, takes_parameters=True)
     assert [replace(key, longest=EVERY_LENGTH) for key in made.decoding(takes_checkpoints=False)] == list(
         plain.decoding(takes_checkpoints=False))
     is_long = [key.longest == EVERY_LENGTH for key in later]
@@ -206,7 +206,7 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
     assert prompt.longest == EVERY_LENGTH
     for nothing in (3, 131, EVERY_LENGTH):  # no context is so short, or all are
-        unlimited = GraphKeys(LIMITS, drafter, whole_len=nothing)
+        unlimited = GraphKeys(LIMITS, drafting, whole_len=nothing)
         assert served(unlimited, short).longest == EVERY_LENGTH and not list(unlimited.behind_long_contexts())
 
 

@@ -219,7 +219,7 @@ class AlwaysFours:
 def test_the_drafts_of_a_request_that_gives_way_reach_no_row() -> None:
     """It has no row any more, and in the next batch the row may be another request's."""
     sched = scheduler(num_pages=5, drafts=3, steps=1)
-    sched._host_drafts = HostDrafts(AlwaysFours())
+    sched._host_drafts = HostDrafts(AlwaysFours(), 100)
     sched.add(request(0, 2, new=10), request(1, 3, new=10))
     for _ in range(6):
         batch = scheduled(sched)

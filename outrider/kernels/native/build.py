@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "paged_attention": (_I, [_P, _I]),
     "prepare_step": (_I, [_P, _P, _P, _P, _P]),
     "commit_step": (_I, [_P, _P, _P]),
+    "store_drafts": (_I, [_P, _P]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
     "decoder_layers": (_L, [_P, _L, _P, _P, _I, _P, _I]),
 }

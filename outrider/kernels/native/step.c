@@ -4,6 +4,7 @@
 #include "native.h"
 
 enum { FINISH_NO = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_ERROR = 4 }; /* codes of Finish in core/step.py */
+enum { PROPOSED = 5, FAULT = 6, FAULT_VALUE = 7, NUM_COUNTS = 8 }; /* columns of counts, as in kernels/step.py */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -121,8 +122,8 @@ static void update_row(const RowState *s, const SampledStep *in, const Committed
     s->num_drafts[row] = 0; /* consumed, or stale */
     out->num_computed[r] = computed;
     out->goes_on[r] = length > 0 && out->finish[r] == FINISH_NO;
-    int64_t counts[] = {length, out->finish[r], computed, in->num_drafts[r], out->num_accepted[r], 0};
-    memcpy(out->counts + r * 6, counts, sizeof counts);
+    int64_t counts[] = {length, out->finish[r], computed, in->num_drafts[r], out->num_accepted[r], 0, 0, 0};
+    memcpy(out->counts + r * NUM_COUNTS, counts, sizeof counts);
 }
 
 /* Returns 0, or 1 if a row is out of range, with nothing done. */
@@ -130,5 +131,44 @@ int commit_step(const RowState *s, const SampledStep *in, const Committed *out) 
     if (!has_rows(s, in->rows, in->requests)) return 1;
     for (int64_t r = 0; r < in->requests; r++) accept(s, in, out, r);
     for (int64_t r = 0; r < in->requests; r++) update_row(s, in, out, r);
+    return 0;
+}
+
+/* The drafts of one drafter for one request. Returns 0, or 1 for a count out of range, 2 for a token id outside of the
+ * vocabulary; then `value` is what was wrong. */
+static int check_proposal(const StoredDrafts *in, const Proposal *from, int64_t r, int64_t *value) {
+    int64_t count = from->counts[r];
+    *value = count;
+    if (count < 0 || count > in->num_wanted) return 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t token = from->tokens[r * from->request_stride + i * from->index_stride];
+        *value = token;
+        if (token < 0 || token >= in->vocab_size) return 2;
+    }
+    return 0;
+}
+
+/* Returns 0, or 1 if a row is out of range, with nothing done. */
+int store_drafts(const StoredDrafts *in, const Proposal *proposals) {
+    for (int64_t r = 0; r < in->requests; r++)
+        if (in->rows[r] < 0 || in->rows[r] >= in->num_rows) return 1;
+    for (int64_t r = 0; r < in->requests; r++) {
+        int64_t *counts = in->counts + r * in->counts_stride, *drafts = in->drafts + in->rows[r] * in->draft_stride;
+        int64_t count = 0;
+        memset(drafts, 0, in->num_wanted * sizeof(int64_t));
+        counts[FAULT] = counts[FAULT_VALUE] = 0;
+        for (int64_t p = 0; p < in->num_proposals && in->goes_on[r]; p++) {
+            const Proposal *from = proposals + p;
+            int64_t value;
+            if (in->is_on[p] <= 0) continue;
+            int wrong = check_proposal(in, from, r, &value);
+            if (wrong && !counts[FAULT]) counts[FAULT] = wrong + 2 * p, counts[FAULT_VALUE] = value;
+            if (wrong || count) continue;
+            count = from->counts[r];
+            for (int64_t i = 0; i < count; i++) drafts[i] = from->tokens[r * from->request_stride + i * from->index_stride];
+        }
+        if (in->fills) count = in->goes_on[r] ? in->num_wanted : 0;
+        counts[PROPOSED] = in->num_drafts[in->rows[r]] = count;
+    }
     return 0;
 }

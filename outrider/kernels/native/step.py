@@ -5,6 +5,7 @@ Plain torch takes about forty operations on a few integers each for the same, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,14 +19,22 @@ from outrider.kernels.native.structures import (
     PAGE_TABLE,
     PREPARED_REQUESTS,
     PREPARED_TOKENS,
+    PROPOSAL,
     ROW_STATE,
     SAMPLED_STEP,
     STEP_INPUTS,
+    STORED_DRAFTS,
 )
 from outrider.kernels.packet import StepPacket
-from outrider.kernels.step import CommittedStep, PreparedStep, RowFields, VerifiedStep
+from outrider.kernels.step import (
+    NUM_COUNTS,
+    CommittedStep,
+    PreparedStep,
+    Proposal,
+    RowFields,
+    VerifiedStep,
+)
 
-_COUNTS = 6  # columns of a result's counts
 _PREPARE_ERRORS = {1: "a row, a request or a logit row is out of range", 2: "a page table is too short"}
 
 
@@ -44,6 +53,19 @@ def takes_commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: 
         all(map(_is_packed, (sampled, rows, num_known, num_drafts, first_logit))) and _packed_state(state) is not None
         and samples.dtype is bad.dtype is torch.bool and samples.stride(0) == bad.stride(0) == 1
         and bad.shape == sampled.shape and drafts.dtype is torch.int64 and drafts.stride(1) == 1
+    )  # fmt: skip
+
+
+def takes_store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, is_on: Tensor, *, vocab_size: int,
+                       fills: bool, drafts: Tensor, num_drafts: Tensor, counts: Tensor) -> bool:
+    num_requests, num_wanted = rows.shape[0], proposals[0].tokens.shape[1]
+    return (
+        all(map(_is_packed, (rows, is_on, num_drafts, *(proposal.counts for proposal in proposals))))
+        and all(wide.is_cpu and wide.dtype is torch.int64 for wide in (drafts, counts, *(p.tokens for p in proposals)))
+        and all(tuple(p.tokens.shape) == (num_requests, num_wanted) and p.counts.shape == rows.shape for p in proposals)
+        and goes_on.dtype is torch.bool and goes_on.stride(0) == drafts.stride(1) == counts.stride(1) == 1
+        and num_wanted <= drafts.shape[1] and counts.shape == (num_requests, NUM_COUNTS)
+        and is_on.shape[0] == len(proposals)
     )  # fmt: skip
 
 
@@ -132,9 +154,9 @@ _PACKET_FIELDS = ("rows", "num_known", "num_drafts", "samples", "query_starts", 
 
 def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFields) -> CommittedStep:
     requests, max_drafts = batch.drafts.shape
-    sizes = [requests, requests, requests, requests, requests * _COUNTS, requests * (max_drafts + 1)]
+    sizes = [requests, requests, requests, requests, requests * NUM_COUNTS, requests * (max_drafts + 1)]
     run_len, finish, num_computed, num_accepted, counts, run = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
-    counts, run = counts.view(requests, _COUNTS), run.view(requests, max_drafts + 1)
+    counts, run = counts.view(requests, NUM_COUNTS), run.view(requests, max_drafts + 1)
     goes_on = torch.empty(requests, dtype=torch.bool)
     inputs = SAMPLED_STEP.pack(
         sampled=sampled.data_ptr(), rows=batch.rows.data_ptr(), num_known=batch.num_known.data_ptr(),
@@ -150,3 +172,20 @@ def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFie
     if library().commit_step(_packed_state(state), inputs, outputs):
         raise IndexError("commit_step: a row is out of range")
     return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)
+
+
+def store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, is_on: Tensor, *, vocab_size: int,
+                 fills: bool, drafts: Tensor, num_drafts: Tensor, counts: Tensor) -> None:
+    offered = b"".join(
+        PROPOSAL.pack(tokens=tokens.data_ptr(), counts=own.data_ptr(), request_stride=tokens.stride(0),
+                      index_stride=tokens.stride(1))
+        for tokens, own in proposals
+    )  # fmt: skip
+    stored = STORED_DRAFTS.pack(
+        rows=rows.data_ptr(), is_on=is_on.data_ptr(), goes_on=goes_on.data_ptr(), drafts=drafts.data_ptr(),
+        num_drafts=num_drafts.data_ptr(), counts=counts.data_ptr(), requests=rows.shape[0],
+        num_proposals=len(proposals), num_wanted=proposals[0].tokens.shape[1], num_rows=drafts.shape[0],
+        draft_stride=drafts.stride(0), counts_stride=counts.stride(0), vocab_size=vocab_size, fills=int(fills),
+    )  # fmt: skip
+    if library().store_drafts(stored, offered):
+        raise IndexError("store_drafts: a row is out of range")

@@ -127,9 +127,17 @@ COMMITTED = Structure(
     counts=POINTER, goes_on=POINTER,
 )  # fmt: skip
 
+PROPOSAL = Structure("Proposal", tokens=POINTER, counts=POINTER, request_stride=INT64, index_stride=INT64)
+
+STORED_DRAFTS = Structure(
+    "StoredDrafts", rows=POINTER, is_on=POINTER, goes_on=POINTER, drafts=POINTER, num_drafts=POINTER, counts=POINTER,
+    requests=INT64, num_proposals=INT64, num_wanted=INT64, num_rows=INT64, draft_stride=INT64, counts_stride=INT64,
+    vocab_size=INT64, fills=INT64,
+)  # fmt: skip
+
 STRUCTURES = (
     MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP, ROW_STATE, STEP_INPUTS, PAGE_TABLE,
-    PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED,
+    PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS,
 )  # fmt: skip
 
 

@@ -348,8 +348,12 @@ commit_step = Operation(
     triton_kernel("outrider.kernels.triton.step:commit_step"),
     exact=NO_ARITHMETIC,
 )
-store_drafts = Operation(step.store_drafts, triton_kernel("outrider.kernels.triton.draft:store_drafts"),
-                         exact=NO_ARITHMETIC)
+store_drafts = Operation(
+    step.store_drafts,
+    native_kernel("outrider.kernels.native.step:store_drafts", takes="outrider.kernels.native.step:takes_store_drafts"),
+    triton_kernel("outrider.kernels.triton.draft_entry:store_drafts"),
+    exact=NO_ARITHMETIC,
+)
 plan_draft_passes = Operation(drafting.plan_draft_passes,
                               triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
                               subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)

@@ -7,7 +7,7 @@ from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.attention import decode_attention, prepare_counters
 from outrider.kernels.triton.attention_splits import SplitList, list_splits, pays_split_list
 from outrider.kernels.triton.cache_write import cache_write
-from outrider.kernels.triton.draft import store_drafts
+from outrider.kernels.triton.draft_entry import store_drafts
 from outrider.kernels.triton.exact_attention import exact_attention, exact_tiles_config
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps
 from outrider.kernels.triton.gated_norm import gated_norm

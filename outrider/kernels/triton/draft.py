@@ -12,7 +12,6 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.core import NULL_ROW
 from outrider.kernels.drafting import (
     CommittedRequests,
     DrafterCacheState,
@@ -28,7 +27,6 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
 
 _BLOCK = 256  # token rows, or pages, of a request at a time
-_NULL_ROW = tl.constexpr(NULL_ROW)
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
 
 
@@ -215,22 +213,6 @@ def _reading_kernel(
     tl.store(narrow + requests + request, goes_on.to(tl.int32))
 
 
-@kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=[*_SLICES, "counts", "proposed"])
-def _store_kernel(
-    rows, tokens, counts, goes_on, drafts, num_drafts, proposed, num_wanted, request_stride, index_stride, draft_stride,
-    proposed_stride, DRAFTS: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + request)
-    count = tl.where(tl.load(goes_on + request) != 0, tl.load(counts + request), 0)
-    index = tl.arange(0, DRAFTS)
-    is_draft = (index < num_wanted) & (row != _NULL_ROW)
-    token = tl.load(tokens + request * request_stride + index * index_stride, mask=is_draft, other=0)
-    tl.store(drafts + row * draft_stride + index, token, mask=is_draft)
-    tl.store(num_drafts + row, count, mask=row != _NULL_ROW)
-    tl.store(proposed + request * proposed_stride, count)
-
-
 def _check(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int) -> None:
     requests, device, num_rows = batch.rows.shape[0], batch.rows.device, rows.known.shape[0]
     sizes = {"query_starts": requests + 1, "request_of": batch.request_of.shape[0]}
@@ -340,28 +322,6 @@ def plan_reading_pass(
     tokens, positions, lengths, live, nowhere, rope_positions = out
     only = DraftPass(positions, (nowhere,), lengths, live, *narrow)
     return ReadingPass(_unpacked_keys(keys, temperature), tokens, rope_positions, only)
-
-
-def store_drafts(
-    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, goes_on: torch.Tensor, *, drafts: torch.Tensor,
-    num_drafts: torch.Tensor, proposed: torch.Tensor,
-) -> None:
-    """See `kernels.step.store_drafts`. The null row keeps its drafts."""
-    name, device, int64, (requests,) = "store_drafts", rows.device, (torch.int64,), rows.shape
-    require_tensor(name, "rows", rows, (requests,), device, int64)
-    require_tensor(name, "tokens", tokens, (requests, None), device, int64, 0)
-    require_tensor(name, "counts", counts, (requests,), device, int64)
-    require_tensor(name, "goes_on", goes_on, (requests,), device, (torch.bool,))
-    require_tensor(name, "drafts", drafts, (None, None), device, int64)
-    require_tensor(name, "num_drafts", num_drafts, (drafts.shape[0],), device, int64)
-    require_tensor(name, "proposed", proposed, (requests,), device, int64, 0)
-    num_wanted = tokens.shape[1]
-    require(num_wanted <= drafts.shape[1], name, "tokens", f"has {num_wanted} columns, more than the rows")
-    if requests:
-        _store_kernel[(requests,)](
-            rows, tokens, counts, goes_on, drafts, num_drafts, proposed, num_wanted, tokens.stride(0), tokens.stride(1),
-            drafts.stride(0), proposed.stride(0), DRAFTS=next_power_of_two(drafts.shape[1]), num_warps=1,
-        )  # fmt: skip
 
 
 def draw_drafts(

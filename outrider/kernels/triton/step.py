@@ -15,13 +15,12 @@ import triton.language as tl
 from outrider.core import NULL_ROW, Axis, Finish
 from outrider.kernels.accept import Accepted
 from outrider.kernels.packet import StepPacket, packet_axes
-from outrider.kernels.step import CommittedStep, PreparedStep, RowFields, VerifiedStep
+from outrider.kernels.step import NUM_COUNTS, CommittedStep, PreparedStep, RowFields, VerifiedStep
 from outrider.kernels.triton.common import cdiv, next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK = 128  # requests, token rows or logit rows of one program
 _COLUMNS = 1024  # columns of a page table that one program copies
-_COUNTS = 6  # run length, finish, computed, drafted, accepted, proposed
 _NULL_ROW = tl.constexpr(NULL_ROW)
 _NO, _STOP = tl.constexpr(int(Finish.NO)), tl.constexpr(int(Finish.STOP))
 _LENGTH, _ERROR = tl.constexpr(int(Finish.LENGTH)), tl.constexpr(int(Finish.ERROR))
@@ -254,7 +253,8 @@ def _commit_kernel(
     tl.store(counts + request * COUNTS + 2, num_computed)
     tl.store(counts + request * COUNTS + 3, num_drafts)
     tl.store(counts + request * COUNTS + 4, num_accepted)
-    tl.store(counts + request * COUNTS + 5, 0)
+    for column in tl.static_range(5, COUNTS):  # of drafts, which are not proposed yet
+        tl.store(counts + request * COUNTS + column, 0)
 
     is_row = row != _NULL_ROW
     tl.store(state.tokens + row * token_stride + known + index, chosen, mask=in_run & (known + index < length))
@@ -334,7 +334,7 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, r
     state = _state(name, rows)
     require(max_drafts <= rows.drafts.shape[1], name, "batch.drafts", f"has {max_drafts} columns, more than the rows")
     out = torch.empty(4, requests, dtype=torch.int64, device=device)
-    counts = torch.empty(requests, _COUNTS, dtype=torch.int64, device=device)
+    counts = torch.empty(requests, NUM_COUNTS, dtype=torch.int64, device=device)
     run = torch.empty(requests, max_drafts + 1, dtype=torch.int64, device=device)
     goes_on = torch.empty(requests, dtype=torch.bool, device=device)
     if requests:
@@ -342,7 +342,7 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, r
             sampled, bad, *batch, state, out, counts, run, goes_on, requests, max_drafts, state.tokens.shape[1],
             state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
             RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
-            COUNTS=_COUNTS, num_warps=1,
+            COUNTS=NUM_COUNTS, num_warps=1,
         )  # fmt: skip
     run_len, finish, num_computed, num_accepted = out
     return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)

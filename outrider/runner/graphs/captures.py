@@ -73,7 +73,7 @@ class StepGraphs:
     def __init__(self, step: DeviceStep, limits: Limits) -> None:
         self._step = step
         step.cached.prepare_capture(limits)
-        self.keys = GraphKeys(limits, step.drafter, takes_prompts=step.recurrent.needs_no_counts,
+        self.keys = GraphKeys(limits, step.drafting, takes_prompts=step.recurrent.needs_no_counts,
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
@@ -252,7 +252,22 @@ class StepGraphs:
         return None
 
     def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
-        """Capture the key's step with buffers of its own. `run_empty` must have run the same key before."""
+        """Capture the key's step with buffers of its own. `run_empty` must have run the same key before.
+
+        A drafter that fails while it is captured, and may end the capture (it reads the device, say), is switched off
+        by that; the step is captured again without it."""
+        num_off = self._step.drafting.num_off
+        try:
+            captured = self._capture(key)
+        except Exception:
+            if self._step.drafting.num_off == num_off:
+                raise
+        else:
+            if self._step.drafting.num_off == num_off:
+                return captured
+        return self._capture(key)
+
+    def _capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
         step, shape, plan = self._step, self.keys.shape(key), self.keys.plan(key)
         ints, graph = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph()
         if key.form is StepForm.WHOLE:

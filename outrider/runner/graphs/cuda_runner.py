@@ -177,6 +177,7 @@ class CudaRunner:
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
         pending = self._run(batch)
+        self.device_step.drafting.check_rows()
         if batch.form is StepForm.SPLIT:
             grammars = self.device_step.grammars
             amend = grammars.settle if self._reads_before_next else grammars.explain

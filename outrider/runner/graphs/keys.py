@@ -21,7 +21,7 @@ from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
-from outrider.spec.base import Drafter
+from outrider.spec.guard import DrafterGuards
 
 
 class SamplerForm(enum.Enum):
@@ -58,7 +58,7 @@ class GraphKey:
 
 
 class GraphKeys:
-    def __init__(self, limits: Limits, drafter: Drafter | None, *, takes_prompts: bool = True,
+    def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
                  takes_parameters: bool = False, whole_len: int = EVERY_LENGTH) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. whole_len: the most tokens of contexts behind which steps do
@@ -68,12 +68,12 @@ class GraphKeys:
         short = whole_len - limits.max_drafts
         self._short = short if 0 < short < limits.max_len else EVERY_LENGTH
         self.sizes = GraphSizes.from_limits(limits)
-        self._drafter = drafter
+        self._drafting = drafting
         self._takes_prompts = takes_prompts
         self._takes_parameters = takes_parameters
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
-        self._is_costly = drafter is not None and bool(drafter.attention_layers)
+        self._is_costly = drafting.has_layers
 
     def key_for(self, batch: ScheduledBatch, state: RowState) -> GraphKey | Uncaptured:
         """The graph that serves a batch, or the reason why none does. After the batch's admissions."""
@@ -89,7 +89,7 @@ class GraphKeys:
         sampler = self._sampler_for(batch, state)
         if isinstance(sampler, Uncaptured):
             return sampler
-        if self._drafter is not None and self._drafter.has_slots_to_fill:
+        if self._drafting.has_slots_to_fill:
             return Uncaptured.DRAFTER_FILLS_SLOTS
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler)
