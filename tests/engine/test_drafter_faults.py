@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +17,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import SamplingParams
-from outrider.core import Admission
+from outrider import LLM, SamplingParams
+from outrider.config import EngineConfig
 from outrider.core.drafter_faults import MAX_DRAFTER_FAULTS, FaultKind
 from outrider.engine.async_llm import AsyncLLM
+from outrider.engine.start import start_engine
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.sched.drafts import NoDrafts
+from outrider.server.metrics import ServerMetrics
 from outrider.spec.base import Drafter, Drafts, Step
 from outrider.spec.combined import CombinedDrafter
 from outrider.spec.ngram import NgramDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import VOCAB, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.faulty_drafter import Edit, FaultyDrafter, K
+from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, save_folder, tiny_model, tokens_of
 
-K = 3
 EXTREMES = [-(2**63), -47, -1, K + 1, 10**6, 2**63 - 1]
 PROMPTS = [prompt_of(1, 9), [5, 6, 7] * 5, prompt_of(2, 20)]
 ASKS = [Ask(PROMPTS[0], greedy(9)), Ask(PROMPTS[1], SamplingParams(seed=4, max_tokens=12)), Ask(PROMPTS[2], greedy(6))]
@@ -38,52 +41,6 @@ ASKS = [Ask(PROMPTS[0], greedy(9)), Ask(PROMPTS[1], SamplingParams(seed=4, max_t
 def expected() -> list[list[list[int]]]:
     with Rig(tiny_model("llama"), overlap=False) as rig:
         return tokens_of(rig.run(ASKS))
-
-
-Edit = Callable[[Step, torch.Tensor, torch.Tensor], Any]  # what propose returns, of a step and good drafts of it
-
-
-class FaultyDrafter(Drafter):
-    """Drafts the last token again, and misbehaves in the calls of `method` whose numbers are in `at`."""
-
-    name = "faulty"
-
-    def __init__(self, edit: Edit | None = None, method: str = "propose", at: range = range(10**6)) -> None:
-        self.max_drafts = K
-        self._edit, self._method, self._at, self._calls = edit, method, at, 0
-
-    def _strikes(self, method: str) -> bool:
-        self._calls += method == self._method
-        return method == self._method and self._calls - 1 in self._at
-
-    def _maybe_raise(self, method: str) -> None:
-        if self._strikes(method):
-            raise ArithmeticError(f"no {method} today")
-
-    def admit(self, admissions: list[Admission]) -> None:
-        self._maybe_raise("admit")
-
-    def reset(self) -> None:
-        self._maybe_raise("reset")
-
-    def skip(self, step: Step) -> None:
-        self._maybe_raise("skip")
-
-    @property
-    def has_slots_to_fill(self) -> bool:
-        self._maybe_raise("has_slots_to_fill")
-        return False
-
-    def propose(self, step: Step) -> Drafts:
-        rows = step.batch.padded.rows
-        last = step.tokens[rows, (step.known[rows] - 1).clamp_min(0)]
-        tokens = last[:, None].repeat(1, step.num_wanted)
-        counts = torch.full_like(rows, step.num_wanted)
-        if self._edit is None:
-            self._maybe_raise("propose")
-        elif self._strikes("propose"):
-            return self._edit(step, tokens, counts)  # type: ignore[no-any-return]
-        return Drafts(tokens, counts)
 
 
 def written(step: Step, tensor: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
@@ -326,6 +283,26 @@ def test_an_async_engine_lives_on() -> None:
         asyncio.run(run(edit))
 
 
+@pytest.mark.long
+def test_a_worker_in_a_process_says_what_its_drafter_did(tmp_path: Path) -> None:
+    """The log and the statistics of the parent name the drafter of the child."""
+    model = str(save_folder(tmp_path / "model", CONFIGS["llama"], seed=3))
+    options: dict[str, Any] = {"dtype": "float64", "device": "cpu", "max_model_len": 96, "num_pages": 64}
+    drafts = {"method": "tests.engine.faulty_drafter:NegativeCounts", "num_speculative_tokens": K, "auto": False}
+    found = []
+    for in_process, speculative in ((False, None), (True, drafts)):
+        config = EngineConfig(model, speculative_config=speculative, **options)
+        with logged() as lines, LLM.around(start_engine(config, in_process=in_process), model) as llm:
+            outputs = llm.generate([list(prompt) for prompt in PROMPTS], [ask.params for ask in ASKS])
+            found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+    told, off = [line for line in lines if line.startswith("drafter ")]
+    assert "NegativeCounts): propose() returned a count of -47" in told and "is switched off" in off
+    name = "negative (tests.engine.faulty_drafter:NegativeCounts)"
+    assert llm.engine.stats.drafter_faults == {(name, FaultKind.COUNT): MAX_DRAFTER_FAULTS}
+    assert llm.engine.stats.drafters_off == {(name, "propose() returned a count of -47"): 1}
+
+
 class FaultyHostDrafter:
     """Guesses on the host, wrongly or not at all."""
 
@@ -363,8 +340,11 @@ def test_a_drafter_on_the_host_misbehaves(name: str, monkeypatch: pytest.MonkeyP
     assert len(stats.drafters_off) == 1 and len(lines) == 2 and "FaultyHostDrafter" in lines[0]
 
 
-def test_the_stats_say_that_a_drafter_is_off() -> None:
+def test_stats_and_metrics_say_that_a_drafter_is_off() -> None:
     rig, _ = assert_harmless(FaultyDrafter(), num_rounds=1)
     before, stats = rig.engine.stats.copy(), rig.engine.stats
     assert before == stats and f"Drafter faults: {MAX_DRAFTER_FAULTS}, faulty (" in stats.line()
     assert "is off: propose() raised ArithmeticError" in stats.line() and not stats.since(before).drafter_faults
+    text = ServerMetrics("model").text(rig.engine, 0, 0)
+    assert f'drafter="faulty (tests.engine.faulty_drafter:FaultyDrafter)",kind="raised"}} {MAX_DRAFTER_FAULTS}' in text
+    assert 'FaultyDrafter)",reason="propose() raised ArithmeticError: no propose today"} 1' in text

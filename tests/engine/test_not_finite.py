@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider import SamplingParams
 from outrider.models.base import Model
+from outrider.spec.autoregressive import AutoregressiveDrafter
+from outrider.spec.draft_model import DraftModelNetwork
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, random_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
 from tests.spec.latent_rig import FAMILIES as LATENT
@@ -92,3 +95,31 @@ def test_a_request_that_fails_publishes_nothing_of_the_step_that_failed(family: 
         assert failed.outputs[0].error is not None
         (output,) = rig.run([Ask([*STEM, 9], greedy(4, **NEVER))])
         assert output.outputs[0].error is None and output.metrics.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("where", "dtype"), [("weights", torch.float32), ("one token", torch.float64),
+                                              ("infinite logits", torch.float32)])  # fmt: skip
+def test_a_drafter_that_computes_nan_harms_nobody(where: str, dtype: torch.dtype) -> None:
+    """Its layers lie in the same pages as the target's, and its pages hold NaN then: the next owners of these pages,
+    with a drafter and without, give the tokens of an engine that never had one."""
+    target, draft = random_model(FAMILIES["llama"], dtype, seed=3), random_model(FAMILIES["llama"], dtype, seed=4)
+    own: Any = draft
+    match where:
+        case "weights":
+            for slot in draft.weights().values():
+                slot.store(torch.full(slot.shape, torch.nan, dtype=torch.float64))
+        case "one token":
+            own.embed_tokens.weight[::3] = torch.nan
+        case "infinite logits":
+            own.norm.weight.fill_(torch.inf)
+    asks = [Ask(STEM[:n], SamplingParams(max_tokens=8, speculative=k, temperature=heat, seed=n))
+            for n, k, heat in ((20, 3, 0), (9, 0, 0), (34, 3, 1.0), (17, 0, 1.0), (5, 2, 1.0))]  # fmt: skip
+    with Rig(target, overlap=False) as rig:
+        expected = tokens_of(rig.run(asks))
+    network = DraftModelNetwork(draft, target.num_layers, target.vocab_size)
+    drafter = AutoregressiveDrafter("draft_model", network, 3)
+    with Rig(target, drafter=drafter, num_pages=24, poison=False) as rig:
+        for _ in range(2):
+            assert tokens_of(rig.run(asks)) == expected
+        assert rig.engine.stats.num_draft_tokens > 0 and not rig.engine.stats.num_drafter_faults
+        assert where == "infinite logits" or bool(rig.step.pool.data.view(dtype).isnan().any())
