@@ -46,7 +46,7 @@ class DrafterCacheState:
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
     tail_group: int  # index of the group whose pages keep hidden states
     first_position: int  # the first position with a slot in every layer; a head has none for position 0
-    max_len: int
+    max_len: int  # positions of the drafter, of which a short draft model has fewer than the rows
     valid_from: torch.Tensor  # [ROWS] slots of positions before it were never filled
     filled: torch.Tensor  # [ROWS] the position after the last one whose slot is filled
     page_valid: torch.Tensor  # [pages] bool
@@ -124,13 +124,14 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
         own.page_valid.index_put_((page,), key_starts[request_of] <= page_start.clamp_min(own.first_position))
 
     offset = torch.arange(request_of.shape[0], device=at.device) - requests.query_starts[request_of]
-    is_live = offset < count[request_of]
-    positions = begin[request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[request_of])
+    live = torch.minimum(count, (own.max_len - begin).clamp_min(0))  # a drafter has no slots past its length
+    is_live = offset < live[request_of]
+    positions = begin[request_of] + torch.minimum(offset, (live - 1).clamp_min(0)[request_of])
     positions = positions.clamp_max(own.max_len - 1)
     tokens = torch.where(is_live, rows.tokens[at[request_of], positions], 0)
-    lengths = torch.where(fills, begin + count, 0)
+    lengths = torch.where(live > 0, begin + live, 0)
     slots = find_slots(tables, own.page_tokens, request_of, positions, is_live)
-    first = DraftPass(positions, slots, lengths, count, lengths.int(), count.int())
+    first = DraftPass(positions, slots, lengths, live, lengths.int(), live.int())
     keys = _sampling_keys(requests, rows, num_wanted, own.max_len)
     further = _further(requests, tables, own, keys.positions[:-1])
     return DraftPasses(keys, tokens, first, further, key_starts, key_starts.int(), ends[own.tail_group][0])

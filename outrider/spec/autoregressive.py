@@ -86,8 +86,12 @@ class NetworkDrafter(Drafter):
 class AutoregressiveDrafter(NetworkDrafter):
     """A drafter whose network writes a slot for every token, each draft's included."""
 
-    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = (),
+                 max_positions: int | None = None) -> None:
+        """max_positions: tokens of the longest text that the network can take; longer texts get no drafts. None: as
+        many as the target."""
         super().__init__(name, network, max_drafts, taps)
+        self._max_positions = max_positions
         self.lookahead = max_drafts
         self._is_head = network.hidden_size > 0  # else a whole model, which needs nothing but tokens
         self._first_position = 1 if self._is_head else 0  # a head has no slot for position 0
@@ -103,7 +107,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
         self._state = DrafterCacheState(
             page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
-            first_position=self._first_position, max_len=limits.max_len,
+            first_position=self._first_position, max_len=min(limits.max_len, self._max_positions or limits.max_len),
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
@@ -207,14 +211,16 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
                          is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
-        """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten."""
+        """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten; past its length a drafter has no
+        slots."""
         own = self._state
+        is_live = is_live & (begin < own.max_len)
         hidden = self._tails[tail_page] if self._is_head else None
         single = self._batches.admitted(step, requests, rows)
         tokens = torch.where(is_live, step.tokens[rows, begin], 0)
         slots = find_slots(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
         lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
-        only = DraftPass(begin, slots, lengths, live, lengths.int(), live.int())
+        only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
         view = self._batches.first_slot(step, single, tokens, only, own.valid_from[rows])
         self._run_first_slot(view, hidden)
         own.filled.index_copy_(0, rows, begin + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from importlib import import_module
 
@@ -18,6 +19,7 @@ from outrider.spec.gemma_assistant import assistant_drafter, is_assistant
 from outrider.spec.mtp import mtp_drafter
 from outrider.spec.ngram import NgramDrafter
 
+log = logging.getLogger("outrider")
 __all__ = ["DraftBuild", "make_drafter"]
 
 
@@ -42,8 +44,9 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
         case "suffix":
             return None
         case "draft_model":
-            network = DraftModelNetwork(_load_model(config, build), build.first_layer, build.target.vocab_size)
-            return AutoregressiveDrafter(method, network, k)
+            model = _load_model(config, build)
+            network = DraftModelNetwork(model, build.first_layer, build.target.vocab_size)
+            return AutoregressiveDrafter(method, network, k, max_positions=model.max_positions)
         case "eagle" | "eagle3":
             return eagle_drafter(method, config, build)
         case "gemma4_assistant":
@@ -61,10 +64,8 @@ def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
     source = resolve(config.model, weights=build.load_format != "dummy")
     model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed)
     if model.max_positions < build.max_len:
-        raise ValueError(
-            f"the draft model {config.model} has {model.max_positions} positions and max_model_len is {build.max_len}: "
-            "lower max_model_len or choose another draft model"
-        )
+        log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",
+                    config.model, model.max_positions, build.max_len)
     return model
 
 

@@ -182,10 +182,14 @@ def assert_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
 
 @settings(max_examples=40)
 @given(st.lists(member(), min_size=1, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 5)), st.integers(1, 7),
-       st.integers(0, 2**20))
+       st.integers(0, 2**20), st.one_of(st.just(MAX_LEN), st.integers(1, MAX_LEN)))
 def test_kernels_equal_the_torch_code(device: torch.device, members: list[Member], spare: tuple[int, int], most: int,
-                                      seed: int) -> None:
-    assert_as_torch(*make_step(members, spare, most, seed, device))
+                                      seed: int, own_len: int) -> None:
+    """own_len: positions of the drafter, which may be fewer than the rows have."""
+    step, own = make_step(members, spare, most, seed, device)
+    made = assert_as_torch(step, replace(own, max_len=own_len))
+    positions = torch.cat([made.first.positions, *(one.positions for one in made.further)])
+    assert int(positions.max()) < own_len and int(made.first.lengths.max()) <= own_len
 
 
 def test_the_steps_reach_every_case(device: torch.device) -> None:

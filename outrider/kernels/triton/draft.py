@@ -43,7 +43,7 @@ class _Out(NamedTuple):
 
     keys: torch.Tensor  # [4 + drafts, requests] seed, sample index, drafts with room, last token row; positions
     temperature: torch.Tensor  # [requests] float32
-    requests: torch.Tensor  # [2, requests] of the first pass: lengths; of all: key starts
+    requests: torch.Tensor  # [3, requests] of the first pass: lengths and live tokens; of all: key starts
     narrow: torch.Tensor  # [3, requests] int32: lengths and live tokens of the first pass, key starts
     tokens: torch.Tensor  # [3 + groups, tokens] tokens, positions, page of the tail group that ends or null page; slots
     further: torch.Tensor  # [3 + groups, drafts - 1, requests] positions, lengths, live tokens; slots
@@ -76,7 +76,7 @@ def _mark_pages(table, page_valid, before, count, valid_from, least, PAGE: tl.co
 
 @triton.jit
 def _store_first(
-    request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
+    request, row, start, end, before, count, live, state, tables, out, tokens, max_len, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The tokens behind the computed ones, at their positions; dead token rows repeat a position and write nothing."""
@@ -84,13 +84,13 @@ def _store_first(
         at = first + tl.arange(0, BLOCK)
         valid = at < end
         offset = at - start
-        is_live = valid & (offset < count)
-        position = tl.minimum(before + 1 + tl.minimum(offset, tl.maximum(count - 1, 0)), max_len - 1)
+        is_live = valid & (offset < live)
+        position = tl.minimum(before + 1 + tl.minimum(offset, tl.maximum(live - 1, 0)), max_len - 1)
         token = tl.load(state.tokens + row * token_stride + position, mask=is_live, other=0)
         tl.store(out.tokens + at, token, mask=valid)
         tl.store(out.tokens + tokens + at, position, mask=valid)
         target_position = before + offset
-        ends = is_live & (target_position % PAGES[TAIL] == PAGES[TAIL] - 1)
+        ends = valid & (offset < count) & (target_position % PAGES[TAIL] == PAGES[TAIL] - 1)
         tail_table = tables[TAIL] + request * table_strides[TAIL]
         page = tl.load(tail_table + target_position // PAGES[TAIL], mask=ends, other=0)
         tl.store(out.tokens + 2 * tokens + at, page.to(tl.int64), mask=valid)
@@ -150,13 +150,15 @@ def _passes_kernel(
     valid_from = tl.load(own.valid_from + row)
     # A gap since the last fill (cold steps) leaves only what is filled from here on.
     valid_from = tl.where((count > 0) & (filled < before + 1), before + 1, valid_from)
-    length = tl.where(count > 0, before + 1 + count, 0)
+    live = tl.minimum(count, tl.maximum(max_len - before - 1, 0))  # a drafter has no slots past its length
+    length = tl.where(live > 0, before + 1 + live, 0)
     tl.store(own.valid_from + row, valid_from, mask=count > 0)
-    tl.store(own.filled + row, length, mask=count > 0)
+    tl.store(own.filled + row, before + 1 + count, mask=count > 0)
     tl.store(out.requests + request, length)
-    tl.store(out.requests + requests + request, valid_from)
+    tl.store(out.requests + requests + request, live)
+    tl.store(out.requests + 2 * requests + request, valid_from)
     tl.store(out.narrow + request, length.to(tl.int32))
-    tl.store(out.narrow + requests + request, count.to(tl.int32))
+    tl.store(out.narrow + requests + request, live.to(tl.int32))
     tl.store(out.narrow + 2 * requests + request, valid_from.to(tl.int32))
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
@@ -165,8 +167,8 @@ def _passes_kernel(
         request, row, start, count, state, out.keys, out.temperature, requests, num_wanted, max_len, DRAFTS
     )
     _store_first(
-        request, row, start, end, before, count, state, tables, out, tokens, max_len, token_stride, table_strides,
-        PAGES, TAIL, GROUPS, BLOCK,
+        request, row, start, end, before, count, live, state, tables, out, tokens, max_len, token_stride,
+        table_strides, PAGES, TAIL, GROUPS, BLOCK,
     )
     goes_on = tl.load(goes_on + request) != 0
     known = tl.load(state.known + row)
@@ -255,7 +257,7 @@ def plan_draft_passes(
 
     groups, int32 = len(tables), torch.int32
     out = _Out(
-        empty(_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(2, count),
+        empty(_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(3, count),
         empty(3, count, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, num_wanted - 1, count),
         empty(2, num_wanted - 1, count, dtype=int32),
     )  # fmt: skip
@@ -267,14 +269,14 @@ def plan_draft_passes(
             PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
-    return _unpacked(out, requests.num_computed)
+    return _unpacked(out)
 
 
-def _unpacked(out: _Out, num_computed: torch.Tensor) -> DraftPasses:
+def _unpacked(out: _Out) -> DraftPasses:
     tokens, positions, tail_page, *slots = out.tokens
-    lengths, key_starts = out.requests
+    lengths, live_first, key_starts = out.requests
     lengths_int32, live_int32, key_starts_int32 = out.narrow
-    first = DraftPass(positions, tuple(slots), lengths, num_computed, lengths_int32, live_int32)
+    first = DraftPass(positions, tuple(slots), lengths, live_first, lengths_int32, live_int32)
     further = []
     for (own_positions, own_lengths, live, *own_slots), narrow in zip(
         out.further.unbind(1), out.narrow_further.unbind(1), strict=True
