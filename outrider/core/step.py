@@ -103,7 +103,6 @@ class Uncaptured(enum.Enum):
     PROMPT_LOGPROBS = "log-probabilities of a prompt"
     HIDDEN_STATES = "hidden states of a prompt"
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
-    DRAFTER_FILLS_SLOTS = "the drafter fills slots of admitted rows"
     PROMPTS = "prompts whose lengths the host must know"
     SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"

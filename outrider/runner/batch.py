@@ -7,6 +7,7 @@ length 0. Which scheduled tokens are live is known on the device only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import ScheduledBatch
+from outrider.core import Admission, ScheduledBatch
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -226,6 +227,26 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
         live_int32=view.live_int32[:requests], token_ids=view.token_ids[:tokens], positions=view.positions[:tokens],
         request_of=view.request_of[:tokens], page_tables=tuple(table[:requests] for table in view.page_tables),
         token_slots=tuple(slots[:tokens] for slots in view.token_slots),
+    )  # fmt: skip
+
+
+def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: bool) -> BatchView:
+    """The first token that each of these rows is to compute, one token row each, with slots of no group. pads: to a
+    power of two, so that few kernels serve all numbers of rows."""
+    count = len(admissions)
+    first = [(a.row, a.computed, 1) for a in admissions]
+    first += [(0, 0, 0)] * ((1 << (count - 1).bit_length()) - count) if pads else []
+    rows, begin, live = to_device(first, torch.int64, state.device).unbind(1)
+    requests = torch.arange(rows.shape[0], device=state.device)
+    starts = torch.arange(rows.shape[0] + 1, device=state.device)
+    lengths = torch.where(live > 0, begin + 1, 0)
+    return BatchView(
+        num_requests=len(rows), num_tokens=len(rows), queries=ExactQueries((1,) * len(rows)),
+        max_length=LengthBound(1 + max(a.computed for a in admissions)), rows=rows, query_starts=starts,
+        lengths=lengths, live=live, query_starts_int32=starts.int(), lengths_int32=lengths.int(), live_int32=live.int(),
+        token_ids=torch.where(live > 0, state.tokens[rows, begin], 0), positions=begin, request_of=requests,
+        page_tables=tuple(table[rows] for table in state.page_tables),
+        token_slots=(torch.full_like(rows, -1),) * len(state.page_tables),
     )  # fmt: skip
 
 

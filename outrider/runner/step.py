@@ -6,12 +6,12 @@ result stays on the device until `results.read_result` is asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core import SamplingParams, ScheduledBatch, StepForm
+from outrider.core import Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import CommittedStep, VerifiedStep
@@ -28,6 +28,7 @@ from outrider.runner.batch import (
     PackedBatch,
     PaddedSize,
     StepShape,
+    admitted_view,
     build_inputs,
     logit_view,
     pack_eager,
@@ -158,7 +159,11 @@ class DeviceStep:
         self.state.take_host_drafts(scheduled.host_drafts)
         if scheduled.form is StepForm.SPLIT:
             self.grammars.begin(scheduled)
-        self.state.write_pages(scheduled.page_writes)  # last: see RowState.admit
+        self.state.write_pages(scheduled.page_writes)  # last for the rows: see RowState.admit
+        self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.num_wanted == 0)
+
+    def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
+        return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         counts = list(shape.logit_counts)

@@ -28,7 +28,7 @@ from outrider.layers import LayeredModule
 from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
 from outrider.models.base import Hidden
-from outrider.spec.base import Drafter, Drafts, Step
+from outrider.spec.base import Drafter, Drafts, Step, ViewOf
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.spec.draw import draw_drafts
 
@@ -129,18 +129,12 @@ class AutoregressiveDrafter(NetworkDrafter):
     def reset(self) -> None:
         self._admitted = []
 
-    @property
-    def has_slots_to_fill(self) -> bool:
-        return bool(self._admitted)
-
     def skip(self, step: Step) -> None:
         """Note that the drafter misses the tokens of this step: pages completed now are not valid for a hit."""
-        self._take_admissions(step, is_cold=True)
         ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
 
     def propose(self, step: Step) -> Drafts:
         hidden = self.network.consume(step.hidden)
-        self._take_admissions(step, is_cold=False)
         tables = self._batches.tables(step.batch.padded)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
                                        num_wanted=step.num_wanted)
@@ -165,65 +159,55 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     # Admission: the slot before the first one that a step fills
 
-    def _take_admissions(self, step: Step, *, is_cold: bool) -> None:
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        view, own = step.batch.padded, self._state
-        needed = [[group.kind.first_needed(a.computed) for a in admitted] for group in self._batches.groups]
-        rows, begin, *first_needed = to_device(
-            [[a.row for a in admitted], [a.computed for a in admitted], *needed], torch.int64, self._device
-        )
-        request_of_row = torch.zeros_like(own.filled)
-        request_of_row.index_copy_(0, view.rows, torch.arange(view.num_requests, device=self._device))
-        requests = request_of_row[rows]
+        view, own = view_of(admitted), self._state
+        begin, groups = view.positions, self._batches.groups
+        computed = [a.computed for a in admitted] + [0] * (view.num_requests - len(admitted))
+        needed = [[group.kind.first_needed(count) for count in computed] for group in groups]
         valid_from = torch.full_like(begin, self._first_position)
-        for group, first in zip(self._batches.groups, first_needed, strict=True):
-            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, requests, begin, first))
-        tail_page = self._tail_page(view, requests, begin)
+        for group, first in zip(groups, to_device(needed, torch.int64, self._device), strict=True):
+            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, first))
+        tail_page = self._tail_page(view)
+        can_fill = view.live > 0
         if self._is_head:  # it cannot fill the first slot without the hidden state before it
-            can_fill = (tail_page != NULL_PAGE) & own.page_valid[tail_page]
-        else:
-            can_fill = begin >= 0  # true of every row
+            can_fill = can_fill & (tail_page != NULL_PAGE) & own.page_valid[tail_page]
         valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
-        own.valid_from.index_copy_(0, rows, self._all_valid_from(valid_from))
-        own.filled.index_copy_(0, rows, begin)
+        own.valid_from.index_copy_(0, view.rows, self._all_valid_from(valid_from))
+        own.filled.index_copy_(0, view.rows, begin)
         if not is_cold:
-            self._fill_first_slot(step, requests, rows, begin, can_fill, tail_page)
+            self._fill_first_slot(view, can_fill, tail_page)
 
-    def _valid_in_hit(self, view: BatchView, group: Group, requests: torch.Tensor, begin: torch.Tensor,
-                      first_needed: torch.Tensor) -> torch.Tensor:
+    def _valid_in_hit(self, view: BatchView, group: Group, first_needed: torch.Tensor) -> torch.Tensor:
         """[requests] the slot after the hit's last slot that this drafter did not fill or that was evicted. Pages that
         have left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
-        table = view.page_tables[group.index][requests].long()
+        table, begin = view.page_tables[group.index].long(), view.positions
         columns = torch.arange(table.shape[1], device=self._device)
         in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
         broken = in_hit & ((table == NULL_PAGE) | ~self._state.page_valid[table])
         after = torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
         return torch.where(begin % group.page_tokens == 0, after, begin)
 
-    def _tail_page(self, view: BatchView, requests: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-        """[requests] the page with the hidden state of token begin - 1; the null page if there is none."""
-        group = self._batches.groups[self._state.tail_group]
+    def _tail_page(self, view: BatchView) -> torch.Tensor:
+        """[requests] the page with the hidden state of the token before; the null page if there is none."""
+        group, begin = self._batches.groups[self._state.tail_group], view.positions
         column = (begin // group.page_tokens - 1).clamp_min(0)
-        page = view.page_tables[group.index][requests, column].long()
+        page = view.page_tables[group.index][view.request_of, column].long()
         return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
 
-    def _fill_first_slot(self, step: Step, requests: torch.Tensor, rows: torch.Tensor, begin: torch.Tensor,
-                         is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
-        """Fill slot `begin` of rows just admitted. A head leaves slot 0 unwritten; past its length a drafter has no
+    def _fill_first_slot(self, view: BatchView, is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
+        """Fill the slot of each row's first token. A head leaves slot 0 unwritten; past its length a drafter has no
         slots."""
-        own = self._state
+        own, begin = self._state, view.positions
         is_live = is_live & (begin < own.max_len)
         hidden = self._tails[tail_page] if self._is_head else None
-        single = self._batches.admitted(step, requests, rows)
-        tokens = torch.where(is_live, step.tokens[rows, begin], 0)
-        slots = find_slots(self._batches.tables(single), own.page_tokens, single.request_of, begin, is_live)
+        slots = find_slots(self._batches.tables(view), own.page_tokens, view.request_of, begin, is_live)
         lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
         only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
-        view = self._batches.first_slot(step, single, tokens, only, own.valid_from[rows])
-        self._run_first_slot(view, hidden)
-        own.filled.index_copy_(0, rows, begin + 1)
+        self._run_first_slot(self._batches.first_slot(view, only, own.valid_from[view.rows]), hidden)
+        own.filled.index_copy_(0, view.rows, begin + 1)
 
     def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
         """The slots from which everything in the cache is valid, where the first valid inputs are at `valid_from`."""

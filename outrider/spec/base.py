@@ -7,6 +7,7 @@ and never changes the text: a draft is accepted only if the one sampler picks th
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
 from outrider.layers import LayeredModule
-from outrider.mixers import AttentionLayer, CachedLayers, ForwardBatch
+from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
 from outrider.sample.rows import SamplingRows
 
@@ -69,6 +70,11 @@ class Step:
         return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
 
 
+# A view of the first token that each of these rows is to compute, padded perhaps: its position, page tables and length,
+# with the slots of no group.
+ViewOf = Callable[[Sequence[Admission]], BatchView]
+
+
 @dataclass(frozen=True)
 class Drafts:
     tokens: torch.Tensor  # [requests, step.num_wanted] int64
@@ -101,10 +107,10 @@ class Drafter:
     def reset(self) -> None:
         """No row has an owner any more: forget what was kept of them until the next step."""
 
-    @property
-    def has_slots_to_fill(self) -> bool:
-        """Whether the next step must fill slots of rows that were just admitted. Such a step runs uncaptured."""
-        return False
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        """Called before a step, when the page tables of the rows just admitted are written: fill the slots that the
+        steps of these rows will not. `view_of(admissions)` makes the batch to do it with. is_cold: the step proposes
+        nothing."""
 
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.num_wanted` tokens for every request. No host reads; what is returned for requests

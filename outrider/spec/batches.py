@@ -49,16 +49,9 @@ class DraftingBatches:
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
-    def admitted(self, step: Step, requests: torch.Tensor, rows: torch.Tensor) -> BatchView:
-        """A view of one token for each of some requests of the step; `first_slot` sets its positions and slots."""
-        batch = step.batch.padded
-        tables = tuple(table[requests] for table in batch.page_tables)
-        return self._single.cut(replace(batch, num_requests=rows.shape[0], rows=rows, page_tables=tables))
-
-    def first_slot(self, step: Step, single: BatchView, tokens: torch.Tensor, only: DraftPass,
-                   key_starts: torch.Tensor) -> BatchView:
-        """The batch of the pass that fills the slot before the first one of a step, over `admitted` requests."""
-        return self._moved(single, step, 1, tokens, only, KeysFrom(key_starts, key_starts.int()))
+    def first_slot(self, admitted: BatchView, only: DraftPass, key_starts: torch.Tensor) -> BatchView:
+        """The batch of the pass that fills the slot before the first one of a row's steps, for rows just admitted."""
+        return self._with_rows(admitted, admitted.token_ids, only, KeysFrom(key_starts, key_starts.int()))
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
         """The batch of a reading pass: one query for each request that goes on, at its last computed token. Nothing is
@@ -73,13 +66,16 @@ class DraftingBatches:
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
         """The view with other token rows, whose contexts end at most `ahead` tokens after the step's."""
+        bound = step.batch.padded.max_length.after(ahead, self._max_len)
+        return replace(self._with_rows(view, tokens, rows, keys), max_length=bound)
+
+    def _with_rows(self, view: BatchView, tokens: torch.Tensor, rows: DraftPass, keys: KeysFrom) -> BatchView:
         slots = list(view.token_slots)
         for group, own in zip(self.groups, rows.slots, strict=True):
             slots[group.index] = own
         return replace(
             view, token_ids=tokens, positions=rows.positions, lengths=rows.lengths, live=rows.live,
             lengths_int32=rows.lengths_int32, live_int32=rows.live_int32, token_slots=tuple(slots), visible=keys,
-            max_length=step.batch.padded.max_length.after(ahead, self._max_len),
         )  # fmt: skip
 
 

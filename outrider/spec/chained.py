@@ -62,7 +62,6 @@ class ChainedDrafter(AutoregressiveDrafter):
     def propose(self, step: Step) -> Drafts:
         hidden = self.network.consume(step.hidden)
         assert hidden is not None
-        self._take_admissions(step, is_cold=False)
         self._note_gaps(step)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step),
                                        self._batches.tables(step.batch.padded), self._state, num_wanted=step.num_wanted)

@@ -18,7 +18,7 @@ from outrider.core import Admission
 from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import DraftFault, Proposal
-from outrider.spec.base import Drafter, Drafts, HiddenReads, Step
+from outrider.spec.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.spec.combined import CombinedDrafter
 
 Made = TypeVar("Made")
@@ -61,8 +61,8 @@ class DrafterGuard:
         self.has_written = False
         self._call("reset()", self.drafter.reset)
 
-    def has_slots_to_fill(self) -> bool:
-        return bool(self._call("has_slots_to_fill", lambda: bool(self.drafter.has_slots_to_fill)))
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        self._call("fill_slots()", lambda: self.drafter.fill_slots(view_of, is_cold=is_cold))
 
     def skip(self, step: Step) -> None:
         self._call("skip()", lambda: self.drafter.skip(step))
@@ -145,13 +145,13 @@ class DrafterGuards:
     def num_off(self) -> int:
         return sum(guard.record.is_off for guard in self._guards)
 
-    @property
-    def has_slots_to_fill(self) -> bool:
-        return any(guard.has_slots_to_fill() for guard in self._guards)
-
     def admit(self, admissions: list[Admission]) -> None:
         for guard in self._guards:
             guard.admit(admissions)
+
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        for guard in self._guards:
+            guard.fill_slots(view_of, is_cold=is_cold)
 
     def reset(self) -> None:
         for guard in self._guards:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider.core import Admission
-from outrider.spec.base import Drafter, Drafts, Step
+from outrider.spec.base import Drafter, Drafts, Step, ViewOf
 
 K = 3
 Edit = Callable[[Step, torch.Tensor, torch.Tensor], Any]  # what propose returns, of a step and good drafts of it
@@ -40,10 +40,8 @@ class FaultyDrafter(Drafter):
     def skip(self, step: Step) -> None:
         self._maybe_raise("skip")
 
-    @property
-    def has_slots_to_fill(self) -> bool:
-        self._maybe_raise("has_slots_to_fill")
-        return False
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        self._maybe_raise("fill_slots")
 
     def propose(self, step: Step) -> Drafts:
         rows = step.batch.padded.rows

@@ -270,12 +270,12 @@ def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, p
 def test_all_parameters_with_other_drafters(device: torch.device, drafter: str, tmp_path: Path) -> None:
     """In two requests, preempted, beside one that asks for nothing. The sampler is the one of n-gram drafts; heads and
     draft models draw with a request's temperature too. A preempted request that finds its pages again has slots of a
-    head to fill, by a step that is not captured."""
+    head to fill, before a step that is captured like all others."""
     every = asks_with(*(name for name in PARAMETERS if name != "allowed"))[-3]
     allowed = asks_with("allowed")[0]  # few tokens, so that lookups find some
     plain = Ask([9, 8, 7] * 4, SamplingParams(temperature=1.0, seed=4, max_tokens=5))
     config = config_of(drafter, "llama", tmp_path)
-    captured, rig = both_ways_with([every, allowed, plain], True, {Uncaptured.DRAFTER_FILLS_SLOTS}, max_num_seqs=3,
+    captured, rig = both_ways_with([every, allowed, plain], True, max_num_seqs=3,
                                    overlap=drafter != "suffix", speculative_config=config)
     assert any(key.sampler is SamplerForm.FULL and key.has_drafts for key in captured.met)
     assert rig.scheduler.stats.num_preemptions > 0

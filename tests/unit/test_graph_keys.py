@@ -49,9 +49,8 @@ def rows_of(*, prompt_len: int = 1, is_placed: bool = True, hidden: HiddenReport
 PLAIN = rows_of()
 
 
-def graphs(*, fills: bool = False, is_costly: bool = True, takes_prompts: bool = True,
-           takes_parameters: bool = True) -> GraphKeys:
-    drafting = SimpleNamespace(has_slots_to_fill=fills, has_layers=is_costly)
+def graphs(*, is_costly: bool = True, takes_prompts: bool = True, takes_parameters: bool = True) -> GraphKeys:
+    drafting = SimpleNamespace(has_layers=is_costly)
     return GraphKeys(LIMITS, drafting, takes_prompts=takes_prompts,  # type: ignore[arg-type]
                      takes_parameters=takes_parameters)  # fmt: skip
 
@@ -150,7 +149,6 @@ def test_prompts_that_no_graph_serves() -> None:
     prompt, decoding = batch_of([0], num_known=9), batch_of([0])
     assert graphs(takes_prompts=False).key_for(prompt, PLAIN) is Uncaptured.PROMPTS
     assert served(graphs(takes_prompts=False), decoding)
-    assert graphs(fills=True).key_for(decoding, PLAIN) is Uncaptured.DRAFTER_FILLS_SLOTS
 
 
 @pytest.mark.parametrize("is_costly", [False, True])
@@ -177,7 +175,7 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
 
 def test_short_contexts_have_graphs_of_their_own() -> None:
     """Up to 40 tokens nothing is looked for: 37 and three drafts, which are guessed behind the longest context."""
-    drafting: Any = SimpleNamespace(has_slots_to_fill=False, has_layers=True)
+    drafting: Any = SimpleNamespace(has_layers=True)
     made = GraphKeys(LIMITS, drafting, takes_parameters=True, whole_len=40)
     at_start, later = set(made.decoding(takes_checkpoints=False)), list(made.usual(takes_checkpoints=False))
     for drafts in ([0], [3], [1] * 9, [0] * 64):

@@ -89,8 +89,6 @@ class GraphKeys:
         sampler = self._sampler_for(batch, state)
         if isinstance(sampler, Uncaptured):
             return sampler
-        if self._drafting.has_slots_to_fill:
-            return Uncaptured.DRAFTER_FILLS_SLOTS
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler)
         requests, drafts = next_size(self.sizes.requests, batch.num_requests), max(batch.num_drafts)
