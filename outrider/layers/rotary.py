@@ -101,9 +101,17 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
-def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
+# Frequencies are computed in the order of operations that models were trained with: a frequency that differs in its
+# last bit turns a token at position 1000 by 6e-5 more or less, which float32 shows.
+
+
+def _powers(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
     exponents = torch.arange(0, params.rotary_dim, 2, dtype=dtype) / params.rotary_dim
-    return 1.0 / (params.theta**exponents)
+    return params.theta**exponents
+
+
+def _unscaled(params: RopeParams, dtype: torch.dtype) -> torch.Tensor:
+    return 1.0 / _powers(params, dtype)
 
 
 def _default(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
@@ -130,9 +138,9 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     low, high = max(low, 0), min(high, params.rotary_dim - 1)
     if low == high:
         high += 0.001
-    frequencies = _unscaled(params, dtype)
-    blend = ((torch.arange(params.rotary_dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(frequencies, frequencies / params.factor, blend), _yarn_magnitude(params)
+    powers = _powers(params, dtype)
+    kept = 1 - ((torch.arange(params.rotary_dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (params.factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_magnitude(params)
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:

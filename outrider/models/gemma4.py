@@ -229,12 +229,17 @@ class ProportionalRotary(Rotary):
     def __init__(self, rope: ConfigReader, head_dim: int, *, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
-        if not 0 < turning <= head_dim // 2:
-            raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
-        exponents = torch.arange(0, 2 * turning, 2, dtype=wide) / head_dim
-        frequencies = rope.required("rope_theta", float) ** -exponents / rope.get("factor", float, 1.0)
-        self.table = rope_table(F.pad(frequencies, (0, head_dim // 2 - turning)), max_len).to(device)
+        self.table = rope_table(proportional_frequencies(rope, head_dim, wide), max_len).to(device)
+
+
+def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """[head_dim / 2], 0 for the pairs that stand still. `layers/rotary.py` says why it divides."""
+    turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
+    if not 0 < turning <= head_dim // 2:
+        raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
+    exponents = torch.arange(0, 2 * turning, 2, dtype=dtype) / head_dim
+    frequencies = 1.0 / rope.required("rope_theta", float) ** exponents / rope.get("factor", float, 1.0)
+    return F.pad(frequencies, (0, head_dim // 2 - turning))
 
 
 class Gemma4(Decoder):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.layers.rotary import RopeParams, Rotary, rotate
-from outrider.models.config import ConfigError, ConfigReader
+from outrider.layers.rotary import FREQUENCIES, RopeParams, Rotary, rotate
+from outrider.models.config import ConfigError, ConfigReader, rope_params
+from outrider.models.gemma4 import proportional_frequencies
 from outrider.models.llama import Llama
 from outrider.models.registry import _ARCHITECTURES, build_model, register
 from outrider.models.sources.folder import eos_token_ids, read_config
@@ -75,6 +76,38 @@ def test_dynamic_rope_is_refused_beyond_its_original_length() -> None:
         Rotary(params, max_len=513, dtype=torch.float64, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"max_model_len \(513\) exceeds the 512 positions"):
         build(config, max_len=513)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 1e6},
+    "linear": {"rope_theta": 1e6, "factor": 8.0},
+    "llama3": {"rope_theta": 5e5, "factor": 8.0} | LLAMA3,
+    "yarn": {"rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096},
+    "proportional": {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_in_float32_have_the_bits_of_transformers(kind: str) -> None:
+    """A frequency that is rounded differently moves a token of position 1000 by 6e-5, which no other test sees."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": kind} | ROPES[kind]
+    model = hf_config("llama", head_dim=128, hidden_size=256, num_attention_heads=2, rope_parameters=dict(rope),
+                      max_position_embeddings=1024)
+    if kind == "default":
+        expected = 1.0 / 1e6 ** (torch.arange(0, 128, 2).float() / 128)
+    else:
+        expected, _ = ROPE_INIT_FUNCTIONS[kind](model, torch.device("cpu"))
+    assert torch.equal(frequencies(ConfigReader(dict(rope)), ConfigReader(model.to_dict())), expected)
+
+
+def frequencies(rope: ConfigReader, text: ConfigReader) -> torch.Tensor:
+    if rope.values["rope_type"] == "proportional":
+        return proportional_frequencies(rope, 128, torch.float32)
+    params = rope_params(text, rope, 128, 1e4)
+    return FREQUENCIES[params.kind](params, torch.float32)[0]
 
 
 def test_a_partial_rope_rotates_the_leading_dimensions_only() -> None:
