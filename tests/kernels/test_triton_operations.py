@@ -44,6 +44,7 @@ COMPARED = {
         "../gpu/test_few_rows::test_linear", "test_triton_linear::test_matvec",
         "test_triton_linear::test_split_linear", "test_triton_linear::test_thin_linear",
     ],
+    ("linear", "library"): ["test_float32_products::test_products_in_pieces"],
     ("linear_wide", "native"): ["test_triton_operations::test_wide_products_by_native_code"],
     ("linear_wide", "triton"): ["test_triton_operations::test_products_of_one_row", "../gpu/test_few_rows::test_wide"],
     ("linear_wide", "library"): ["test_triton_operations::test_wide_products_by_the_library"],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, latent, latent_inputs, moe, reference, step, vendor_products
+from outrider.kernels import drafting, float32_products, latent, latent_inputs, moe, reference, step, vendor_products
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
 from outrider.kernels.ops.operation import (
@@ -212,6 +212,7 @@ linear = Operation(
                   "outrider.kernels.triton.split_linear:is_fastest"),
     triton_kernel("outrider.kernels.triton.thin_linear:thin_linear", BFLOAT16,
                   "outrider.kernels.triton.thin_linear:is_fastest"),
+    Kernel("library", "cuda", float32_products.summed_product, FLOAT32, float32_products.takes_rows),
     exact=exact.linear,
 )
 linear_wide = Operation(
