@@ -55,6 +55,16 @@ def gated(gate, up, GELU: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.jit
+def add_product(acc, a, b):
+    """acc + a times b. In float32 the product is summed on its own and then added, because one chain of additions over
+    all tiles would round more. It is subtracted negated: Triton would make a sum part of the chain."""
+    if a.dtype == tl.float32:
+        return acc - tl.dot(-a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
 @lru_cache(maxsize=16)
 def uses_pdl(device: torch.device) -> bool:
     """Whether dependent launch pays for small kernels there: on Hopper and later it does, by 1 to 3 us a layer."""

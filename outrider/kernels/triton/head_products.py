@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.common import (
     FLOATS,
+    add_product,
     cdiv,
     next_power_of_two,
     pdl_options,
@@ -55,7 +56,7 @@ def product_tile(
             value = tl.load(x_row + k[None, :], mask=(token < num_tokens)[:, None] & (k < K)[None, :], other=0.0)
             w = tl.load(own + k[:, None] * weight_in_stride + column[None, :] * weight_out_stride,
                         mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)  # fmt: skip
-            acc = tl.dot(value, w, acc, input_precision="ieee")
+            acc = add_product(acc, value, w)
     to = out + token.to(tl.int64)[:, None] * out_token_stride + head * out_head_stride + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < N)[None, :])
 

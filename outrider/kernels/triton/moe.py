@@ -17,6 +17,7 @@ import triton.language as tl
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
+    add_product,
     cdiv,
     gated,
     next_power_of_two,
@@ -113,10 +114,10 @@ def _expert_kernel(
                 x_mask, w_mask = exists[:, None] & (column < K), in_rows[:, None] & (column < K)
             value = tl.load(x_row + column, mask=x_mask, other=0.0)
             w = _load_weight(weight_row + column, w_mask, FEW)
-            acc = tl.dot(value, tl.trans(w), acc, input_precision="ieee")
+            acc = add_product(acc, value, tl.trans(w))
             if GATED:
                 w = _load_weight(up_row + column, w_mask, FEW)
-                up = tl.dot(value, tl.trans(w), up, input_precision="ieee")
+                up = add_product(up, value, tl.trans(w))
         if GATED:
             acc = gated(acc, up, ACTIVATION == _GELU_TANH)
         elif ACTIVATION == _RELU2:
