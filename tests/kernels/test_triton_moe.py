@@ -13,6 +13,7 @@ from outrider.kernels.moe import RouteRule
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels.triton import moe, router, shared_expert  # noqa: E402
+from outrider.kernels.triton.launch import collecting  # noqa: E402
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2"]
@@ -157,6 +158,27 @@ def test_pairs_are_sorted_by_expert_and_in_order(device: torch.device, num_token
     assert torch.equal(pairs.ends.long(), ids.flatten().bincount(minlength=num_experts).cumsum(0))
     x = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1)).to(device)[:, 2:37]
     assert torch.equal(moe.spread(x, pairs.place), x[order // 3])
+
+
+@pytest.mark.parametrize("num_experts", [4, 5], ids=["at a power of two", "between two"])
+def test_all_methods_of_a_power_of_two_are_compiled_together(monkeypatch: pytest.MonkeyPatch, num_experts: int) -> None:
+    """Start-up meets one number of pairs up to each power of two. Fewer pairs, which the library would not multiply,
+    must not have to compile their tiles when they come."""
+    monkeypatch.setattr(moe, "_library_serves", lambda gate_up, down: True)
+    monkeypatch.setattr(moe, "_library", lambda x, pairs, *_: x.new_zeros(pairs.place.numel(), x.shape[1]))
+
+    def tiles_of(num_pairs: int) -> set[tuple[str, int]]:
+        x, ids = torch.zeros(num_pairs // 4, 16), torch.zeros(num_pairs // 4, 4, dtype=torch.int64)
+        found = set()
+        with collecting(lambda function, args, options: found.add((function.__name__, options.get("BLOCK_M", 0)))):
+            moe.experts(x, ids, ids.float(), torch.zeros(num_experts, 16, 16), torch.zeros(num_experts, 16, 8), "silu")
+        return {launch for launch in found if launch[0] == "_expert_kernel"}
+
+    least = moe.LIBRARY_PAIRS_PER_EXPERT * num_experts
+    most = moe.next_power_of_two(least)
+    below, above = tiles_of(least - 4), tiles_of(most)
+    assert below and below <= above
+    assert not tiles_of(2 * most), "there the library multiplies all"
 
 
 def test_no_choice_makes_more_tiles_than_there_are_programs() -> None:

@@ -30,7 +30,7 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows, mix_rows
-from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.launch import is_collecting, kernel
 
 METHODS = ("rows", "few", "tiles", "library")
 FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
@@ -304,7 +304,10 @@ def experts(
         refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
-    method = method or choose_method(ids.numel(), gate_up, down)
+    if method is None:
+        method = choose_method(ids.numel(), gate_up, down)
+        for other in methods_of_class(ids.numel(), gate_up, down) - {method} if is_collecting() else ():
+            experts(x, ids, weights, gate_up, down, activation, added, method=other, pdl=pdl)
     if method == "rows":
         return mix_rows(expert_rows(x, gate_up, ids, width, ACTIVATIONS[activation], pdl), down, ids, weights, pdl,
                         added=added)
@@ -333,6 +336,12 @@ def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> 
         return "few"
     is_large = num_pairs >= LIBRARY_PAIRS_PER_EXPERT * down.shape[0]
     return "library" if is_large and _library_serves(gate_up, down) else "tiles"
+
+
+def methods_of_class(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> set[str]:
+    """Methods of all numbers of pairs whose tiles are compiled with those of this one: up to the same power of two."""
+    most = next_power_of_two(num_pairs)
+    return {choose_method(pairs, gate_up, down) for pairs in (most // 2 + 1, num_pairs, most)}
 
 
 def _product(
