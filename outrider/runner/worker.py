@@ -112,7 +112,8 @@ class Worker:
             self.device_step = parts.make_step(limits, num_pages)
         self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
         clock.lap("captured steps")
-        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        drafting = _measure_drafting(config, self.device_step, limits, self.runner,
+                                     takes_checkpoints=parts.takes_checkpoints)
         clock.lap("step costs")
         if isinstance(self.runner, CudaRunner):
             with status_line("compiling kernels"), enough_memory("captured steps", CAPTURE_ADVICE):
@@ -201,8 +202,8 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
     return runner
 
 
-def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
-                      runner: LocalRunner | CudaRunner) -> NoDrafting | FixedDrafting | MeasuredDrafting:
+def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits, runner: LocalRunner | CudaRunner, *,
+                      takes_checkpoints: bool) -> NoDrafting | FixedDrafting | MeasuredDrafting:
     speculative = config.speculative
     if speculative is None:
         return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
@@ -210,6 +211,8 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
         return FixedDrafting(speculative.num_speculative_tokens)
     with status_line("measuring what steps cost"):
         if isinstance(runner, CudaRunner):
+            with enough_memory("captured steps", CAPTURE_ADVICE):
+                runner.capture_fewer_drafts(takes_checkpoints=takes_checkpoints)
             costs = measure_costs(step, limits, runner.graphs)
         else:
             costs = runner.on_thread(lambda: measure_costs(step, limits))

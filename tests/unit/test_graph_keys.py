@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from outrider.mixers import EveryPosition, LatentLayer
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.runner.batch import CapturedShape, pack_captured
+from outrider.runner.graphs import costs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LossRates
 from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes
@@ -171,6 +174,46 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             shape = made.shape(serving)
             assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
         assert len(keys) <= (7 if is_costly else 5)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 5, 17, 33, 48, 64])
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+def test_start_up_has_a_graph_for_every_number_of_drafts(num_requests: int, num_drafts: int) -> None:
+    """A batch of a new size is padded to more requests, but neither to more drafts nor to a longer proposal."""
+    made, batch = graphs(), replace(batch_of([num_drafts] * num_requests), num_wanted=num_drafts)
+    for takes_checkpoints in (False, True):
+        captured = [*made.decoding_at_start(takes_checkpoints=takes_checkpoints),
+                    *made.fewer_drafts(takes_checkpoints=takes_checkpoints)]
+        assert len(captured) == len(set(captured))
+        wider = made.wider(served(made, batch), captured)
+        assert wider is not None
+        assert wider.num_wanted == num_drafts and wider.tokens == wider.requests * (1 + num_drafts)
+    assert not list(graphs(is_costly=False).fewer_drafts(takes_checkpoints=False)), "their proposals cost nothing"
+
+
+def test_costs_of_proposals_are_measured_on_graphs_that_serve_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is captured to be measured alone but steps that check drafts and propose none, which are dropped."""
+    made, timed = graphs(), list[GraphKey]()
+    at_start = {*made.decoding_at_start(takes_checkpoints=False), *made.fewer_drafts(takes_checkpoints=False)}
+
+    @contextmanager
+    def borrowed(key: GraphKey) -> Iterator[Any]:
+        timed.append(key)
+        yield SimpleNamespace(replay=lambda host_turn: None)
+
+    def seconds(run: Any, device: torch.device) -> float:
+        """A millisecond for each token, ten more for the first draft and two for every other."""
+        return 1e-3 * (timed[-1].tokens + 10 * (timed[-1].num_wanted > 0) + 2 * max(0, timed[-1].num_wanted - 1))
+
+    monkeypatch.setattr(costs, "best_seconds", seconds)
+    monkeypatch.setattr(costs, "sampler_costs", lambda step, graphs: (0.0, 0.0, 0.0))
+    device = torch.device("cpu")
+    step = SimpleNamespace(drafter=SimpleNamespace(attention_layers=(None,)), state=SimpleNamespace(device=device),
+                           pool=SimpleNamespace(data=torch.zeros(1)))
+    lent = cast(Any, SimpleNamespace(keys=made, borrowed=borrowed))
+    found = costs.measure_costs(cast(DeviceStep, step), LIMITS, lent, [1, 4, 16, 64, 256])
+    assert {key for key in timed if key not in at_start} == {GraphKey(64, 256, 0, True)}
+    assert found.drafting == tuple((n, pytest.approx(10e-3), pytest.approx(2e-3)) for n in (1, 8, 64))
 
 
 def test_short_contexts_have_graphs_of_their_own() -> None:

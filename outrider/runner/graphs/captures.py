@@ -216,9 +216,9 @@ class StepGraphs:
         return self._num_at_start
 
     def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
-        """Run every step that start-up will capture, others that do more, and steps with prompts, for their kernels.
+        """Run the steps that start-up will capture, others that do more, and steps with prompts, for their kernels.
         Those with all sampling parameters are captured late, but have kernels that take seconds to compile: they come
-        behind the first step."""
+        behind the first step. Steps with fewer drafts than the most launch no kernel that these do not."""
         first = islice(self.keys.decoding(takes_checkpoints=takes_checkpoints), 1)
         sampled = self.keys.with_parameters(takes_checkpoints=takes_checkpoints)
         rest = self.keys.at_start(takes_checkpoints=takes_checkpoints)

@@ -40,10 +40,12 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
         seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
     drafting: list[DraftCost] = []
     if step.drafter is not None and step.drafter.attention_layers:
-        plain, counts = dict(zip(sizes, seconds, strict=True)), [1]
-        if graphs is not None:
+        plain = StepCosts(tuple(sizes), tuple(seconds))
+        if graphs is None:
+            drafting = [_drafting(step, limits, plain)]
+        else:
             counts = sorted({*(n for n in DRAFTING_REQUESTS if n < limits.max_requests), limits.max_requests})
-        drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
+            drafting = [_captured_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
     return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), loads, is_padded=graphs is not None,
@@ -78,11 +80,25 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
     return 0.0, max(0.0, draw - greedy) / requests, max(0.0, searched - greedy) / requests
 
 
-def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, requests: int,
-              plain: dict[int, float]) -> DraftCost:
-    """plain: seconds of steps without a proposal, by their tokens, as far as they are known."""
-    without = plain[requests] if requests in plain else _seconds(step, limits, graphs, requests, num_wanted=0)
-    one, most = (_seconds(step, limits, graphs, requests, num) - without for num in (1, limits.max_drafts))
+def _drafting(step: DeviceStep, limits: Limits, plain: StepCosts) -> DraftCost:
+    """The cost of a proposal for one request whose step has no drafts."""
+    one, most = (_seconds(step, limits, None, 1, num) - plain.step(1) for num in (1, limits.max_drafts))
+    return _draft_cost(1, one, most, limits)
+
+
+def _captured_drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs, requests: int,
+                       plain: StepCosts) -> DraftCost:
+    """The cost of a proposal, from steps that check as many drafts as they propose: start-up captures those to serve
+    batches, so that no graph is captured to be measured alone."""
+    def seconds_of(drafts: int) -> float:
+        key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
+        with graphs.borrowed(key) as captured:
+            return best_seconds(lambda: captured.replay(lambda: None), step.state.device) - plain.step(key.tokens)
+
+    return _draft_cost(requests, seconds_of(1), seconds_of(limits.max_drafts), limits)
+
+
+def _draft_cost(requests: int, one: float, most: float, limits: Limits) -> DraftCost:
     return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, limits.max_drafts - 1)))
 
 

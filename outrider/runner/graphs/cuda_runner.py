@@ -124,6 +124,12 @@ class CudaRunner:
             self.graphs.capture_at_start(self.graphs.keys.decoding_at_start(takes_checkpoints=takes_checkpoints))
 
     @torch.inference_mode()
+    def capture_fewer_drafts(self, *, takes_checkpoints: bool = False) -> None:
+        """Captures decode steps with every number of drafts: the scheduler will choose it anew for each step."""
+        if self.graphs is not None:
+            self.graphs.capture_at_start(self.graphs.keys.fewer_drafts(takes_checkpoints=takes_checkpoints))
+
+    @torch.inference_mode()
     def capture_prompts(self, *, takes_checkpoints: bool = False) -> int:
         """Captures some steps with prompts too, and waits for all kernels. Returns how many steps are captured."""
         num_captured, device = 0, self.device_step.state.device

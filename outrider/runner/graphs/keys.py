@@ -158,6 +158,13 @@ class GraphKeys:
                     num_wanted = drafts if self._is_costly else max_drafts
                     yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, True, own))
 
+    def fewer_drafts(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+        """Decode steps of many requests with fewer drafts than there may be. On a graph with the most drafts a step
+        with one draft would compute twice its tokens and three times its proposal."""
+        for requests in reversed(self.sizes.at_start) if self._is_costly else ():
+            for drafts in range(1, self.limits.max_drafts) if requests > FEW else ():
+                yield self.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True, takes_checkpoints))
+
     def shortened(self, key: GraphKey) -> GraphKey:
         """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
         return replace(key, longest=self._short)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outrider.core import Limits
 
-FEW = 8  # requests up to which steps with any number of drafts are captured at start-up
+FEW = 8  # requests up to which tokens cost nothing: a step that only proposes drafts uses a graph that checks as many
 MOST_LATER = 256  # captures after start-up
 PROMPTS_AT_START = ((4, 256), (16, 512), (256, 1024))  # requests and tokens of steps with prompts, captured at start-up
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
