@@ -43,7 +43,7 @@ def made(clock: Clock, seconds: float = SHORT, *, memory: int = 1000) -> Any:
     own.keys, own.losses = make_keys(), Losses(clock)
     own.losses.times, own.losses.capture_seconds = TIMES, seconds
     own._captured, own._refused, own._stand_ins = {key: key for key in (WIDE, WIDE_PROMPT)}, set(), {}
-    own._num_at_start, own._usual, own._goes_ahead, own._loaded = 2, [], True, set()
+    own._num_at_start, own._usual, own._goes_ahead, own._loaded, own._due = 2, [], True, set(), None
     own.run_empty = own._loaded.add
 
     def get(key: GraphKey) -> GraphKey:
@@ -58,11 +58,18 @@ def made(clock: Clock, seconds: float = SHORT, *, memory: int = 1000) -> Any:
     return own
 
 
+def step(own: Any, key: GraphKey) -> Any:
+    """What serves a step of the key, which is queued then."""
+    served = own.serve(key)
+    own.capture_due()
+    return served
+
+
 def steps_until_captured(own: Any, key: GraphKey, most: int = 1000) -> list[Any]:
     """What served the steps before the key's own graph did."""
     served = []
     for _ in range(most):
-        served.append(own.serve(key))
+        served.append(step(own, key))
         if served[-1] == key:
             return served[:-1]
     raise AssertionError(f"still {served[-1]}")
@@ -74,7 +81,7 @@ def test_a_size_gets_its_own_graph_when_it_has_lost_half_of_what_a_capture_takes
     """A step of 40 tokens on a graph of 64 loses 24 tokens. A capture that others notice needs a larger reason."""
     served = steps_until_captured(made(clock, seconds), OWN)
     assert set(served) == {WIDE}
-    lost = (len(served) - 1) * 24 * TIMES.token_seconds  # before the step that loaded its kernels
+    lost = (len(served) - 2) * 24 * TIMES.token_seconds  # before the step behind which its kernels were loaded
     assert lost < reason <= lost + 24 * TIMES.token_seconds + 1e-9
 
 
@@ -101,16 +108,42 @@ def test_captures_pause_after_one_that_could_have_waited(clock: Clock, first: Gr
     own._loaded |= {OWN, OTHER}
     for key in (OWN, OTHER):
         own.losses.add(key, 1.0)
-    assert own.serve(first) == first
-    assert own.serve(OTHER) == (OWN if pauses else OTHER)
+    step(own, first)
+    assert step(own, first) == first
+    step(own, OTHER)
+    assert step(own, OTHER) == (OWN if pauses else OTHER)
     clock.now += PAUSE * SHORT + 0.01
-    assert own.serve(OTHER) == OTHER
+    step(own, OTHER)
+    assert step(own, OTHER) == OTHER
+
+
+def test_a_step_on_a_wider_graph_is_queued_before_its_own_is_captured(clock: Clock) -> None:
+    """The device is busy meanwhile. A later step that has lost nothing does not capture what an earlier one lacked."""
+    own = made(clock)
+    own._loaded.add(OWN)
+    own.losses.add(OWN, 1.0)
+    assert own.serve(OWN) == WIDE and OWN not in own._captured
+    assert own.serve(OTHER) == WIDE
+    own.capture_due()
+    assert OWN not in own._captured and OTHER not in own._captured
+    assert step(own, OWN) == WIDE and OWN in own._captured
+
+
+def test_a_capture_that_fails_behind_a_step_leaves_the_step_alone(clock: Clock) -> None:
+    own = made(clock)
+    own.losses.add(OWN, 1.0)
+
+    def fail(key: GraphKey) -> None:
+        raise RuntimeError("no such kernel")
+
+    own.run_empty = fail
+    assert step(own, OWN) == WIDE and OWN in own._refused and step(own, OWN) == WIDE
 
 
 def test_steps_without_memory_for_a_graph_run_without(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     own = made(clock, memory=0)
-    assert {own.serve(OWN) for _ in range(50)} == {WIDE} and OWN in own._refused
+    assert {step(own, OWN) for _ in range(50)} == {WIDE} and OWN in own._refused
     assert own.serve(SPLIT) is Uncaptured.NO_MEMORY
     assert own.capture_ahead(100.0) is None, "nothing is left to try"
 

@@ -83,6 +83,7 @@ class StepGraphs:
         self._goes_ahead = True
         self._usual: list[GraphKey] = []  # to be captured while nobody waits, though nobody has met them
         self._stand_ins: dict[GraphKey, _StandIn] = {}  # how keys without a graph run, until the next capture
+        self._due: GraphKey | None = None  # to be captured when the step that a wider graph serves is queued
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -92,7 +93,7 @@ class StepGraphs:
         """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
         graph, which the host launches in the time that a capture takes. A decode step that no other serves is captured
         now, since more of its size will follow. None is captured if there is no memory for it, or have been too
-        many."""
+        many. What a wider one serves is captured by `capture_due`."""
         if key in self._captured:
             return self._captured[key]
         if key not in self._stand_ins:
@@ -100,15 +101,29 @@ class StepGraphs:
         wider, loss = self._stand_ins[key]
         self.losses.add(key, loss)
         must, may = wider is None and not key.has_prompts, key not in self._refused and not self._is_full
-        if may and (must or self.losses.is_due(key)):
+        is_due = may and (must or self.losses.is_due(key))
+        if wider is not None:
+            self._due = key if is_due else None
+            return self._captured[wider]
+        if is_due:
             captured = self._try_capture(key, at_once=must)
             if captured is not None:
                 return captured
-        if wider is not None:
-            return self._captured[wider]
         if key in self._refused:
             return Uncaptured.NO_MEMORY
         return Uncaptured.TOO_MANY_CAPTURES if self._is_full else Uncaptured.NEW_SIZE
+
+    def capture_due(self) -> None:
+        """Load or capture what the step that was just queued lacked: the device runs that step meanwhile, and the host
+        would wait for it. Whatever fails here, wider graphs go on serving."""
+        key, self._due = self._due, None
+        if key is None:
+            return
+        try:
+            self._try_capture(key, at_once=False)
+        except Exception:
+            log.exception("a capture of %s failed; its steps run on wider graphs", key)
+            self._refused.add(key)
 
     @property
     def _is_full(self) -> bool:

@@ -226,7 +226,9 @@ class CudaRunner:
         self._count_padding(batch, captured.shape)
         fill(captured.ints, pack_captured(batch, captured.shape))
         captured.replay(partial(self.device_step.host_turn, batch))
-        return PendingStep(batch, self._reported(batch, captured.result))
+        pending = PendingStep(batch, self._reported(batch, captured.result))
+        graphs.capture_due()
+        return pending
 
     def _reported(self, batch: ScheduledBatch, result: DeviceResult) -> DeviceResult:
         return result if result.logprobs is None else with_asked_logprobs(result, batch, self.device_step.state.params)
