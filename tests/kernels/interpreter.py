@@ -1,6 +1,10 @@
 """Triton's interpreter, with the same results in a part of the time: types, shapes and tables that it makes anew for
 each operation are made once, and what it computes and throws away is left out.
 
+Products of tiles alone have other results. The interpreter leaves them to numpy's BLAS, which adds in an order that
+depends on the tile's shape and on the CPU. A tensor core adds the same columns in the same order in a tile of any
+shape, and so does `dot`, which lets tests compare the bits of different tiles.
+
 It is changed for good, for a process that compiles nothing.
 """
 
@@ -24,6 +28,7 @@ plain_equal_tuples = tl.tuple.__eq__
 plain_unwrap = tl.core._unwrap_if_constexpr
 plain_broadcast = TritonSemantic.broadcast_impl_value
 NEVER_WRAPPED = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool})
+DOT_COLUMNS = 16  # columns that a tensor core multiplies and adds up at once
 block_types: dict[tuple[Any, ...], tl.block_type] = {}
 
 
@@ -34,6 +39,7 @@ def make_quick() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = np_dtype
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
+    interpreter.InterpreterBuilder.create_dot = dot
     TritonSemantic.broadcast_impl_value = broadcast
     tl.core._unwrap_if_constexpr = unwrap
     tl.tensor.__init__ = init_tensor
@@ -127,3 +133,27 @@ def reduce_by_halves(self: interpreter.ReduceOps, input: tuple[tl.tensor, ...]) 
     if self.keep_dims:
         results = [data.reshape((1,) * ndim) if self.axis is None else np.expand_dims(data, axis) for data in results]
     return [self.to_tensor(data, dtype) for data, dtype in zip(results, types, strict=True)]
+
+
+def dot(
+    self: interpreter.InterpreterBuilder, a: interpreter.TensorHandle, b: interpreter.TensorHandle,
+    d: interpreter.TensorHandle, input_precision: Any, max_num_imprecise_acc: int,
+) -> interpreter.TensorHandle:
+    """a [.., m, k] times b [.., k, n], added to d. Every output is one chain of additions over groups of columns."""
+    tiles = [a.data, b.data]
+    if any(tile.dtype.primitive_bitwidth == 8 and tile.dtype.is_floating() for tile in (a, b)):
+        tiles = [interpreter._convert_float(tile.data, tile.dtype, tl.float16, None).view(np.float16)
+                 for tile in (a, b)]  # fmt: skip
+    left, right = (data.astype(d.data.dtype, copy=False) for data in tiles)
+    total = d.data
+    for start in range(0, left.shape[-1], DOT_COLUMNS):
+        columns = slice(start, start + DOT_COLUMNS)
+        total = total + sum_by_halves(left[..., :, columns, None] * right[..., None, columns, :])
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+def sum_by_halves(products: np.ndarray) -> np.ndarray:
+    """[.., m, columns, n] -> [.., m, n]. Elementwise additions alone, so that no shape or CPU changes their order."""
+    while products.shape[-2] > 1:
+        products = products[..., 0::2, :] + products[..., 1::2, :]
+    return products[..., 0, :]

@@ -1,4 +1,5 @@
-"""The quick parts of the interpreter give what its own give. A process with a card has no interpreter."""
+"""The quick parts of the interpreter give what its own give, and its products of tiles are left to no BLAS. A process
+with a card has no interpreter."""
 
 from __future__ import annotations
 
@@ -90,3 +91,32 @@ def test_shapes_are_compared_by_value() -> None:
         assert shape == other and not shape != other
     for other in ([8, 4], [4], [4, 8, 1], tl.tuple([4])):
         assert shape != other and not shape == other
+
+
+def float32_tile(data: np.ndarray) -> Any:
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(data, tl.float32)
+
+
+def test_products_of_tiles_have_the_same_bits_in_tiles_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chain over groups of 16 columns, whatever the tile has beside them: more rows, more outputs, columns of
+    zeros, or its operands the other way around. BLAS would choose another order by the shape on some CPUs."""
+    from tests.kernels.interpreter import interpreter
+
+    rng = np.random.default_rng(0)
+    a, b, d = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 128), (128, 32), (64, 32)))
+    monkeypatch.setattr(np, "matmul", None)
+
+    def product(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
+        builder = interpreter.interpreter_builder
+        return builder.create_dot(float32_tile(a), float32_tile(b), float32_tile(d), None, 0).data
+
+    whole = product(a, b, d)
+    np.testing.assert_allclose(whole, a.astype(np.float64) @ b + d, rtol=1e-4, atol=1e-5)
+    assert np.array_equal(product(a[:16], b[:, :16], d[:16, :16]), whole[:16, :16])
+    assert np.array_equal(product(b.T, a.T, d.T), whole.T)
+    halves = product(a[:, 64:], b[64:], product(a[:, :64], b[:64], d))
+    assert np.array_equal(halves, whole)
+    padded = product(np.pad(a, ((0, 0), (0, 128))), np.pad(b, ((0, 128), (0, 0))), d)
+    assert np.array_equal(padded, whole)

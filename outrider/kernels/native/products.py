@@ -55,7 +55,7 @@ class CpuProduct:
         if is_served and native.available():
             self._use_native(packed, exact)
         elif exact:
-            self.few, self.few_rows = self._row_by_row, range(2, sys.maxsize)
+            self.few, self.few_rows = self._row_by_row, range(1, sys.maxsize)
         elif is_served and packed and torch.backends.mkldnn.is_available():
             self._use_packed()
 
@@ -91,7 +91,8 @@ class CpuProduct:
         return result
 
     def _row_by_row(self, x: Tensor) -> Tensor:
-        return torch.cat([F.linear(row, self.weight, self.bias) for row in x.split(1)])
+        """One call of one shape for each token row. Rows are copied: a library may look at where a row lies in memory."""
+        return torch.cat([F.linear(row.clone(), self.weight, self.bias) for row in x.split(1)])
 
 
 def make_product(weight: Tensor, bias: Tensor | None = None, packed: bool = False, exact: bool = False) -> CpuProduct:
