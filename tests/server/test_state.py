@@ -88,6 +88,7 @@ def test_a_surprise_has_a_request_id_too(served: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(served.service, "check_model", surprise)
     answer = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "odd"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "odd"
+    assert answer.headers["connection"] == "close", "uvicorn closes it, so no client may send another request on it"
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/v1/load_lora_adapter", "/rerank"])
