@@ -104,7 +104,7 @@ class ProcessRunner:
 
     def close(self) -> None:
         self._pipe.send(None)
-        self._process.join(timeout=30)
+        self._process.join(timeout=300)
         assert self._process.exitcode == 0
 
 

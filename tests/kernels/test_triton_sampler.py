@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
@@ -84,7 +84,7 @@ def some_cases(every: list[dict[str, Any]], heat: float = 1.0, spread: float = 3
 
 
 @given(cases(np.float32, max_size=4), st.sampled_from(MODES))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 def test_any_batch_gives_what_the_torch_code_gives(device: torch.device, drawn: list[Case], mode: str) -> None:
     batch = make_batch(drawn, device=str(device))
     made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))

@@ -47,8 +47,10 @@ class Served:
     def __init__(self, start: Callable[[], AsyncLLM], config: ServerConfig) -> None:
         self.host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts)
         self.service = Service(self.host, config, config.served_model_name or (MODEL,))
-        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), http=BoundedHttp, log_level="warning",
-                                                     lifespan="on", timeout_graceful_shutdown=5))
+        # uvicorn closes idle connections after 5 seconds, as httpx does: a client would race with the server.
+        config_of_server = uvicorn.Config(build_app(self.service), http=BoundedHttp, log_level="warning", lifespan="on",
+                                          timeout_graceful_shutdown=5, timeout_keep_alive=int(PATIENCE))
+        self._server = uvicorn.Server(config_of_server)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)

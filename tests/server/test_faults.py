@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.server.messages import MessagesRequest
 from outrider.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.responses import ResponsesRequest
-from tests.server.rig import Served, serving
+from tests.server.rig import PATIENCE, Served, serving
 
 ROUTES: dict[str, Any] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest,
@@ -35,7 +35,7 @@ def served() -> Iterator[Served]:
         yield served
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60)
 @given(route=st.sampled_from(sorted(ROUTES)), data=st.data())
 def test_no_body_is_the_servers_fault(served: Served, route: str, data: st.DataObject) -> None:
     fields = ROUTES[route].model_fields
@@ -70,7 +70,8 @@ def test_clients_that_leave_at_any_moment(served: Served) -> None:
     async def everyone() -> None:
         await asyncio.gather(*(one(is_patient=i % 3 == 0) for i in range(90)))
 
-    asyncio.run(asyncio.wait_for(everyone(), 120))
-    assert sum(ends.values()) == 30 and set(ends) <= {"200", "429"} and ends["200"] > 5, ends
+    asyncio.run(asyncio.wait_for(everyone(), PATIENCE))
+    # How many find the queue full depends on the machine's speed.
+    assert sum(ends.values()) == 30 and set(ends) <= {"200", "429"} and ends["200"] > 0, ends
     served.assert_idle()
     assert served.post("/v1/completions", prompt="x").status_code == 200

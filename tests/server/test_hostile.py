@@ -19,7 +19,7 @@ import outrider.server.http_protocol as http_protocol
 from outrider.engine.async_llm import AsyncLLM
 from outrider.server.messages import ContentBlocks
 from outrider.server.work import EventStream
-from tests.server.rig import Served, serving, tiny_engine
+from tests.server.rig import PATIENCE, Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "Go."}]
 
@@ -77,7 +77,7 @@ def test_a_body_that_is_called_something_else(served: Served, headers: dict[str,
 def talk(served: Served, *parts: bytes, pause: float = 0.0) -> bytes:
     """All that the server says until it closes the connection. `pause`: seconds between the parts."""
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
         answer = b""
         with suppress(ConnectionError):  # a server that refuses a request does not read the rest of it
             for part in parts:
@@ -250,10 +250,29 @@ def test_a_reader_that_does_not_read_does_not_keep_a_server_that_ends(num_cancel
         for _ in range(num_cancels):
             await asyncio.sleep(0.05)
             task.cancel()
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, PATIENCE)
 
     asyncio.run(run())
     assert num_sent > 4, "it was told that the server ends"
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+    """Its first event has been sent, so its status cannot say so any more."""
+    sent: list[dict[str, Any]] = []
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+        await asyncio.sleep(600)
+
+    async def receive() -> Any:
+        await asyncio.sleep(600)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(EventStream(frames(), 0.05)({"type": "http"}, receive, send))
+    assert sent[0]["status"] == 200 and b"took longer than 0.05 seconds" in sent[-1]["body"]
+    assert sent[-1]["body"].endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("num_rounds", range(8))
