@@ -98,6 +98,23 @@ def test_f5_captured_batches_have_the_same_mask(index: int) -> None:
         assert plan.pages.data_ptr() == backend._buffers[group.index].data_ptr()
 
 
+@pytest.mark.parametrize("short_of", ["tiles", "columns"])
+def test_f5_a_step_that_the_index_buffer_cannot_hold_is_refused(short_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads the buffer that it was captured with: a new one would leave its indices as they were."""
+    limits = Limits(max_requests=8, max_batched_tokens=1024, max_len=192, max_drafts=3, vocab_size=10)
+    case = random_case(0, 16, spans=False)
+    (group,) = case.layout.groups_of(0)
+    backend, whole = FlexBackend(), FlexExtents.from_limits(group, limits)
+    backend.prepare_capture(CPU, limits)
+    backend.attach(len(case.pool.data), CPU)
+    view = replace(case.view, queries=MixedQueries(4), max_length=LengthBound(limits.max_len), spans=BatchView.spans)
+    assert backend.plan(view, group).pages.shape[1] == whole.columns
+    small = replace(whole, tiles=1) if short_of == "tiles" else replace(whole, columns=whole.columns - 1)
+    monkeypatch.setattr(FlexExtents, "from_limits", lambda *_: small)
+    with pytest.raises(ValueError, match="and the index buffer of group 0 holds .* FlexExtents.from_limits"):
+        backend.plan(view, group)
+
+
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("max_batched_tokens", [256, 2048, 8192, 262144])
 @pytest.mark.parametrize("max_len", [512, 4096, 131072])

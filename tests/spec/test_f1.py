@@ -65,6 +65,15 @@ def test_f1_partly_filled_batches(actual: int) -> None:
         check_drafts(rig.proposals)
 
 
+def test_f1_padding_to_more_requests_than_there_are_rows() -> None:
+    with trained_rig(max_num_seqs=2, pad_requests=(PADDED,), pad_tokens=(PADDED * (1 + DRAFTS),)) as rig:
+        plans = watch_plans(rig)
+        assert all(tokens_of(rig.run(ASKS[2:5]))), "all finish without an error"
+        assert plans and {view.num_requests for view, _ in plans} == {PADDED}
+        assert all(view.query_starts.tolist() == list(range(PADDED + 1)) for view, _ in plans)
+        check_drafts(rig.proposals)
+
+
 def check_drafts(proposals: list[Proposal]) -> None:
     """As unpadded; a batch may have cut its chunks elsewhere and come to other lengths, but not to nothing else."""
     found = [proposal for proposal in proposals if proposal.known in unpadded_drafts()]

@@ -15,7 +15,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions
+from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions, WholeContext
 from tests.engine.harness import prompt_of
 from tests.models.paged import PagedModel, Piece
 from tests.spec.latent_rig import TOP_K, VOCAB, latent_of
@@ -74,6 +74,17 @@ def assert_rows_are_tokens(family: str, lengths: list[int], pieces: list[Piece],
 
 def longest(lengths: list[int], piece: Piece) -> int:
     return max((length, request) for request, length in enumerate(lengths) if request != piece.request)[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_context_of_one_token_more_than_top_k_is_chosen_from(family: str) -> None:
+    """A context of top_k tokens is taken whole; behind one token more every row attends to top_k positions."""
+    paged = prefilled(family, [TOP_K])
+    last: BoundLatentLayer = paged.bound.mixer(paged.model.num_layers - 1)
+    assert isinstance(last.chosen.latest, WholeContext)
+    paged.forward([Piece(0, [5])])
+    (chosen,) = choice_of(paged).tolist()
+    assert len(set(chosen)) == len(chosen) == TOP_K and set(chosen) < set(range(TOP_K + 1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

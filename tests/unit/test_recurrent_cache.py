@@ -116,6 +116,18 @@ def test_steps_in_flight_share_the_pages_of_a_boundary() -> None:
     assert first == second and len(first) == 1
 
 
+def test_every_step_in_flight_gets_all_the_checkpoints_that_it_wants() -> None:
+    """Three steps of a prompt of 93 tokens, none of which has reported."""
+    limits = Limits(4, 32, 128, 3, 99, steps_in_flight=3)
+    cache = CacheManager(make_layout((PAGE, 0), state_pages=1, interval=INTERVAL), 60, limits)
+    prompt = [i * 7 % 11 for i in range(90)]
+    admit(cache, 0, prompt)
+    assert cache.reserve(0, Bound(93))
+    given = [[w.boundary for w in cache.grant_checkpoints(step, {0: chunk(31 * step, 31 * step + 31)})]
+             for step in range(3)]
+    assert given == [[16, 28], [32, 48, 60], [64, 80, 88, 92]]
+
+
 def test_the_latest_boundary_is_known_to_others_when_the_request_ends() -> None:
     cache = manager()
     admit(cache, 0, TOKENS[:18])

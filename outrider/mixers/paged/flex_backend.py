@@ -219,19 +219,30 @@ class FlexBackend(Backend):
         columns = torch.arange(width, device=table.device)
         index = (first_column[:, None] + columns).clamp(max=table.shape[1] - 1)
         chosen = torch.where(columns < num_pages[:, None], table[tiles.request[:, None], index], 0)
-        pages = self._index_buffer(group, len(tiles.request), width, table.device)
+        pages = self._index_buffer(view, group, len(tiles.request), width)
         pages[:, :width] = chosen
         return num_pages.int(), pages
 
-    def _index_buffer(self, group: Group, tiles: int, width: int, device: torch.device) -> torch.Tensor:
+    def _index_buffer(self, view: BatchView, group: Group, tiles: int, width: int) -> torch.Tensor:
         """[tiles, at least width + 1] int32. Captured steps share one buffer for each group, of a width that every step
         takes whole: attention is compiled for a width. Other steps have few widths, for the same reason."""
-        extents = None if self._limits is None else FlexExtents.from_limits(group, self._limits)
-        if extents is None or tiles > extents.tiles or width >= extents.columns:
+        device, limits = view.lengths.device, self._limits
+        if limits is None or not _can_be_captured(view, limits):
             return torch.zeros(tiles, 1 << width.bit_length(), dtype=torch.int32, device=device)
+        extents = FlexExtents.from_limits(group, limits)
+        if tiles > extents.tiles or width >= extents.columns:
+            raise ValueError(f"attention_backend='flex': a step has {tiles} query tiles and {width} pages per request, "
+                             f"and the index buffer of group {group.index} holds {extents.tiles} and "
+                             f"{extents.columns - 1}: FlexExtents.from_limits counts too few")
         if group.index not in self._buffers:
             self._buffers[group.index] = torch.zeros(extents.tiles, extents.columns, dtype=torch.int32, device=device)
         return self._buffers[group.index][:tiles]
+
+
+def _can_be_captured(view: BatchView, limits: Limits) -> bool:
+    """Whether a captured step can have this view. Steps with spans, and steps padded beyond the limits, never are."""
+    has_few_tokens = isinstance(view.queries, DecodeQueries) or view.num_tokens <= limits.max_batched_tokens
+    return not isinstance(view.spans, TokenSpans) and view.num_requests <= limits.max_requests and has_few_tokens
 
 
 def pages_apart(cache: torch.Tensor) -> int:
