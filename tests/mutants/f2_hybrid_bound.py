@@ -1,4 +1,4 @@
-"""F2: the attention layers of a model with recurrent layers are given the longest length there may be as their bound."""
+"""F2: the attention layers of a recurrent hybrid are given the longest length there may be as their bound."""
 
 from __future__ import annotations
 

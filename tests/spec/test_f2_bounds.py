@@ -138,8 +138,11 @@ def rig_of(model: str) -> DraftRig:
     return DraftRig(target, drafter=mtp_of(target, K), **settings)
 
 
-@pytest.mark.parametrize("model", ["nemotron_h", "deepseek_v32", "gemma4_assistant",
-                                   *(pytest.param(model, marks=pytest.mark.long) for model in ("qwen3_5", "deepseek_v3"))])
+MODELS = ["nemotron_h", "deepseek_v32", "gemma4_assistant"]
+OTHER_MODELS = ["qwen3_5", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("model", [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in OTHER_MODELS)])
 def test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,8 +123,8 @@ def test_every_step_in_flight_gets_all_the_checkpoints_that_it_wants() -> None:
     prompt = [i * 7 % 11 for i in range(90)]
     admit(cache, 0, prompt)
     assert cache.reserve(0, Bound(93))
-    given = [[w.boundary for w in cache.grant_checkpoints(step, {0: chunk(31 * step, 31 * step + 31)})]
-             for step in range(3)]
+    progress = [StateProgress(0, before, before + 31, before + 31) for before in (0, 31, 62)]
+    given = [[w.boundary for w in cache.grant_checkpoints(step, {0: own})] for step, own in enumerate(progress)]
     assert given == [[16, 28], [32, 48, 60], [64, 80, 88, 92]]
 
 

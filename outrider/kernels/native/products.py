@@ -91,7 +91,7 @@ class CpuProduct:
         return result
 
     def _row_by_row(self, x: Tensor) -> Tensor:
-        """One call of one shape for each token row. Rows are copied: a library may look at where a row lies in memory."""
+        """One call of one shape for each token row, on a copy: a library may look at where a row lies in memory."""
         return torch.cat([F.linear(row.clone(), self.weight, self.bias) for row in x.split(1)])
 
 
