@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import closing
 from typing import Any, Never, TypeVar, cast
 
@@ -126,10 +126,11 @@ class LLM(Front):
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-               priority: int = 0, **misplaced: Never) -> Iterator[RequestOutput]:
-        """The growing output of one prompt, after every run."""
+               priority: int = 0, **misplaced: Never) -> Generator[RequestOutput, None, None]:
+        """The growing output of one prompt, after every run. A prompt that cannot be served raises here. Closing the
+        iterator ends the request."""
         refuse_misplaced(self.stream, misplaced)
-        yield from self.follow([prompt], sampling_params, priority=priority)
+        return self.follow([prompt], sampling_params, priority=priority)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,

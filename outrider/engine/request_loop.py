@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from outrider.core.outputs import RequestOutput
 from outrider.core.pooling import Output, RequestParams, empty_output
@@ -100,10 +100,18 @@ class RequestLoop:
     def follow(self, caller: Caller,
                before_step: Callable[[], None] | None = None) -> Generator[Output, None, None]:
         """The outputs of a caller's requests, whenever a step has changed one, until all are finished. They grow in
-        place. Requests that still run when the iterator is closed, or fails, are aborted. `before_step` may raise, to
-        end them."""
+        place. Requests that still run when the iterator is closed, or fails, are aborted, also before its first output
+        is asked for. `before_step` may raise, to end them."""
+        outputs = self._outputs_of(caller, before_step)
+        next(outputs)  # a generator that is closed before it has begun would skip its `finally`
+        return cast(Generator[Output, None, None], outputs)
+
+    def _outputs_of(self, caller: Caller,
+                    before_step: Callable[[], None] | None) -> Generator[Output | None, None, None]:
+        """As `follow`, after one None."""
         is_interrupted = False
         try:
+            yield None
             while caller.left:
                 if before_step is not None and caller.left.isdisjoint(self._changed):
                     before_step()

@@ -56,6 +56,40 @@ def test_threads_take_turns(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("leave", ["close", "drop"])
+@pytest.mark.parametrize("method", ["follow", "stream"])
+def test_requests_end_with_an_iterator_that_was_never_asked(llm: LLM, method: str, leave: str) -> None:
+    prompt = list(SOME_PROMPT) if method == "stream" else [list(SOME_PROMPT)] * 3
+    outputs = getattr(llm, method)(prompt, greedy(9))
+    assert llm.engine.has_requests
+    if leave == "close":
+        outputs.close()
+    del outputs
+    gc.collect()
+    assert_idle(llm)
+
+
+def test_a_stream_refuses_a_prompt_when_it_is_asked_for(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="token id"):
+        llm.stream([-1], greedy(2))
+    assert_idle(llm)
+
+
+def test_an_async_stream_that_is_closed_unread_starts_nothing() -> None:
+    async def main() -> None:
+        async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
+            for opened in (async_llm.generate(list(SOME_PROMPT), greedy(9), request_id="mine"),
+                           async_llm.increments(list(SOME_PROMPT), greedy(9), request_id="mine"),
+                           async_llm.chat([{"role": "user", "content": "x"}], request_id="mine"),
+                           async_llm.encode(list(SOME_PROMPT), request_id="mine")):
+                await opened.aclose()
+                assert not async_llm.engine.has_requests
+            async for output in async_llm.generate(list(SOME_PROMPT), greedy(2), request_id="mine"):
+                assert output.request_id == "mine"
+
+    asyncio.run(main())
+
+
 def run_in_fork(call: Callable[[], object]) -> str:
     """What the call raises in a forked process, or "" if it ends. A process that hangs is ended by its alarm."""
     reader, writer = os.pipe()
@@ -82,7 +116,7 @@ def test_a_forked_process_is_told_that_the_engine_is_not_its_own(llm: LLM) -> No
     next(opened)
     for call in (lambda: generate(llm), lambda: next(opened), lambda: llm.engine.step()):
         assert run_in_fork(call).startswith("EngineError: the engine belongs to process")
-    assert run_in_fork(llm.close) == "" and run_in_fork(opened.close) == ""  # type: ignore[attr-defined]
+    assert run_in_fork(llm.close) == "" and run_in_fork(opened.close) == ""
     *_, last = opened
     assert last.finished and generate(llm) == expected, "it goes on where it was"
 
