@@ -23,6 +23,7 @@ LOGPROBS_MODES = ("raw", "processed")
 INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
+MAX_PADDING = 16  # the most that a batch may be padded by, as a factor
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
 
@@ -60,6 +61,7 @@ class EngineConfig:
     keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
+    ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
 
     def __post_init__(self) -> None:
         check_fields("", self)
@@ -94,8 +96,18 @@ class EngineConfig:
             raise ValueError(f"max_model_len ({max_len}) exceeds the {max_positions} positions the model was made for")
         max_requests = self.max_num_seqs or (256 if on_cuda else 32)
         tokens = self.max_num_batched_tokens or max(8192 if on_cuda else 512, max_requests * (1 + max_drafts))
+        _check_padding("pad_requests", self.pad_requests, "max_num_seqs", max_requests)
+        _check_padding("pad_tokens", self.pad_tokens, "max_num_batched_tokens", tokens)
         return Limits(max_requests, tokens, max_len, max_drafts, vocab_size,
                       max_logprobs=self.max_logprobs, steps_in_flight=self.steps_in_flight(on_cuda))
+
+
+def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: int) -> None:
+    """Refuse a size that full batches would be padded to and that is far larger than any batch."""
+    largest = min((size for size in sizes if size >= limit), default=limit)
+    if largest > MAX_PADDING * limit:
+        raise ValueError(f"{name}: every step would be padded to {largest}, and no step has more than {limit} "
+                         f"({limit_name}): give a size of at most {MAX_PADDING} times that")
 
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
@@ -114,12 +126,15 @@ class EngineArgs(EngineConfig):
         super().__init__(**asdict(config_for("EngineArgs", model, settings)))
 
 
+AUTO_METHOD = "auto"  # the files of `model` tell what it is
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "gemma4_assistant")
+NEEDS_MODEL = (AUTO_METHOD, "draft_model", "eagle", "eagle3", "gemma4_assistant")
 ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemma 4 assistant drafts from: the last ...
 SYNTHETIC_RATE = 0.6914  # the same at every position: 3 drafts give a mean run of 2.5
 MAX_DRAFTS = 16
-Method: TypeAlias = Annotated[str, OneOf(METHODS, r"[\w.]+:\w+", "'package.module:Class' for a drafter of your own")]
+OWN_DRAFTER = (r"[\w.]+:\w+", "'package.module:Class' for a drafter of your own")
+Method: TypeAlias = Annotated[str, OneOf(METHODS, *OWN_DRAFTER)]
+MethodOrAuto: TypeAlias = Annotated[str, OneOf((AUTO_METHOD, *METHODS), *OWN_DRAFTER)]
 Rate: TypeAlias = Annotated[float, Range(0, 1)]
 
 
@@ -127,8 +142,9 @@ Rate: TypeAlias = Annotated[float, Range(0, 1)]
 class SpeculativeConfig:
     """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
 
-    method: Method | Annotated[list[Method], NotEmpty]  # see docs/drafters.md; a list combines several
     num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
+    # See docs/drafters.md; a list combines several. auto: by the files of `model`.
+    method: MethodOrAuto | Annotated[list[Method], NotEmpty] = AUTO_METHOD
     model: Text | None = None  # the folder or id of a draft model or head
     prompt_lookup_min: Annotated[int, Range(1, 64)] = 2  # n-gram: shortest match, in tokens
     prompt_lookup_max: Annotated[int, Range(1, 64)] = 4  # n-gram: longest match
@@ -137,6 +153,7 @@ class SpeculativeConfig:
     synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # accept drafts at these rates, by position
     synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None  # or by this mean run
     assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"  # Gemma-4 assistant
+    ignore_config_keys: tuple[Text, ...] = ()  # keys of the drafter's config.json that count as absent
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
@@ -145,12 +162,17 @@ class SpeculativeConfig:
         for key in given:
             if key not in known:
                 raise ValueError(f"speculative_config: {unknown_name('key', str(key), known)}")
-        config = cls(**({"method": None, "num_speculative_tokens": None} | given))
+        known_method = {} if given.get("method") is None else {"method": given["method"]}
+        rest = {key: value for key, value in given.items() if key != "method"}
+        config = cls(**({"num_speculative_tokens": None} | rest | known_method))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)
 
     def __post_init__(self) -> None:
         check_fields("speculative_config: ", self)
         lacking = next((method for method in self.methods if method in NEEDS_MODEL), None)
+        if self.model is None and lacking == AUTO_METHOD:
+            raise ValueError(f"speculative_config: give a method ({', '.join(METHODS)} or {OWN_DRAFTER[1]}), or the "
+                             "'model' that drafts, whose files tell the method")
         if self.model is None and lacking is not None:
             raise ValueError(f"speculative_config: method {lacking!r} needs 'model', the folder or id of the drafter")
         low, high, k = self.prompt_lookup_min, self.prompt_lookup_max, self.num_speculative_tokens

@@ -107,9 +107,10 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
     config = engine_config(args)
     device = pick_device(config.device)
-    source = resolve(config.model, config.revision, False, config.download_dir)
+    source = resolve(config.model, config.revision, False, config.download_dir).without_keys(config.ignore_config_keys)
     dtype = pick_dtype(config.dtype, source, device)
-    model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len, source=source.name)
+    model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len,
+                        source=str(source.config_file))
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)

@@ -200,7 +200,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
 
 
 def translate_drafting(given: dict[str, Any]) -> dict[str, Any]:
-    """A speculative_config as vLLM takes it, by the names here: its method may be left to the model's name."""
+    """A speculative_config as vLLM takes it, by the names here."""
     own: dict[str, Any] = {}
     for key, value in given.items():
         match DRAFTING_KEYS.get(key):
@@ -215,8 +215,6 @@ def translate_drafting(given: dict[str, Any]) -> dict[str, Any]:
     model, method = own.get("model"), own.get("method")
     if model in ("ngram", "[ngram]"):
         own |= {"model": None, "method": "ngram"}
-    elif isinstance(model, str) and method is None:
-        own["method"] = next((name for name in ("eagle3", "eagle") if name in model.lower()), "draft_model")
     elif isinstance(method, str) and method.endswith("_mtp"):
         own["method"] = "mtp"
     return own

@@ -14,7 +14,8 @@ log = logging.getLogger("outrider")
 
 def find_model(config: EngineConfig) -> ModelSource:
     """The files of the model, fetched if need be."""
-    return resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
+    source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
+    return source.without_keys(config.ignore_config_keys)
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:

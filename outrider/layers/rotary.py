@@ -84,6 +84,8 @@ class Rotary:
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
     """[max_len, cos | sin], one table, so that a step gathers once. Made of whole blocks: the bits of a position do not
     depend on max_len then, although a library may compute the last elements of a tensor by other code."""
+    if not frequencies.numel():  # nothing rotates: no positions to compute
+        return torch.empty(max_len, 0, dtype=frequencies.dtype)
     blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)
     angles = [positions[:, None] * frequencies for positions in blocks]
     return torch.cat([torch.cat((part.cos(), part.sin()), dim=-1) for part in angles])[:max_len]

@@ -23,7 +23,9 @@ class Bamba(HybridDecoder):
         refuse_unsupported(config)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        self.rotaries = [self.make_rotary(partial_rope(config, sizes.head_dim, ROTARY_FACTOR), max_len)]
+        rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
+        config.must_equal("attn_rotary_emb", rope.rotary_dim, default=rope.rotary_dim)
+        self.rotaries = [self.make_rotary(rope, max_len)]
         attending = set(config.get("attn_layer_indices", list[int], []))
         if attending - set(range(sizes.num_layers)):
             raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")

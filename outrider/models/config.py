@@ -12,6 +12,7 @@ from outrider.models.config_reader import ConfigError as ConfigError
 from outrider.models.config_reader import ConfigReader as ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+LEAST_SOFTCAP = 1e-3  # a cap is divided by; no cap is null
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Sizes:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_positions=config.required("max_position_embeddings", int),
-            eps=config.get("rms_norm_eps", float, 1e-6),
+            eps=config.get("rms_norm_eps", float, 1e-6, least=0, most=1),
             is_tied=config.get("tie_word_embeddings", bool, is_tied),
         )
 
@@ -82,14 +83,14 @@ def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | No
 
 def read_rope(config: ConfigReader, head_dim: int) -> RopeParams:
     """The one rope of a model: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
-    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    rope = config.section(key) if config.values.get(key) else ConfigReader({}, f"{config.source}: {key}")
-    return rope_params(config, rope, head_dim, config.get("rope_theta", float, 10000.0))
+    key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
+    return rope_params(config, config.section_or_empty(key), head_dim, config.get("rope_theta", float, 10000.0))
 
 
 def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: float) -> RopeParams:
     """Read a rope. `rope`: the dict that describes it; `theta`: the default for a dict without a theta."""
-    type_key = "rope_type" if "rope_type" in rope.values else "type"
+    type_key = "rope_type" if rope.has("rope_type") else "type"
+    rope.passes_over("type", "finetuned")  # newer files have both names of the type
     max_positions = config.required("max_position_embeddings", int)
     kind = rope.must_equal(type_key, *FREQUENCIES, default="default")
     original_len = rope.get("original_max_position_embeddings", int, max_positions, least=1)
@@ -127,5 +128,6 @@ def _rope_factor(rope: ConfigReader, kind: str, stretch: float) -> float:
             return rope.required("factor", float)
         case "yarn":
             return rope.get("factor", float, stretch)
-        case _:
+        case _:  # a dynamic rope is served within its original length alone, where nothing is scaled
+            rope.passes_over("factor")
             return 1.0

@@ -1,64 +1,152 @@
-"""Typed reads of a config dict. A value of the wrong type, or one that is not supported, is refused by key."""
+"""Typed reads of a config dict. A value of the wrong type, or one that is not supported, is refused by key.
+
+A reader notes the keys that are read. `refuse_unread` refuses every other key that says something, unless
+`harmless_keys.py` lists it: a setting that no code here looks at must not be ignored in silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from outrider.core.fields import INT32, Range, check_value, shown
+from outrider.core.fields import FLOAT32, INT32, Range, check_value, shown
+from outrider.models.harmless_keys import HARMLESS, NOT_SERVED
 
 T = TypeVar("T", int, float, str, bool, list, dict)
 
+# The largest value of keys that count modules, far above every published model: building so many takes a second or two,
+# and a damaged file could ask for millions.
+LARGEST = {"num_hidden_layers": 1024, "num_experts": 4096, "num_local_experts": 4096, "n_routed_experts": 4096,
+           "num_nextn_predict_layers": 64}  # fmt: skip
+NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # values with which a key says nothing
+
 
 class ConfigError(ValueError):
-    """Raised for a config that is not supported. The message names the key."""
+    """Raised for a config that is not supported. The message names the file and the key."""
+
+
+@dataclass
+class _Reads:
+    """The keys of one dict of a file that were read, and those of the dicts in it that were read key by key."""
+
+    values: Mapping[str, Any]
+    source: str
+    keys: set[str] = field(default_factory=set)
+    sections: dict[str, _Reads] = field(default_factory=dict)
+
+    def section(self, key: str) -> _Reads:
+        if key not in self.sections:
+            values = self.values.get(key)
+            self.sections[key] = _Reads(values if isinstance(values, Mapping) else {}, f"{self.source}: {key}")
+        return self.sections[key]
+
+    def unread(self) -> Iterator[tuple[_Reads, str]]:
+        for key, value in self.values.items():
+            if key in self.sections:
+                yield from self.sections[key].unread()
+            elif key not in self.keys and key not in HARMLESS and not _is_neutral(value):
+                yield self, key
 
 
 class ConfigReader:
-    """One config dict and where it came from. A key that is null counts as absent."""
+    """One config dict and the file it came from. A key that is null counts as absent."""
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json", reads: _Reads | None = None) -> None:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source} must hold a dict, got {shown(values)}")
-        self.values = values
+        self.values = values  # unnoted: families read by the methods below
         self.source = source
+        self._reads = _Reads(values, source) if reads is None else reads
 
-    def required(self, key: str, kind: type[T], least: int = 1) -> T:
+    def required(self, key: str, kind: type[T], least: float = 1) -> T:
         """The value of a key that must be there. `least`: the smallest integer allowed; required ones are sizes or
         counts, so it is 1."""
-        if self.values.get(key) is None:
+        if not self.has(key):
             raise ConfigError(f"{self.source}: {key} is missing")
-        return self._typed(key, kind, least)
+        return self._typed(key, kind, least if kind is int else None, None)
 
-    def get(self, key: str, kind: type[T], default: T, least: int = 0) -> T:
-        return default if self.values.get(key) is None else self._typed(key, kind, least)
+    def get(self, key: str, kind: type[T], default: T, least: float | None = None, most: float | None = None) -> T:
+        """`least`, `most`: bounds of a number. Without them an integer is at least 0, and a float any."""
+        return self._typed(key, kind, least, most) if self.has(key) else default
 
-    def optional(self, key: str, kind: type[T], least: int = 0) -> T | None:
-        return None if self.values.get(key) is None else self._typed(key, kind, least)
+    def optional(self, key: str, kind: type[T], least: float | None = None, most: float | None = None) -> T | None:
+        return self._typed(key, kind, least, most) if self.has(key) else None
 
     def must_equal(self, key: str, *allowed: Any, default: Any = None) -> Any:
         """The key's value, which must be one of `allowed`; absent means `default`."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self.raw(key) if self.has(key) else default
         if value not in allowed:
             raise self.refusal(key, f"supported: {', '.join(repr(a) for a in allowed)}")
         return value
 
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.raw(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The key's value as the file has it; None if it is not there."""
+        self._reads.keys.add(key)
+        return self.values.get(key)
+
+    def passes_over(self, *keys: str) -> None:
+        """Keys that mean nothing in this config, because of the values of others."""
+        self._reads.keys.update(keys)
+
     def refusal(self, key: str, why: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {key}={self.values.get(key)!r} is not supported; {why}")
+        return ConfigError(f"{self.source}: {key}={shown(self.values.get(key))} is not supported; {why}")
 
     def section(self, key: str) -> ConfigReader:
-        """The dict under `key`, with messages that name the path."""
-        return ConfigReader(self.required(key, dict), f"{self.source}: {key}")
+        """The dict under `key`, with messages that name the path. All of its keys must be read too."""
+        return ConfigReader(self.required(key, dict), f"{self.source}: {key}", self._reads.section(key))
+
+    def section_or_empty(self, key: str) -> ConfigReader:
+        return self.section(key) if self.has(key) else ConfigReader({}, f"{self.source}: {key}")
 
     def text_section(self) -> ConfigReader:
         """The part that describes the language model, where a config has others beside it."""
-        return self if self.values.get("text_config") is None else self.section("text_config")
+        return self.section("text_config") if self.has("text_config") else self
 
-    def _typed(self, key: str, kind: type[T], least: int) -> T:
+    def with_values(self, values: Mapping[str, Any]) -> ConfigReader:
+        """The config with some values replaced or added, for families with other names or defaults. What is read of it
+        counts as read of this one."""
+        return ConfigReader({**self.values, **values}, self.source, self._reads)
+
+    def refuse_unread(self) -> None:
+        """Raise ConfigError for keys of the file that nothing has read and that are not known to be harmless."""
+        unread = list(self._reads.unread())
+        if not unread:
+            return
+        known = next(((reads, key) for reads, key in unread if key in NOT_SERVED), None)
+        if known is not None:
+            reads, key = known
+            raise ConfigError(f"{reads.source}: {key}={shown(reads.values[key])} is not supported: {NOT_SERVED[key]}")
+        said = ", ".join(f"{key}={shown(reads.values[key])}" for reads, key in unread)
+        names = ", ".join(repr(key) for _, key in unread)
+        raise ConfigError(
+            f"{unread[0][0].source}: {said}: no code here reads this, so the model may compute something else than its "
+            f"makers meant. If you know that it makes no difference, set ignore_config_keys=[{names}]")
+
+    def _typed(self, key: str, kind: type[T], least: float | None, most: float | None) -> T:
         value = self.values[key]
+        declared: Any = kind
+        if kind is int:
+            declared = Annotated[int, Range(0 if least is None else least, most or LARGEST.get(key, INT32))]
+        elif kind is float and (least is not None or most is not None):
+            low, high = (-FLOAT32 if least is None else least), (FLOAT32 if most is None else most)
+            declared = Annotated[float, Range(low, high)]
         try:
-            check_value(key, Annotated[int, Range(least, INT32)] if kind is int else kind, value)
+            check_value(key, declared, value)
         except ValueError as error:
             raise ConfigError(f"{self.source}: {error}") from None
         return kind(value) if kind is float else value
+
+
+def without_keys(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A config without some keys, in it and in the dicts in it."""
+    return {key: without_keys(value, keys) if isinstance(value, Mapping) else value
+            for key, value in values.items() if key not in keys}
+
+
+def _is_neutral(value: Any) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL)

@@ -22,7 +22,7 @@ from outrider.layers import (
 )
 from outrider.mixers import AttendsTo, EveryPosition, IndexedPositions, LatentLayer, SharedPositions
 from outrider.models.base import Decoder
-from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
+from outrider.models.config import FULL, ConfigReader, Sizes, read_rope, refuse_unsupported
 from outrider.models.nemotron_h import read_rule
 
 PREDICTED = "num_nextn_predict_layers"
@@ -34,6 +34,7 @@ class DeepseekV3(Decoder):
     """DeepseekV3ForCausalLM, and the base of those whose layers choose positions."""
 
     index_rotates_pairs = False
+    layer_type = FULL  # of every layer, in configs that name the types
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -42,6 +43,8 @@ class DeepseekV3(Decoder):
         for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
                           ("rope_interleave", True), ("mlp_bias", False)):
             config.must_equal(key, only, default=only)
+        if set(config.get("layer_types", list[str], [])) - {self.layer_type}:
+            raise config.refusal("layer_types", f"all layers must be {self.layer_type}")
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, config.required("qk_rope_head_dim", int))
@@ -84,10 +87,13 @@ class DeepseekV3(Decoder):
 
     def _read_shape(self) -> LatentShape:
         config = self.config
+        nope_dim = config.required("qk_nope_head_dim", int)
+        whole_dim = nope_dim + config.required("qk_rope_head_dim", int)
+        config.must_equal("qk_head_dim", whole_dim, default=whole_dim)
         return LatentShape(
             hidden_size=self.sizes.hidden_size,
             q_rank=config.optional("q_lora_rank", int, least=1),
-            nope_dim=config.required("qk_nope_head_dim", int),
+            nope_dim=nope_dim,
             value_dim=config.required("v_head_dim", int),
             has_bias=config.get("attention_bias", bool, False),
             index_rotates_pairs=config.get("indexer_rope_interleave", bool, self.index_rotates_pairs),
@@ -106,6 +112,8 @@ class DeepseekV3(Decoder):
 
 class DeepseekV32(DeepseekV3):
     """DeepseekV32ForCausalLM."""
+
+    layer_type = "deepseek_sparse_attention"
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -146,11 +154,11 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
 def read_index_kinds(config: ConfigReader) -> list[str]:
     """Whether each layer chooses positions itself: `indexer_types`, a pattern of F and S, or every n-th layer."""
     num_layers = config.required("num_hidden_layers", int)
-    key = "indexer_types" if config.values.get("indexer_types") is not None else "index_topk_pattern"
+    key = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
     frequency, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
     scheduled = [SHARED_INDEX if max(i - offset + 1, 0) % frequency else FULL_INDEX for i in range(num_layers)]
     named = {"F": FULL_INDEX, "S": SHARED_INDEX}
-    given = config.values.get(key) or scheduled
+    given = config.raw(key) or scheduled
     kinds = [named.get(str(kind), str(kind)) for kind in given] if isinstance(given, (list, str)) else []
     if len(kinds) != num_layers or set(kinds) - set(named.values()) or kinds[0] != FULL_INDEX:
         raise config.refusal(key, f"it must name {num_layers} layers, each full or shared, the first one full")

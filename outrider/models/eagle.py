@@ -20,6 +20,7 @@ from outrider.mixers import Attend, AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
     FULL,
+    SLIDING,
     ConfigError,
     ConfigReader,
     Sizes,
@@ -49,7 +50,7 @@ class HeadConfig:
 
     @classmethod
     def read(cls, config: ConfigReader) -> HeadConfig:
-        is_speculators = config.values.get("speculators_model_type") is not None
+        is_speculators = config.has("speculators_model_type")
         layer = config.section("transformer_layer_config") if is_speculators else config
         refuse_unsupported(layer)
         return cls(config, layer, is_speculators)
@@ -70,8 +71,8 @@ class HeadConfig:
 
     def option(self, key: str) -> ConfigReader:
         """The reader that has the key: some EAGLE-3 heads keep theirs under `eagle_config`."""
-        nested = self.top.get("eagle_config", dict, {})
-        return ConfigReader(nested, f"{self.top.source}: eagle_config") if nested.get(key) is not None else self.top
+        nested = self.top.section_or_empty("eagle_config")
+        return nested if nested.has(key) else self.top
 
 
 def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
@@ -83,7 +84,9 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
             f"{config.source} describes an {KINDS[head.method]} head and the method is {method!r}: use {head.method!r}"
         )
     head_class = Eagle3Head if method == "eagle3" else Eagle1Head
-    return head_class(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+    made = head_class(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+    config.refuse_unread()
+    return made
 
 
 class EagleHead(DraftHead):
@@ -104,6 +107,9 @@ class EagleHead(DraftHead):
         rope = read_rope(head.layer, sizes.head_dim)
         self.rotary = SlotRotary(Rotary(rope, max_len=max_len, dtype=dtype, device=device))
         kinds = head.layer.get("layer_types", list, [FULL] * sizes.num_layers)
+        if SLIDING not in kinds:
+            head.layer.must_equal("use_sliding_window", False, default=False)
+            head.layer.passes_over("sliding_window", "max_window_layers")
         self.attention_layers = [
             AttentionLayer(first_layer + index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim,
                            scale=sizes.head_dim**-0.5, window=window)
@@ -112,7 +118,7 @@ class EagleHead(DraftHead):
 
     @property
     def has_head_norm(self) -> bool:
-        return self.config.layer.values.get("model_type") == "qwen3"
+        return self.config.layer.raw("model_type") == "qwen3"
 
     def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attend: Attend,
                      rows: WantedRows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,6 +211,7 @@ class Eagle1Head(EagleHead):
                  device: torch.device) -> None:
         super().__init__(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
         head.top.must_equal("layernorms", False, default=False)
+        head.top.must_equal("transformer_layer_architecture", "LlamaDecoderLayer", default="LlamaDecoderLayer")
         if self.hidden_size != target.hidden_size:
             raise head.layer.refusal("hidden_size", OTHER_SIZE.format(target.hidden_size))
         bias = head.top.get("fusion_bias" if head.is_speculators else "bias", bool, False)
@@ -236,12 +243,13 @@ class Eagle3Head(EagleHead):
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         super().__init__(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
-        head.option("use_aux_hidden_state").must_equal("use_aux_hidden_state", True, default=True)
+        for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
+            head.option(key).must_equal(key, True, default=True)
         self.taps = read_taps(head, target)
         self.num_outputs = head.top.get("draft_vocab_size", int, self.sizes.vocab_size)
         wide = head.top.get("target_hidden_size", int, self.hidden_size)
         if wide != target.hidden_size:
-            is_said = head.top.values.get("target_hidden_size") is not None
+            is_said = head.top.has("target_hidden_size")
             key, reader = ("target_hidden_size", head.top) if is_said else ("hidden_size", head.layer)
             raise reader.refusal(key, OTHER_SIZE.format(target.hidden_size))
         if not 0 < self.num_outputs <= target.vocab_size:

@@ -25,6 +25,7 @@ from outrider.mixers import Attend, AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,
+    LEAST_SOFTCAP,
     SLIDING,
     ConfigReader,
     Sizes,
@@ -92,12 +93,12 @@ class Gemma3(Decoder):
         config.must_equal("use_bidirectional_attention", False, default=False)
         sizes = Sizes.read(config, head_dim=256, is_tied=True)
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
-        self.softcap = config.optional("final_logit_softcapping", float)
+        self.softcap = config.optional("final_logit_softcapping", float, least=LEAST_SOFTCAP)
         self.rotaries = [self.make_rotary(read_rope(config, kind, sizes), max_len) for kind in ROPES]
         scalar = config.get("query_pre_attn_scalar", float, 256.0)
         if scalar <= 0:
             raise config.refusal("query_pre_attn_scalar", "it must be greater than 0")
-        softcap = config.optional("attn_logit_softcapping", float)
+        softcap = config.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)
         self.attention_layers = [
             AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scalar**-0.5, window, softcap)
             for index, window in enumerate(read_windows(config))
@@ -112,7 +113,7 @@ class Gemma3(Decoder):
 def read_windows(config: ConfigReader) -> list[int | None]:
     """The windows by `layer_types`, or by the older `sliding_window_pattern`: every n-th layer has full attention."""
     num_layers = config.required("num_hidden_layers", int)
-    pattern = config.get("sliding_window_pattern", int, 6, least=1)
+    pattern = config.get("sliding_window_pattern", int, config.get("_sliding_window_pattern", int, 6, least=1), least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
     return layer_windows(config, config.get("layer_types", list, kinds))
 
@@ -122,9 +123,8 @@ def read_rope(config: ConfigReader, kind: str, sizes: Sizes) -> RopeParams:
     theta_key = "rope_theta" if kind == FULL else "rope_local_base_freq"
     theta = config.get(theta_key, float, DEFAULT_THETA[kind])
     rope = ConfigReader({}, f"{config.source}: rope")
-    if config.values.get("rope_parameters"):
-        by_type = config.section("rope_parameters")
-        rope = by_type.section(kind) if by_type.values.get(kind) else rope
-    elif kind == FULL and config.values.get("rope_scaling"):
+    if config.raw("rope_parameters"):
+        rope = config.section("rope_parameters").section_or_empty(kind)
+    elif kind == FULL and config.raw("rope_scaling"):
         rope = config.section("rope_scaling")
     return rope_params(config, rope, sizes.head_dim, theta)

@@ -37,7 +37,7 @@ from outrider.layers import (
 )
 from outrider.mixers import Attend, HeadNorms, PagedLayer, WantedRows
 from outrider.models.base import Decoder, DecoderNames
-from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, rope_params
+from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
@@ -252,10 +252,12 @@ class Gemma4(Decoder):
     ) -> None:
         text = config.text_section()
         self.prefix = "model" if text is config else "model.language_model"
+        if config.has("tie_word_embeddings"):  # the whole model's key wins
+            text = text.with_values({"tie_word_embeddings": config.get("tie_word_embeddings", bool, True)})
         self.names = DecoderNames.below(self.prefix)
         sizes = read_sizes(text)
         super().__init__(text, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
-        self.softcap = text.optional("final_logit_softcapping", float)
+        self.softcap = text.optional("final_logit_softcapping", float, least=LEAST_SOFTCAP)
         self.shapes = read_shapes(text, sizes)
         self.attention_layers = [shape.attention for shape in self.shapes]
         self.rotaries = read_rotaries(text, self.shapes, max_len=max_len or sizes.max_positions, dtype=dtype,
@@ -267,6 +269,8 @@ class Gemma4(Decoder):
             if vocab_size < sizes.vocab_size:
                 raise text.refusal("vocab_size_per_layer_input", f"it must be at least vocab_size ({sizes.vocab_size})")
             self.per_layer = PerLayerInputs(vocab_size, size, sizes, dtype=dtype, device=device)
+        else:
+            text.passes_over("vocab_size_per_layer_input")
         bias = text.get("attention_bias", bool, False)
         self.layers = [
             Gemma4Layer(shape, sizes, attention_bias=bias, per_layer_size=size, dtype=dtype, device=device,
@@ -316,6 +320,7 @@ class Gemma4(Decoder):
 def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.dtype,
                  device: torch.device) -> ExpertsBeside | None:
     if not text.get("enable_moe_block", bool, False):
+        text.passes_over("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
     count, top_k = text.required("num_experts", int), text.required("top_k_experts", int)
     if not 1 <= top_k <= count:
@@ -327,15 +332,14 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
     """The rotaries in the order of ROPES. A kind that no layer has gets the other's head size; nobody asks for it."""
-    given = text.section("rope_parameters") if text.values.get("rope_parameters") else ConfigReader({}, text.source)
+    given = text.section_or_empty("rope_parameters")
     rotaries: list[Rotary] = []
     for kind in ROPES:
         sizes = {shape.attention.head_dim for shape in shapes if shape.kind == kind} or {shapes[0].attention.head_dim}
         if len(sizes) > 1:
             raise text.refusal("per_layer_config", f"all {kind} layers must have heads of one size")
-        values = given.values.get(kind) or DEFAULT_ROPES[kind]
-        rope = ConfigReader(values, f"{given.source}: {kind}")
-        if rope.values.get("rope_type") == "proportional":
+        rope = given.section(kind) if given.raw(kind) else ConfigReader(DEFAULT_ROPES[kind], f"{given.source}: {kind}")
+        if rope.raw("rope_type") == "proportional":
             rotaries.append(ProportionalRotary(rope, sizes.pop(), max_len=max_len, dtype=dtype, device=device))
         else:
             theta = DEFAULT_ROPES[kind]["rope_theta"]

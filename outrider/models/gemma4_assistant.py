@@ -133,7 +133,9 @@ def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, ma
             f"{config.source}: a Gemma 4 assistant reads the cache of a Gemma 4 model, and the target is a "
             f"{type(target).__name__}: use another drafter"
         )
-    return Gemma4Assistant(config, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+    made = Gemma4Assistant(config, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
+    config.refuse_unread()
+    return made
 
 
 def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None:
@@ -142,6 +144,10 @@ def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None
     config.must_equal("tie_word_embeddings", True, default=True)
     text.must_equal("vocab_size", target.vocab_size)
     text.must_equal("hidden_size_per_layer_input", 0, default=0)
+    # There are no inputs for each layer and no experts, and the target says which tokens are suppressed.
+    text.passes_over("vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size")
+    config.passes_over("suppress_tokens")
+    text.passes_over("final_logit_softcapping")
     text.must_equal("enable_moe_block", False, default=False)
     text.must_equal("use_double_wide_mlp", False, default=False)
     text.must_equal("num_kv_shared_layers", text.required("num_hidden_layers", int), 0, default=0)
@@ -164,6 +170,7 @@ def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShap
 
 def _centroids(config: ConfigReader, embedding: torch.Tensor) -> CentroidHead | None:
     if not config.get("use_ordered_embeddings", bool, False):
+        config.passes_over("num_centroids", "centroid_intermediate_top_k")
         return None
     count, chosen = config.get("num_centroids", int, 2048), config.get("centroid_intermediate_top_k", int, 32)
     if count < 1 or embedding.shape[0] % count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.mixers import AttentionLayer
-from outrider.models.config import FULL, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
+from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
 
 ACTIVATION = "gelu_pytorch_tanh"
 SCALE = 1.0  # scale of attention scores; q and k are normed
@@ -33,8 +33,9 @@ def read_sizes(text: ConfigReader) -> Sizes:
 
 
 def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
-    """The kinds of the layers: `layer_types`, or every sixth layer full. The last layer is always full."""
-    kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]))
+    """The kinds of the layers: `layer_types`, or every n-th layer full. The last layer is always full."""
+    pattern = text.get("sliding_window_pattern", int, 6, least=1)
+    kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]))
     return [*kinds[:-1], FULL]
 
 
@@ -43,7 +44,7 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
     model's caches, and `reads` stays None here."""
     kinds = read_kinds(text, sizes.num_layers)
     windows = layer_windows(text, kinds)
-    softcap = text.optional("attn_logit_softcapping", float)
+    softcap = text.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)
     num_own = sizes.num_layers - text.get("num_kv_shared_layers", int, 0)
     if not 0 <= num_own <= sizes.num_layers:
         raise text.refusal("num_kv_shared_layers", f"there are {sizes.num_layers} layers")
@@ -66,8 +67,9 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
 
 def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple[int, int]:
     """(KV heads, head size) of a layer: `per_layer_config` by index, or the older keys for all full layers."""
-    if text.values.get("per_layer_config") is not None:
+    if text.has("per_layer_config"):
         by_layer = text.section("per_layer_config")
+        text.passes_over("num_global_key_value_heads", "global_head_dim")
         key = next((key for key in by_layer.values if str(key).isdecimal() and int(key) == index), None)
         own = ConfigReader({}) if key is None else by_layer.section(key)
         for name in own.values:
@@ -80,8 +82,8 @@ def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple
     else:
         own_count = text.get("attention_k_eq_v", bool, False)
         count = sizes.num_kv_heads
-        if own_count:
-            count = text.get("num_global_key_value_heads", int, count, least=1)
+        own_kv_heads = text.get("num_global_key_value_heads", int, count, least=1)
+        count = own_kv_heads if own_count else count
         heads = count, text.get("global_head_dim", int, 512, least=1)
     if sizes.num_heads % heads[0]:
         raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")

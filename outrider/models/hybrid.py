@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from outrider.cache.groups import LayerCache
 from outrider.layers import RopeParams
 from outrider.models.base import Decoder
@@ -23,21 +20,15 @@ class HybridDecoder(Decoder):
         return super().ignores(name) or name.startswith(MTP_PREFIX)
 
 
-def with_values(config: ConfigReader, values: Mapping[str, Any]) -> ConfigReader:
-    """The config with some values replaced or added, for families with other names or defaults."""
-    return ConfigReader({**config.values, **values}, config.source)
-
-
 def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
     """A rope of the leading part of each head. factor: the share of a head that rotates if the config has none."""
-    rope = config.get("rope_parameters", dict, {})
-    factor = config.get("partial_rotary_factor", float, factor)
-    factor = ConfigReader(rope, config.source).get("partial_rotary_factor", float, factor)
+    rope = config.section_or_empty("rope_parameters")
+    factor = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, factor))
     rotary_dim = int(head_dim * factor)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise config.refusal("partial_rotary_factor", f"of {head_dim} dimensions an even number must rotate")
-    whole = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    return read_rope(with_values(config, {"rope_parameters": whole, "partial_rotary_factor": None}), rotary_dim)
+    whole = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
+    return read_rope(config.with_values({"rope_parameters": whole, "partial_rotary_factor": None}), rotary_dim)
 
 
 def read_limits(config: ConfigReader, key: str) -> tuple[float, float]:

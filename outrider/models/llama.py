@@ -98,7 +98,7 @@ class Llama(Decoder):
 class Mistral(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
         """Every layer slides where there is a window, unless `layer_types` says which do."""
-        kind = FULL if config.values.get("sliding_window") is None else SLIDING
+        kind = SLIDING if config.has("sliding_window") else FULL
         num_layers = config.required("num_hidden_layers", int)
         return layer_windows(config, config.get("layer_types", list, [kind] * num_layers))
 
@@ -111,7 +111,8 @@ class Mistral(Llama):
 class Qwen2(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
         """`layer_types`, or all layers from `max_window_layers` on; none unless `use_sliding_window`."""
-        if not config.get("use_sliding_window", bool, False) or config.values.get("sliding_window") is None:
+        if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
+            config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)
         num_layers = config.required("num_hidden_layers", int)
         first = config.get("max_window_layers", int, 28)

@@ -27,7 +27,7 @@ Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
                seed: int = 0, max_len: int | None = None) -> Model:
     """The model of a source, ready to run. `max_len`: positions it must serve, the config's own by default."""
-    model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=source.name)
+    model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=str(source.config_file))
     fill_model(model, source, load_format=load_format, seed=seed)
     return model
 

@@ -138,7 +138,17 @@ def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, de
     return made
 
 
+def no_module(where: str) -> ConfigError:
+    """The error for a checkpoint without a module. `where`: what says so."""
+    return ConfigError(f"{where}: the checkpoint has no multi-token-prediction module. Choose another method than "
+                       "'mtp' in speculative_config (ngram and suffix need no files), or a checkpoint with a module")
+
+
 def describe_mtp(target: Model) -> MTPDescription:
+    if isinstance(target, Decoder):
+        for key in (PREDICTED, "mtp_num_hidden_layers"):
+            if target.config.get(key, int, 1) == 0:
+                raise no_module(f"{target.config.source}: {key}=0")
     for model_class in type(target).__mro__:
         if model_class in _FAMILIES:
             return _FAMILIES[model_class](target)
@@ -170,7 +180,10 @@ def _describe_qwen(target: Qwen3Next) -> MTPDescription:
 def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
     config = target.config
     config.must_equal(PREDICTED, 1, default=1)  # more would be modules of their own
-    kinds = kinds_under(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern") or [FULL, MOE]
+    kinds = kinds_under(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+    if not kinds and not config.has("n_routed_experts"):
+        raise no_module(f"{config.source}: mtp_hybrid_override_pattern is missing")
+    kinds = kinds or [FULL, MOE]
     if FULL not in kinds or LINEAR in kinds:
         raise config.refusal("mtp_hybrid_override_pattern", "the module must attend, and cannot have recurrent layers")
     first, last = "mtp.layers.0", f"mtp.layers.{len(kinds) - 1}"
@@ -190,8 +203,6 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
     """One more layer with experts for each module, and with an indexer of its own where the target has them. The config
     says whether further drafting passes keep the choice of the first."""
     config, count = target.config, target.num_predicted
-    if count < 1:
-        raise config.refusal(PREDICTED, "the checkpoint has no multi-token-prediction module")
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
     first, *later = (_deepseek_module(target, f"{target.names.layers}.{target.num_layers + i}", target.num_layers + i)

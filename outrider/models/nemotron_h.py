@@ -30,11 +30,14 @@ from outrider.layers import (
 from outrider.mixers import Attend, PagedLayer, WantedRows
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits, with_values
+from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits
 
 ACTIVATION = "relu2"
 MLP, MOE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
+EXPERT_KEYS = ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob", "n_shared_experts",
+               "routed_scaling_factor", "moe_intermediate_size", "moe_latent_size",
+               "moe_shared_expert_intermediate_size")  # fmt: skip
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
@@ -106,6 +109,8 @@ class NemotronH(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         kinds = read_kinds(config)
+        if MOE not in kinds:
+            config.passes_over(*EXPERT_KEYS)
         config = _in_common_words(config, len(kinds))
         sizes = Sizes.read(config, head_dim=128)
         super().__init__(config, sizes, dtype=dtype, device=device)
@@ -181,13 +186,18 @@ def _in_common_words(config: ConfigReader, num_layers: int) -> ConfigReader:
     config.must_equal("mamba_hidden_act", "silu", default="silu")
     config.must_equal("residual_in_fp32", False, default=False)
     config.must_equal("sliding_window", None)
+    # Nothing rotates; norms have layer_norm_epsilon; the inner size is that of all heads, and use_bias decides for both
+    # projections.
+    config.passes_over("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "rms_norm_eps",
+                       "norm_eps", "expand", "mamba_proj_bias")
+    older_head_dim = config.optional("attention_head_dim", int)
     values = {
         "num_hidden_layers": num_layers,
         "rms_norm_eps": config.get("layer_norm_epsilon", float, 1e-5),
         "intermediate_size": config.get("intermediate_size", int, 0),
-        "head_dim": config.optional("head_dim", int) or config.optional("attention_head_dim", int),
+        "head_dim": config.optional("head_dim", int) or older_head_dim,
     }
-    return with_values(config, values)
+    return config.with_values(values)
 
 
 def read_shape(config: ConfigReader) -> Mamba2Shape:

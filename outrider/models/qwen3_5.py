@@ -10,7 +10,6 @@ import torch
 
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader
-from outrider.models.hybrid import with_values
 from outrider.models.qwen3_next import Qwen3Next
 
 
@@ -22,13 +21,13 @@ class Qwen3_5(Qwen3Next):
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        if config.values.get("text_config") is not None:
+        if config.has("text_config"):
             self.names = DecoderNames.below("model.language_model")
             text = config.section("text_config")
             tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
-            config = with_values(text, {"tie_word_embeddings": tied})
+            config = text.with_values({"tie_word_embeddings": tied})
         # Chosen weights always add up to one, whatever an older key may say.
-        super().__init__(with_values(config, {"norm_topk_prob": True}), dtype=dtype, device=device, max_len=max_len)
+        super().__init__(config.with_values({"norm_topk_prob": True}), dtype=dtype, device=device, max_len=max_len)
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith("model.visual.")

@@ -70,7 +70,9 @@ def is_sparse(config: ConfigReader, index: int) -> bool:
 
 def read_window(config: ConfigReader) -> int | None:
     """The window of all layers; None if they have full attention."""
+    config.passes_over("max_window_layers")  # here all layers slide, or none
     if not config.get("use_sliding_window", bool, False):
+        config.passes_over("sliding_window")
         return None
     window = config.optional("sliding_window", int)
     if window is not None and window < 1:
@@ -80,4 +82,4 @@ def read_window(config: ConfigReader) -> int | None:
 
 def _experts_key(config: ConfigReader) -> str:
     """Newer versions of transformers save the number of experts under another name."""
-    return "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
+    return "num_experts" if config.has("num_experts") else "num_local_experts"

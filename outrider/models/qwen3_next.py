@@ -29,7 +29,7 @@ from outrider.layers import (
 )
 from outrider.mixers import Attend, AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, with_values
+from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ROTARY_FACTOR = 0.25  # default for configs without one
@@ -67,7 +67,9 @@ class Qwen3Next(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        config = with_values(config, {"intermediate_size": config.get("intermediate_size", int, 0)})
+        config.must_equal("attn_output_gate", True, default=True)
+        config.must_equal("output_gate_type", "swish", "silu", default="swish")
+        config = config.with_values({"intermediate_size": config.get("intermediate_size", int, 0)})
         sizes = Sizes.read(config, head_dim=256)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.rotaries = [self.make_rotary(partial_rope(config, sizes.head_dim, ROTARY_FACTOR), max_len)]
@@ -80,7 +82,7 @@ class Qwen3Next(HybridDecoder):
 
     def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
         """One more layer with attention, and with experts if any layer has them."""
-        all_sparse = with_values(self.config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
+        all_sparse = self.config.with_values({"decoder_sparse_step": 1, "mlp_only_layers": []})
         mlp = self._feed_forward(index, is_sparse(all_sparse, index))
         return [self._layer(self._attention(index), mlp)], [self.attention_layer(index)]
 
@@ -104,7 +106,7 @@ class Qwen3Next(HybridDecoder):
         )
 
     def _rule(self) -> RouteRule:
-        return read_rule(with_values(self.config, {"norm_topk_prob": self.config.get("norm_topk_prob", bool, True)}))
+        return read_rule(self.config.with_values({"norm_topk_prob": self.config.get("norm_topk_prob", bool, True)}))
 
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
-from outrider.models.config import ConfigReader
+from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
@@ -56,13 +57,32 @@ def build_model(
     max_len: int | None = None,
     source: str = "config.json",
 ) -> Model:
-    """A model without its weights. max_len: positions it must serve, the config's own by default."""
+    """A model without its weights. max_len: positions it must serve, the config's own by default. Its config is checked
+    first, without memory for weights. source: the file, for messages."""
     reader = ConfigReader(config, source)
+    make = partial(_family(reader, max_len), reader, dtype=dtype)
+    try:
+        outline = make(device=torch.device("meta"), max_len=1)  # a table of one position, not of all
+    except NotImplementedError:  # a family from outside that looks at the values of its tensors
+        outline = None
+    except (RuntimeError, OverflowError) as error:
+        raise ConfigError(f"{source}: its sizes are too large for a model ({str(error).splitlines()[0]})") from error
+    if outline is not None:
+        reader.refuse_unread()
+    if torch.device(device).type == "meta" and outline is not None:
+        return outline
+    model = make(device=torch.device(device), max_len=max_len)
+    reader.refuse_unread()
+    return model
+
+
+def _family(reader: ConfigReader, max_len: int | None) -> Callable[..., Model]:
     architectures = reader.required("architectures", list)
     if not architectures or str(architectures[0]) not in _ARCHITECTURES:
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
-    model_class: Any = _ARCHITECTURES[architectures[0]]
+    model_class: Callable[..., Model] = _ARCHITECTURES[architectures[0]]
     positions = reader.text_section().optional("max_position_embeddings", int)
     if max_len is not None and positions is not None and max_len > positions:  # before tables of that length are made
-        raise ValueError(f"max_model_len ({max_len}) exceeds the {positions} positions the model was made for")
-    return model_class(reader, dtype=dtype, device=torch.device(device), max_len=max_len)
+        raise ValueError(f"max_model_len ({max_len}) exceeds the {positions} positions the model was made for "
+                         f"({reader.source}: max_position_embeddings)")
+    return model_class

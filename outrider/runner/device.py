@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from pathlib import Path
+
 import torch
 
 from outrider.models.sources.base import ModelSource
+
+log = logging.getLogger("outrider")
+CPU_INFO = Path("/proc/cpuinfo")
+# The names that Linux has for instructions which compute in a narrow type, on x86 and on ARM.
+INSTRUCTIONS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+def cpu_computes_in(dtype: str) -> bool | None:
+    """Whether the CPU has instructions for a type; None if the system does not say."""
+    if dtype not in INSTRUCTIONS:
+        return True
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return None if found is None else not INSTRUCTIONS[dtype].isdisjoint(found[1].split())
 
 
 def pick_device(name: str) -> torch.device:
@@ -16,11 +39,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """Auto: as the checkpoint says on a GPU; float32 on a CPU, where narrower types are slow."""
+    """Auto: as the checkpoint says on a GPU; float32 on a CPU, where narrower types are slower."""
     if name == "auto":
         name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if device.type == "cpu":
+            if name != "float32":
+                log.info("%s is stored in %s and computed in float32, which is faster on a CPU", source.name, name)
             name = "float32"
+    elif device.type == "cpu" and cpu_computes_in(name) is False:
+        log.warning("dtype=%r: this CPU has no instructions for it, so steps take several times as long as in float32: "
+                    "use dtype='float32' or 'auto' unless the memory is too small", name)
     if device.type != "cpu" and name == "float64":
         raise ValueError("dtype='float64' is for exact checks on the CPU; use float32 or bfloat16 on a GPU")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

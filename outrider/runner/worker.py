@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outrider.config import METHODS, EngineConfig
+from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
 from outrider.kernels import ops
@@ -26,6 +26,7 @@ from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
+from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -65,8 +66,11 @@ def build_target(config: EngineConfig, source: ModelSource) -> Model:
     ops.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
+    check_target(config, source, build_model(values, dtype=dtype, device="meta", max_len=config.max_model_len,
+                                             source=str(source.config_file)), device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        return build_model(values, dtype=dtype, device=device, max_len=config.max_model_len, source=source.name)
+        return build_model(values, dtype=dtype, device=device, max_len=config.max_model_len,
+                           source=str(source.config_file))
 
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
@@ -167,7 +171,8 @@ def _needs_no_weights(config: EngineConfig, source: ModelSource, device: torch.d
     """Whether kernels can be compiled before weights are read: there are kernels to compile, no weight decides which
     (those that keep a file's bits would), and no drafter from outside looks at the target's weights."""
     methods = () if config.speculative is None else config.speculative.methods
-    return device.type == "cuda" and not source.kept_bytes() and all(method in METHODS for method in methods)
+    return device.type == "cuda" and not source.kept_bytes() and all(
+        method in (AUTO_METHOD, *METHODS) for method in methods)
 
 
 def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory | None]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 
 from outrider.config import SpeculativeConfig
-from outrider.models.config import ConfigReader
 from outrider.models.eagle import build_eagle
 from outrider.models.head import DraftHead, load_head
-from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild
+from outrider.spec.files import drafter_source
 
 log = logging.getLogger("outrider")
 
 
 def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
-    assert config.model is not None
-    source = resolve(config.model, weights=build.load_format != "dummy")
-    head = build_eagle(ConfigReader(source.config, source.name), method, build.target, first_layer=build.first_layer,
-                       max_len=build.max_len, dtype=build.dtype, device=build.device)
+    source = drafter_source(config, build)
+    head = build_eagle(source.reader(), method, build.target, first_layer=build.first_layer, max_len=build.max_len,
+                       dtype=build.dtype, device=build.device)
     if head.sizes.max_positions < build.max_len:
         log.warning("the %s head %s was made for %d positions and max_model_len is %d: it may guess badly beyond them",
                     method, source.name, head.sizes.max_positions, build.max_len)

@@ -20,13 +20,12 @@ from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
 from outrider.mixers import CachedLayers
-from outrider.models.config import ConfigReader
-from outrider.models.gemma4_assistant import MODEL_TYPES, Gemma4Assistant, build_assistant
+from outrider.models.gemma4_assistant import Gemma4Assistant, build_assistant
 from outrider.models.head import load_head
-from outrider.models.sources import resolve
 from outrider.spec.autoregressive import NetworkDrafter
 from outrider.spec.base import DraftBuild, Drafts, HiddenReads, Step
 from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
+from outrider.spec.files import drafter_source
 
 
 class AssistantDrafter(NetworkDrafter):
@@ -59,15 +58,9 @@ class AssistantDrafter(NetworkDrafter):
                                      max_len=self._max_len, behind=self._behind)
 
 
-def is_assistant(model: str) -> bool:
-    """Whether a model's files are those of a Gemma 4 assistant."""
-    return resolve(model, weights=False).config.get("model_type") in MODEL_TYPES
-
-
 def assistant_drafter(config: SpeculativeConfig, build: DraftBuild) -> AssistantDrafter:
-    assert config.model is not None
-    source = resolve(config.model, weights=build.load_format != "dummy")
-    assistant = build_assistant(ConfigReader(source.config, source.name), build.target, first_layer=build.first_layer,
-                                max_len=build.max_len, dtype=build.dtype, device=build.device)
+    source = drafter_source(config, build)
+    assistant = build_assistant(source.reader(), build.target, first_layer=build.first_layer, max_len=build.max_len,
+                                dtype=build.dtype, device=build.device)
     load_head(assistant, lambda: source, load_format=build.load_format, seed=build.seed)
     return AssistantDrafter(assistant, config.num_speculative_tokens, config.assistant_position)

@@ -9,13 +9,13 @@ from importlib import import_module
 from outrider.config import SpeculativeConfig
 from outrider.models.base import Model
 from outrider.models.loader import load_model
-from outrider.models.sources import resolve
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafter
 from outrider.spec.combined import CombinedDrafter
 from outrider.spec.draft_model import DraftModelNetwork
 from outrider.spec.eagle import eagle_drafter
-from outrider.spec.gemma_assistant import assistant_drafter, is_assistant
+from outrider.spec.files import drafter_source, with_method
+from outrider.spec.gemma_assistant import assistant_drafter
 from outrider.spec.mtp import mtp_drafter
 from outrider.spec.ngram import NgramDrafter
 
@@ -25,6 +25,7 @@ __all__ = ["DraftBuild", "make_drafter"]
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
     """The drafter of a config; None if all drafting happens on the host."""
+    config = with_method(config, build)
     drafters: list[Drafter] = []
     for method in config.methods:
         num_layers = sum(len(drafter.attention_layers) for drafter in drafters)
@@ -51,8 +52,6 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
             return eagle_drafter(method, config, build)
         case "gemma4_assistant":
             return assistant_drafter(config, build)
-        case "mtp" if config.model is not None and is_assistant(config.model):
-            return assistant_drafter(config, build)
         case "mtp":
             return mtp_drafter(config, build)
         case _:
@@ -60,8 +59,7 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
 
 
 def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
-    assert config.model is not None
-    source = resolve(config.model, weights=build.load_format != "dummy")
+    source = drafter_source(config, build)
     model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed)
     if model.max_positions < build.max_len:
         log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",

@@ -7,10 +7,12 @@ Torch is imported only when weights are read, so the engine reads a model's conf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from outrider.models.config_reader import ConfigReader, without_keys
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,23 @@ class ModelSource(ABC):
     path: Path  # the folder or the file
     config: dict[str, Any]  # in the form of config.json of a Hugging Face folder
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def config_file(self) -> Path:
+        """The file that describes the model."""
+        return self.path
+
+    def reader(self) -> ConfigReader:
+        """The config, for reads whose errors name its file."""
+        return ConfigReader(self.config, str(self.config_file))
+
+    def without_keys(self, keys: Collection[str]) -> Self:
+        """The source with a config that lacks some keys."""
+        return replace(self, config=without_keys(self.config, keys)) if keys else self
+
+    @abstractmethod
+    def tensor_names(self) -> set[str]:
+        """Names of all tensors in the files, of which no tensor is read."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

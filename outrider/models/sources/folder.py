@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 
 class FolderSource(ModelSource):
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    def tensor_names(self) -> set[str]:
+        from outrider.models.sources.safetensors_files import safetensors_names
+
+        return safetensors_names(self.path)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from outrider.models.sources.safetensors_files import safetensors_tensors
 

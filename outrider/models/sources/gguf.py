@@ -41,6 +41,9 @@ KNOWN_KEYS = {
 class GgufSource(ModelSource):
     header: Header
 
+    def tensor_names(self) -> set[str]:
+        return {hf_name(entry.name, self.path) for entry in self.header.tensors.values() if entry.name != ROPE_FACTORS}
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from outrider.models.sources.gguf_weights import dequantised_tensors
 

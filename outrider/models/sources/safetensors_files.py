@@ -44,6 +44,12 @@ def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]
             mapped = 0
 
 
+def safetensors_names(folder: str | Path) -> set[str]:
+    """The names of all tensors of a folder, from the index or the files' headers."""
+    return {name for path, names in _files(Path(folder)).items()
+            for name in (_open(path).keys() if names is None else names)}
+
+
 def _files(folder: Path) -> dict[Path, set[str] | None]:
     """Each file, with the tensors that the index expects in it (None: all there are)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

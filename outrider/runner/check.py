@@ -1,0 +1,70 @@
+"""Refuses a model, its drafter or their lengths by arithmetic, before weights are read or gigabytes allocated.
+
+A model is checked by its outline: the same modules on torch's meta device, which has shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.models.base import Decoder, Model
+from outrider.models.sources.base import ModelSource
+from outrider.spec.base import DraftBuild
+from outrider.spec.check import check_drafter
+
+GIB = 1 << 30
+TABLE_COPIES = 2  # a table of positions is computed in blocks, which are then joined
+
+
+def check_target(config: EngineConfig, source: ModelSource, outline: Model, device: torch.device) -> None:
+    """Raise ValueError for what cannot be served on the device. `outline`: the model on the meta device."""
+    speculative = config.speculative
+    limits = config.limits(on_cuda=device.type == "cuda", max_positions=outline.max_positions,
+                           vocab_size=outline.vocab_size,
+                           max_drafts=0 if speculative is None else speculative.num_speculative_tokens)
+    _check_weights(outline, {} if not config.keep_quantized else source.kept_bytes(), device)
+    if speculative is not None:
+        check_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
+                                              config.seed, config.model))
+    tables = sum(rotary.table.shape[1] * rotary.table.element_size()
+                 for rotary in (outline.rotaries if isinstance(outline, Decoder) else ()))
+    bytes_of_position = TABLE_COPIES * tables + 4 * limits.max_requests / config.page_size
+    needed, held = limits.max_len * bytes_of_position, min(device_bytes(device), device_bytes(torch.device("cpu")))
+    if needed > held:
+        asked = "max_model_len" if config.max_model_len is not None else "max_position_embeddings of its config"
+        raise ValueError(f"{source.config_file}: tables for {limits.max_len} positions ({asked}) take "
+                         f"{needed / GIB:.0f} GiB, and there are {held / GIB:.0f}: set max_model_len to the longest "
+                         "request that you serve")
+
+
+def _check_weights(outline: Model, kept_bytes: dict[str, int], device: torch.device) -> None:
+    """`kept_bytes`: of weights that stay in their file's bits."""
+    held, total, counted = device_bytes(device), 0, set[str]()
+    for prefix, part in outline.parts():
+        for name, slot in part.weights(prefix).items():
+            if name not in counted:
+                total += kept_bytes.get(name, slot.target.numel() * slot.target.element_size())
+                counted.add(name)
+        if total > held:  # before the names of what follows are listed: there may be millions
+            raise ValueError(f"the weights take {total / GIB:.0f} GiB or more as {str(outline.dtype)[6:]}, and the "
+                             f"device has {held / GIB:.0f}: choose a smaller model or dtype, or another device")
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a device, in use or not; with the swap space on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    swap = re.search(r"SwapTotal:\s*(\d+) kB", _read("/proc/meminfo"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + (1024 * int(swap[1]) if swap else 0)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # another system
+        return ""
