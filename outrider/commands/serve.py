@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
+from outrider.commands.serve_files import chat_template, check_files
 from outrider.core.fields import did_you_mean
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace
-from outrider.engine.text import Tokenizer
 from outrider.engine.worker_process import WorkerProcess
 from outrider.server.settings import ServerConfig
 
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     engine, config = engine_config(args).for_streams(), server_config(args)
     names = config.served_model_name or (model_name(engine.model),)
     template = chat_template(config)
+    check_files(engine, config, template)
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
 
     def start() -> AsyncLLM:
         started = start_engine(engine, in_process=True)
-        check_template_name(template, config, started.tokenizer)
         if tracing is not None and config.trace_steps_per_second:
             started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
         return AsyncLLM.around(started, names[0])
@@ -116,10 +116,11 @@ def listener(config: ServerConfig) -> socket.socket:
     try:
         own.bind((config.host, config.port))
         own.listen()  # until then another server could bind the port too
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: a host that cannot be a name
         own.close()
-        raise ValueError(f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with "
-                         "--port or --host") from None
+        reason = getattr(error, "strerror", None) or "it is no name of a host"
+        raise ValueError(f"cannot listen at {config.host}:{config.port}: {reason}; choose another with --port or "
+                         "--host") from None
     return own
 
 
@@ -168,23 +169,3 @@ def _as_field(name: str, value: Any) -> Any:
 def model_name(model: str) -> str:
     """A hub id as it is; of a path only the last part, because answers show no paths."""
     return Path(model).absolute().name if Path(model).exists() else model
-
-
-def chat_template(config: ServerConfig) -> str | None:
-    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none."""
-    given = config.chat_template
-    if given is None or not ("{" in given or Path(given).is_file()):
-        return given
-    from outrider.engine.templates import compiled_template
-
-    text = given if "{" in given else Path(given).read_text(encoding="utf-8")
-    compiled_template(text)
-    return text
-
-
-def check_template_name(template: str | None, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
-    """Any other name would be taken for a template, and every prompt would be that name."""
-    known = {} if tokenizer is None else tokenizer.chat_templates
-    if template is not None and template == config.chat_template and "{" not in template and template not in known:
-        raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "
-                         f"({', '.join(sorted(known)) or 'it has none'})")

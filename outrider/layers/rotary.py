@@ -67,6 +67,9 @@ class Rotary:
                 f"in the cache would be wrong for a longer one; set max_len to at most {params.original_len}"
             )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if device.type == "meta":  # the table's shape is wanted, and a damaged config may ask for terabytes
+            self.table = torch.empty(max_len, params.rotary_dim, dtype=wide, device=device)
+            return
         frequencies, magnitude = FREQUENCIES[params.kind](params, wide)
         self.table = rope_table(frequencies, max_len).mul_(magnitude).to(device)
 

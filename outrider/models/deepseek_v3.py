@@ -155,6 +155,7 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
     """Whether each layer chooses positions itself: `indexer_types`, a pattern of F and S, or every n-th layer."""
     num_layers = config.required("num_hidden_layers", int)
     key = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
+    config.passes_over("index_topk_pattern")  # the other key wins
     frequency, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
     scheduled = [SHARED_INDEX if max(i - offset + 1, 0) % frequency else FULL_INDEX for i in range(num_layers)]
     named = {"F": FULL_INDEX, "S": SHARED_INDEX}

@@ -229,7 +229,11 @@ class ProportionalRotary(Rotary):
     def __init__(self, rope: ConfigReader, head_dim: int, *, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.table = rope_table(proportional_frequencies(rope, head_dim, wide), max_len).to(device)
+        frequencies = proportional_frequencies(rope, head_dim, wide)
+        if device.type == "meta":  # see Rotary
+            self.table = torch.empty(max_len, head_dim, dtype=wide, device=device)
+        else:
+            self.table = rope_table(frequencies, max_len).to(device)
 
 
 def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -237,9 +241,11 @@ def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dty
     turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
     if not 0 < turning <= head_dim // 2:
         raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
+    theta, factor = rope.required("rope_theta", float), rope.get("factor", float, 1.0)
+    if theta <= 1 or factor <= 0:
+        raise rope.refusal("rope_theta", "it must be greater than 1, and factor greater than 0")
     exponents = torch.arange(0, 2 * turning, 2, dtype=dtype) / head_dim
-    frequencies = 1.0 / rope.required("rope_theta", float) ** exponents / rope.get("factor", float, 1.0)
-    return F.pad(frequencies, (0, head_dim // 2 - turning))
+    return F.pad(1.0 / theta**exponents / factor, (0, head_dim // 2 - turning))
 
 
 class Gemma4(Decoder):

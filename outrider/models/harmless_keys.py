@@ -49,8 +49,9 @@ _HARMLESS_BY_REASON: dict[str, str] = {
     "Parts of a multimodal checkpoint beside its language model, and the tokens that stand for images or sound.": """
         vision_config audio_config boi_token_id eoi_token_id eoi_token_index boi_token_index boa_token_id
         boa_token_index eoa_token_id eoa_token_index image_token_id image_token_index video_token_id
-        video_token_index audio_token_id audio_token_index vision_start_token_id vision_end_token_id vision_token_id mm_tokens_per_image
-        vision_soft_tokens_per_image audio_soft_tokens_per_image vision_feature_layer language_model_only
+        video_token_index audio_token_id audio_token_index vision_start_token_id vision_end_token_id vision_token_id
+        mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image vision_feature_layer
+        language_model_only
         """,
     "A module that predicts further tokens; it is read when it drafts (`models/mtp.py`).": """
         num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings mtp_layers_block_type

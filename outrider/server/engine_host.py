@@ -123,10 +123,10 @@ class EngineHost:
         try:
             llm = await done
         except Exception as error:
-            log.error("the engine did not start: %s", error)
-            if self.num_restarts == 0:  # settings that cannot work, most likely
+            if self.num_restarts == 0:  # settings that cannot work, most likely; whoever ends the server tells them
                 self._move(Failed("the engine did not start", error))
             else:  # it has served before: the memory of its predecessor may not be free yet
+                log.error("the engine did not start: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
                 self._restart(time.monotonic())
             return

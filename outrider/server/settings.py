@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields
+from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields, shown
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_FORMATS = ("text", "json")
@@ -38,3 +39,15 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        for name in self.served_model_name:
+            if name != name.strip() or not name.isprintable():
+                raise ValueError(f"served_model_name must be a name without spaces around it, got {shown(name)}")
+        for key in self.api_key:
+            if not re.fullmatch("[!-~]([ -~]*[!-~])?", key):  # no client could send it in a header
+                raise ValueError("api_key must be ASCII, without spaces or line breaks at its ends")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ValueError(f"allowed_origins must be * or as https://example.org, got {shown(origin)}")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://\S+", endpoint):
+            raise ValueError(f"otlp_traces_endpoint must be as http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}")

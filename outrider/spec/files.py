@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from outrider.config import AUTO_METHOD, SpeculativeConfig
 from outrider.models.eagle import KINDS
@@ -30,9 +31,9 @@ def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConf
     if config.model is None or config.method not in (AUTO_METHOD, "mtp"):
         return config
     source = drafter_source(config, build)
-    found = method_of(source, has_tensors=build.load_format != "dummy", is_target=_is_target(source, build))
-    if config.method == "mtp" and found != "gemma4_assistant":
-        return config
+    if config.method == "mtp":
+        return replace(config, method="gemma4_assistant") if is_assistant(source) else config
+    found = method_of(source, has_tensors=build.load_format != "dummy", is_target=_is_target(config.model, build))
     log.info("speculative_config: the files of %s are those of method %r", config.model, found)
     return replace(config, method=found)
 
@@ -41,7 +42,7 @@ def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str
     """The method that a model's files are for. `has_tensors`: whether weights are there to look at. `is_target`: they
     are the target's own, so that only a module in them can draft."""
     config = source.reader()
-    if config.raw("model_type") in MODEL_TYPES:
+    if is_assistant(source):
         return "gemma4_assistant"
     if config.has("speculators_model_type"):
         return str(config.must_equal("speculators_model_type", *KINDS))
@@ -56,5 +57,14 @@ def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str
     return "mtp" if is_target or (has_module and not has_layers) else "draft_model"
 
 
-def _is_target(source: ModelSource, build: DraftBuild) -> bool:
-    return build.target_source is not None and resolve(build.target_source, weights=False).path == source.path
+def is_assistant(source: ModelSource) -> bool:
+    return source.config.get("model_type") in MODEL_TYPES
+
+
+def _is_target(model: str, build: DraftBuild) -> bool:
+    target = build.target_source
+    return target is not None and (model == target or _whole(model) == _whole(target))
+
+
+def _whole(path: str) -> Path:
+    return Path(path).expanduser().resolve()

@@ -83,15 +83,16 @@ def test_the_command_line_takes_them_alike() -> None:
 
 
 @pytest.mark.parametrize(("given", "own"), [
-    ({"model": "a/EAGLE3-b"}, {"model": "a/EAGLE3-b", "method": "eagle3"}),
-    ({"model": "a/eagle-b"}, {"model": "a/eagle-b", "method": "eagle"}),
-    ({"model": "a/b"}, {"model": "a/b", "method": "draft_model"}),
+    ({"model": "/data/eagle-team/llama-68m"}, {"model": "/data/eagle-team/llama-68m"}),
+    ({"model": "a/b", "method": None}, {"model": "a/b", "method": None}),
     ({"model": "[ngram]", "prompt_lookup_max": 3}, {"model": None, "method": "ngram", "prompt_lookup_max": 3}),
     ({"method": "deepseek_mtp", "draft_tensor_parallel_size": 1}, {"method": "mtp"}),
 ])  # fmt: skip
 def test_a_speculative_config_may_leave_its_method_to_the_model(given: dict[str, Any], own: dict[str, Any]) -> None:
     tokens = {"num_speculative_tokens": 3}
-    assert config_for("LLM", "m", {"speculative_config": given | tokens}).speculative_config == own | tokens
+    config = config_for("LLM", "m", {"speculative_config": given | tokens})
+    assert config.speculative_config == own | tokens
+    assert config.speculative is not None and config.speculative.method == (own.get("method") or "auto")
 
 
 def test_a_key_of_drafting_that_changes_nothing_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("llama", "hidden_size", None, "hidden_size is missing"),
         ("llama", "hidden_size", "64", "hidden_size must be an integer from 1 to 2147483647, got '64'"),
         ("llama", "attention_bias", 1, "attention_bias must be True or False, got 1"),
-        ("llama", "rms_norm_eps", True, "rms_norm_eps must be a number, got True"),
+        ("llama", "rms_norm_eps", True, "rms_norm_eps must be a number from 0 to 1, got True"),
         ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported"),
         ("qwen2", "layer_types", ["linear_attention"] * 4, "layer_types=.* is not supported; supported types are"),
         ("qwen2", "layer_types", ["full_attention"], "layer_types=.* must name 4 layers"),

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from outrider.cli import build_parser, main
-from outrider.commands.serve import apply_file, chat_template, check_template_name, server_config
+from outrider.commands.serve import apply_file, server_config
+from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.server.settings import ServerConfig
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 from tests.server.rig import PATIENCE, chat_tokenizer

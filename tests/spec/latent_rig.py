@@ -22,15 +22,16 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_hidden_layers": 3, "max_position_embeddings": 256, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": TOP_K,
-    "index_head_dim": 12, "index_n_heads": 16, "num_nextn_predict_layers": 1,
+    "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
+_INDEXED = _SIZES | {"index_topk": TOP_K, "index_head_dim": 12, "index_n_heads": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
-    "deepseek_v32": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"]},
-    "deepseek_v32_fp8": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "index_key_dtype": "fp8"},
-    "deepseek_v32_modules": _SIZES | {"architectures": ["DeepseekV32ForCausalLM"], "num_nextn_predict_layers": 2},
-    "glm_moe_dsa": _SIZES | {
+    "deepseek_v32": _INDEXED | {"architectures": ["DeepseekV32ForCausalLM"]},
+    "deepseek_v32_fp8": _INDEXED | {"architectures": ["DeepseekV32ForCausalLM"], "index_key_dtype": "fp8"},
+    "deepseek_v32_modules": _INDEXED | {"architectures": ["DeepseekV32ForCausalLM"], "num_nextn_predict_layers": 2},
+    "glm_moe_dsa": _INDEXED | {
         "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
     },

@@ -1,0 +1,67 @@
+"""Checks the files that `outrider serve` was given, before it says that it serves them. No torch, no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.config import EngineConfig
+from outrider.engine.load import read_tokenizer
+from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.models.sources import ModelSource, resolve
+from outrider.server.settings import ServerConfig
+
+
+def check_files(engine: EngineConfig, config: ServerConfig, template: str | None) -> None:
+    """Raise ValueError for a model, drafter, tokenizer or template that is not there, and for a length that the model
+    does not have. Of a hub id only the small files are fetched."""
+    source = resolve(engine.model, engine.revision, False, engine.download_dir)
+    positions = source.reader().text_section().optional("max_position_embeddings", int)
+    if engine.max_model_len is not None and positions is not None and engine.max_model_len > positions:
+        raise ValueError(f"max_model_len ({engine.max_model_len}) exceeds the {positions} positions the model was made "
+                         f"for ({source.config_file}: max_position_embeddings)")
+    if engine.speculative is not None and engine.speculative.model is not None:
+        resolve(engine.speculative.model, weights=False)
+    if engine.tokenizer is not None or _is_name(template):
+        check_template_name(template, config, _tokenizer(engine, source))
+
+
+def _tokenizer(engine: EngineConfig, source: ModelSource) -> Tokenizer | None:
+    try:
+        return read_tokenizer(engine, source)
+    except TokenizerError:
+        if engine.tokenizer is not None:
+            raise
+        return None
+
+
+def _is_name(template: str | None) -> bool:
+    """Whether a template is neither absent nor a template's text."""
+    return template is not None and "{" not in template
+
+
+def chat_template(config: ServerConfig) -> str | None:
+    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none."""
+    given = config.chat_template
+    if given is None or not ("{" in given or Path(given).is_file()):
+        return given
+    from outrider.engine.templates import compiled_template
+
+    text = given if "{" in given else _read(Path(given))
+    compiled_template(text)
+    return text
+
+
+def check_template_name(template: str | None, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+    """Any other name would be taken for a template, and every prompt would be that name."""
+    known = {} if tokenizer is None else tokenizer.chat_templates
+    if template is not None and template == config.chat_template and "{" not in template and template not in known:
+        raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "
+                         f"({', '.join(sorted(known)) or 'it has none'})")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"--chat-template {path} cannot be read: {why}") from None
