@@ -52,6 +52,7 @@ ENGINE_HELP = {
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "CPU: keep a GGUF file's weights in their own bits instead of float32; the results are the same",
     "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",
+    "ignore_config_keys": "a key of config.json that counts as absent, where it is unknown here and harmless (repeat)",
     "index_key_dtype": "sparse attention: fp8 stores the indexers' keys in half the memory, rounded, with a scale each",
 }
 SAMPLING_HELP = {

@@ -15,8 +15,10 @@ from outrider.core.params import SamplingParams
 from outrider.mixers.paged.registry import make_backend
 from outrider.models.sources.base import ModelSource
 from outrider.models.sources.folder import FolderSource
+from outrider.runner import check, device
 from outrider.runner.device import pick_device, pick_dtype
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model
+from outrider.runner.worker import build_target
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "dtype must be one of auto, float32.*got 'int8'"),
@@ -31,6 +33,69 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an interval within a page": ({"checkpoint_interval": 32, "page_size": 64}, "must be at least page_size"),
     "two sizes of the pool": ({"num_pages": 9, "kv_cache_memory_bytes": 9}, "say the same thing: give one"),
 }
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"pad_requests": (2**31 - 1,)}, r"pad_requests: every step would be padded to 2147483647, and no step has more "
+                                     r"than 32 \(max_num_seqs\): give a size of at most 16 times"),
+    ({"pad_tokens": (64, 2**31 - 1)}, r"pad_tokens: .* padded to 2147483647, .* than 512 \(max_num_batched_tokens\)"),
+    ({"pad_tokens": (6, 24, 72, 2**31 - 1), "max_num_batched_tokens": 60}, None),  # no batch reaches the last size
+])  # fmt: skip
+def test_padding_far_beyond_every_batch_is_refused(settings: dict[str, Any], says: str | None) -> None:
+    def limits() -> Limits:
+        return EngineConfig("x", **settings).limits(on_cuda=False, max_positions=64, vocab_size=9, max_drafts=0)
+
+    if says is None:
+        limits()
+    else:
+        with pytest.raises(ValueError, match=says):
+            limits()
+
+
+@pytest.mark.parametrize(("flags", "dtype", "found"), [
+    ("flags : fpu avx512_bf16 avx2", "bfloat16", True), ("flags : fpu avx2 avx512f", "bfloat16", False),
+    ("Features : fp asimd asimdhp", "bfloat16", False), ("Features : fp asimd asimdhp", "float16", True),
+    ("Features : fp bf16", "bfloat16", True), ("cpu : POWER9", "float16", None), ("", "float32", True),
+])  # fmt: skip
+def test_the_cpu_is_asked_for_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str,
+                                           found: bool | None) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
+    assert device.cpu_computes_in(dtype) is found
+
+
+def test_a_slow_type_is_warned_of_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           caplog: pytest.LogCaptureFixture) -> None:
+    source, cpu = FolderSource("m", tmp_path, {"torch_dtype": "bfloat16"}, ()), torch.device("cpu")
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
+    with caplog.at_level("INFO", logger="outrider"):
+        assert pick_dtype("bfloat16", source, cpu) is torch.bfloat16
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "this CPU has no instructions for it" in caplog.text
+        caplog.clear()
+        assert pick_dtype("auto", source, cpu) is torch.float32
+        assert caplog.messages == ["m is stored in bfloat16 and computed in float32, which is faster on a CPU"]
+
+
+@pytest.mark.parametrize(("changes", "settings", "says"), [
+    ({"max_position_embeddings": 2_000_000_000}, {},
+     r"/config.json: tables for 2000000000 positions \(max_position_embeddings of its config\) take \d+ GiB, and there "
+     "are 8: set max_model_len"),
+    ({"max_position_embeddings": 2_000_000_000}, {"max_model_len": 128}, None),
+    ({"vocab_size": 1 << 30}, {}, r"the weights take \d+ GiB or more as float32, and the device has 8: choose"),
+])  # fmt: skip
+def test_what_cannot_fit_is_refused_by_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  changes: dict[str, Any], settings: dict[str, Any],
+                                                  says: str | None) -> None:
+    monkeypatch.setattr(check, "device_bytes", lambda device: 8 << 30)
+    source = FolderSource("m", tmp_path, CONFIGS["llama"] | changes, ())
+    config = EngineConfig(str(tmp_path), device="cpu", **settings)
+    if says is None:
+        assert build_target(config, source).max_positions == 2_000_000_000
+    else:
+        with pytest.raises(ValueError, match=says):
+            build_target(config, source)
 
 
 @pytest.mark.parametrize("name", REFUSED)

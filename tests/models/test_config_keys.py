@@ -1,4 +1,4 @@
-"""Every key of a config is read, known to be harmless, or refused by name; sizes that no model has are refused at once."""
+"""Every key of a config is read, known to be harmless, or refused by name. Sizes that no model has are refused."""
 
 from __future__ import annotations
 

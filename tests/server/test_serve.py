@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -150,6 +151,36 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
                         (["no/such/model", "--port", "0"], "no/such/model")]:
         assert main(["serve", *argv]) == 2, argv
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--max-model-len", "100000"], r"max_model_len \(100000\) exceeds the 256 positions .*config.json"),
+    (["--chat-template", "nope"], "--chat-template 'nope' is no file"),
+    (["--speculative-config", '{"model": "/nope", "num_speculative_tokens": 2}'], "there is no file or folder /nope"),
+    (["--tokenizer", "/nope"], "there is no file or folder /nope"),
+    (["--served-model-name", " "], "served_model_name must be a name"),
+    (["--api-key", "key\n"], "api_key must be ASCII, without spaces or line breaks"),
+    (["--allowed-origins", "example.org"], r"allowed_origins must be \* or as https://"),
+    (["--otlp-traces-endpoint", "collector:4318"], "otlp_traces_endpoint must be as http"),
+    (["--host", "a..b"], "cannot listen at a..b"),
+])  # fmt: skip
+def test_what_the_files_show_is_said_once_and_before_it_says_that_it_serves(
+    folder: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder), "--port", "0", *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and re.search(words, lines[0]), lines
+
+
+def test_what_only_the_worker_finds_is_said_once(tmp_path: Path) -> None:
+    path = save_folder(tmp_path / "tiny-bytes", CONFIGS["llama"])
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"surprise": 1}))
+    process, _ = started(path)
+    assert process.stderr is not None
+    left = process.stderr.read()
+    assert process.wait() == 2
+    assert left.count("surprise=1") == 1 and "Traceback" not in left, left
 
 
 def test_a_template_that_is_not_there_is_no_prompt(tmp_path: Path) -> None:
