@@ -43,9 +43,8 @@ class BatchBuilder:
         return {entry.request.id for entry in self._entries}
 
     @property
-    def bounds(self) -> list[int]:
-        """Most tokens that each request has when the step is done."""
-        return [entry.request.bound.at_most for entry in self._entries]
+    def requests(self) -> list[Request]:
+        return [entry.request for entry in self._entries]
 
     def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
         own = request.bound

@@ -2,19 +2,25 @@
 
 Every step yields a token for each request that decodes, so the longest step is the longest gap between two tokens of a
 request. A step with prompts and with requests that decode is therefore kept below a number of seconds, by measured
-costs, and takes hardly longer than decoding alone where prompts have time. Prompts that nobody waits for are computed
-in full steps.
+costs, and takes hardly longer than decoding alone where prompts have time. Steps are longer while a burst of requests
+begins, since those that decode then have come with those that wait. Without requests that decode, steps are full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from outrider.core.costs import SMALL_STEP, MixedStepCosts
 from outrider.sched.request import Request
+from outrider.sched.waiting import WaitingRequests
 
+SMALL_BURST = 64  # requests, at most
+SMALL_BURST_BOUNDS, LARGE_BURST_BOUNDS = 16, 4  # times max_step_ms that a step may take in a burst
+BOUNDS_PER_REQUEST = 2 / 3  # times max_step_ms that a step of a burst may take for each request that decodes
+ESTABLISHED_STEPS = 128  # steps after which a request counts as established, whatever came before: bursts must end
 LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decodes, so that new prompts find no queue
 
 
@@ -81,23 +87,80 @@ class TimedStep:
         self._has_prompt = True
 
 
+class PromptLine(NamedTuple):
+    """Prompts that are to be computed."""
+
+    begun: list[Request]  # computed in part
+    waiting: WaitingRequests
+    num_startable: int  # waiting requests that a row is free for
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.begun) + self.num_startable
+
+    @property
+    def first(self) -> Request:
+        return self.begun[0] if self.begun else self.waiting.next
+
+
+class Burst:
+    """Requests that came together: they have followed each other in line ever since a step without prompts.
+
+    The first of them get their first tokens while the others still wait. They have no claim to be served steadily at
+    the others' cost, as requests have that decoded before the burst came: those are the established ones."""
+
+    def __init__(self) -> None:
+        self._last_step = -2
+        self._since = 0  # settled steps when the burst came
+
+    def num_established(self, decoding: list[Request], line: PromptLine, step: int) -> int:
+        """How many of the requests that decode had their first token before the burst came, or long ago. To be asked in
+        every step with prompts."""
+        if step > self._last_step + 1:
+            self._since = line.first.arrived_at
+        self._last_step = step
+        since = max(self._since, step - ESTABLISHED_STEPS)
+        return sum(request.prompt_done_at < since for request in decoding)
+
+
 class PromptTime:
     """Bounds the time of steps that compute prompts while other requests decode."""
 
     def __init__(self, max_seconds: float, costs: MixedStepCosts, patience: Patience = PATIENCE) -> None:
         self._max_seconds, self._costs, self._patience = max_seconds, costs, patience
+        self._burst = Burst()
 
-    def begin(self, lengths: list[int], num_tokens: int, budget: int, begun: Iterable[Request],
-              waiting: Iterable[Request]) -> TimedStep:
-        """A step in which requests of these lengths decode, with num_tokens tokens in all. begun: requests whose
-        prompts are computed in part. Where decoding alone takes more than half of the bound, prompts still get as much
-        time as decoding."""
+    def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> TimedStep:
+        """The step of this number, in which these requests decode with num_tokens tokens in all."""
+        lengths = [request.bound.at_most for request in decoding]
         reading = self._costs.read(lengths)
+        seconds = self._costs.step(num_tokens) + reading
+        num_established = self._burst.num_established(decoding, line, step) if line.num_prompts else len(decoding)
+        if line.num_prompts > num_established:
+            bounds = burst_bounds(line.num_prompts, len(decoding), num_established)
+            max_seconds = max(bounds * self._max_seconds, min(bounds, LARGE_BURST_BOUNDS) * 2 * seconds)
+        else:
+            max_seconds = min(max(self._max_seconds, 2 * seconds), self._small_step(lengths, num_tokens, reading, line))
+        return TimedStep(self._costs, max_seconds, num_tokens, budget, reading)
+
+    def _small_step(self, lengths: list[int], num_tokens: int, reading: float, line: PromptLine) -> float:
+        """Seconds of a small step; infinite if prompts have no time for small steps."""
         decoding = self._costs.step(num_tokens) + reading
-        max_seconds = max(self._max_seconds, 2 * decoding)
         size = self._costs.largest_size(SMALL_STEP * decoding - reading)
         room, seconds = size - num_tokens, self._costs.step(size) + reading
-        if room >= LEAST_SHARE * len(lengths) and self._patience.allows(room / seconds, begun, waiting):
-            longest = int(room / seconds * self._patience.one_prompt)
-            max_seconds = min(max_seconds, seconds + self._costs.attend(room, longest))
-        return TimedStep(self._costs, max_seconds, num_tokens, budget, reading)
+        if room < LEAST_SHARE * len(lengths):
+            return inf
+        if not self._patience.allows(room / seconds, line.begun, line.waiting.ready):
+            return inf
+        return seconds + self._costs.attend(room, int(room / seconds * self._patience.one_prompt))
+
+
+def burst_bounds(num_prompts: int, num_decoding: int, num_established: int) -> float:
+    """How many bounds a step may take in a burst, in which more prompts are in line than established requests decode.
+
+    The more requests decode, the longer the step, so that prompts begin to decode in growing groups: there are few
+    steps, and most requests meet one or two long ones. A large burst has many steps in any case; its steps are no
+    longer than it takes to compute prompts at nearly full speed. Established requests make steps shorter."""
+    most = SMALL_BURST_BOUNDS if num_prompts + num_decoding <= SMALL_BURST else LARGE_BURST_BOUNDS
+    growing = max(1.0, BOUNDS_PER_REQUEST * num_decoding)
+    return min(most, growing, num_prompts / num_established if num_established else inf)

@@ -67,7 +67,7 @@ class Request:
     __slots__ = (
         "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "sampler_load", "state", "epoch",
         "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event",
-        "num_proposed", "folded", "num_pending", "finish", "error", "shares_promises",
+        "num_proposed", "folded", "num_pending", "arrived_at", "prompt_done_at", "shares_promises", "finish", "error",
     )  # fmt: skip
 
     def __init__(self, request_id: int, prompt_token_ids: list[int], asked: RequestInput) -> None:
@@ -91,6 +91,8 @@ class Request:
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for
         self.next_event = 0  # settled length at which the cache manager has something to do
+        self.arrived_at = 0  # number of steps that had settled when it arrived
+        self.prompt_done_at = 0  # number of the step that computes the last token of its prompt
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
         self.shares_promises = True  # until it had to start again because a promise was broken
         self.finish = Finish.NO

@@ -27,7 +27,7 @@ from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, NoDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
-from outrider.sched.prompt_time import FullStep, PromptTime, TimedStep
+from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime, TimedStep
 from outrider.sched.request import Request, State
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
@@ -87,6 +87,7 @@ class Scheduler:
             self.cache.check_fits(request.end_len)
         for request in requests:
             self._requests[request.id] = request
+            request.arrived_at = self.stats.num_steps - len(self._in_flight)
             self._waiting.arrive(request)
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
@@ -222,7 +223,8 @@ class Scheduler:
         if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget)
         num_tokens = self.limits.max_batched_tokens - budget
-        return self._prompt_time.begin(batch.bounds, num_tokens, budget, prefills, self._waiting.ready)
+        line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
+        return self._prompt_time.begin(batch.requests, num_tokens, budget, line, self.stats.num_steps)
 
     def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most
@@ -235,6 +237,7 @@ class Scheduler:
                          and not self._make_room(request, bound, batch)):
             return 0
         batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        request.prompt_done_at = self.stats.num_steps
         for start, end in spans.within(context, bound) if spans else ():
             batch.mark(start, end)
         step.add(chunk, context)

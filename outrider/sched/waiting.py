@@ -29,6 +29,10 @@ class WaitingRequests:
         return bool(self._heap)
 
     @property
+    def num_ready(self) -> int:
+        return len(self._heap)
+
+    @property
     def next(self) -> Request:
         return self._heap[0][1]
 

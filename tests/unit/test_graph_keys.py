@@ -22,7 +22,7 @@ from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs import costs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LossRates
-from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes
+from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes, with_larger_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.results import read_result
@@ -340,6 +340,12 @@ def test_sizes_are_measured_up_to_twice_the_bound_or_twice_the_smallest_step() -
     assert seconds_up_to(10.0, sizes, lambda size: size / 10) == {64: 6.4, 128: 12.8, 256: 25.6}
     assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 16)) == [64, 128, 256, 512, 1024]
     assert list(seconds_up_to(10.0, sizes, lambda size: 30 + size / 8)) == [64, 128, 256, 512]
+
+
+def test_sizes_beyond_the_measured_ones_take_time_in_proportion_to_their_tokens() -> None:
+    sizes = [64, 128, 256, 512, 1024]
+    assert with_larger_sizes({64: 5.0, 256: 8.0}, sizes) == {64: 5.0, 256: 8.0, 512: 16.0, 1024: 32.0}
+    assert with_larger_sizes({64: 5.0}, [64]) == {64: 5.0}
 
 
 def test_latent_layers_have_no_costs_of_attention_over_keys_and_values() -> None:

@@ -11,9 +11,10 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import Patience, PromptTime
+from outrider.sched.prompt_time import ESTABLISHED_STEPS, Burst, Patience, PromptLine, PromptTime, burst_bounds
 from outrider.sched.request import Request, RequestInput
 from outrider.sched.scheduler import Scheduler
+from outrider.sched.waiting import WaitingRequests
 from tests.unit.hash_mixer import make_layout
 
 # A step takes a tenth of a millisecond for its weights and a hundredth of one for each token.
@@ -148,12 +149,12 @@ def test_short_prompts_beside_a_long_one_are_computed_at_the_bound() -> None:
 
 
 def test_small_steps_begin_when_few_tokens_of_prompts_are_left() -> None:
-    """20 ms are 545 tokens. Three prompts of 200 have more, until a step has taken some."""
+    """20 ms are 527 tokens. Three prompts of 200 have more, until a step has taken some."""
     sched = patient()
-    decoding(sched, 2)
+    decoding(sched, 3)
     sched.add(*(request(9 + index, 200) for index in range(3)))
-    assert run_step(sched) == {0: 1, 1: 1, 9: 126}
-    assert run_step(sched) == {0: 1, 1: 1, 9: 30}
+    assert run_step(sched) == {0: 1, 1: 1, 2: 1, 9: 125}
+    assert run_step(sched) == {0: 1, 1: 1, 2: 1, 9: 29}
 
 
 @pytest.mark.parametrize(("num_decoding", "tokens"), [(5, 27), (6, 26), (7, 121)])
@@ -201,10 +202,132 @@ def test_bounds_hold_and_nobody_starves(seed: int, patience: Patience) -> None:
             computed[index] += num_tokens
         total = sum(step.values())
         if streams and total > len(streams) + COSTS.tokens[0]:  # more than the first chunk, which always goes on
-            assert COSTS.step(total) <= max(max_seconds, 2 * COSTS.step(len(streams))) + 1e-9
+            bounds = burst_bounds(LIMITS.max_requests - len(streams), len(streams), 0)  # at most; see below for fewer
+            assert COSTS.step(total) <= bounds * max(max_seconds, 2 * COSTS.step(len(streams))) + 1e-9
             num_mixed += 1
         for index in streams:
             if source.random() < 0.3:
                 sched.end(index, Finish.LENGTH)
                 del computed[index]
     assert num_mixed > 0
+
+
+@pytest.mark.parametrize(("prompts", "decoding", "established", "bounds"), [
+    (15, 1, 0, 1), (12, 3, 0, 2), (6, 9, 0, 6), (30, 30, 0, 16), (40, 24, 0, 16),  # groups grow
+    (40, 25, 0, 4), (500, 3, 0, 2), (100, 200, 0, 4),  # a large burst
+    (12, 12, 6, 2), (12, 12, 11, 12 / 11), (200, 300, 20, 4),  # established requests, fewer than there are prompts
+])  # fmt: skip
+def test_steps_of_a_burst_are_longer_the_more_requests_decode(
+    prompts: int, decoding: int, established: int, bounds: float
+) -> None:
+    assert burst_bounds(prompts, decoding, established) == pytest.approx(bounds)
+
+
+MANY = Limits(40, 2048, 4096, 0, 99)
+MANY_SIZES = tuple(range(32, 2049, 32))
+LINEAR = MixedStepCosts(MANY_SIZES, tuple(size * 1e-5 for size in MANY_SIZES))  # 32 tokens take 0.32 ms
+
+
+class Crowd:
+    """A scheduler whose steps are bounded to 1 ms, 96 tokens, where decoding takes less than half of it."""
+
+    def __init__(self, limits: Limits = MANY) -> None:
+        cache = CacheManager(make_layout((4, 0)), 4000, limits, enable_prefix_caching=False)
+        self.sched = Scheduler(cache, limits, prompt_time=PromptTime(1e-3, LINEAR, NO_PATIENCE))
+        self.count = 0
+
+    def arrive(self, count: int, prompt: int = 64) -> None:
+        self.sched.add(*(request(self.count + index, prompt) for index in range(count)))
+        self.count += count
+
+    def schedule(self) -> ScheduledBatch:
+        batch = self.sched.schedule()
+        assert batch is not None
+        return batch
+
+    def step(self) -> tuple[int, int]:
+        """(requests that decode, tokens of prompts)"""
+        batch = self.schedule()
+        self.sched.update(answer(batch))
+        decoding = sum(known == 1 for known in batch.num_known)
+        return decoding, sum(batch.num_known) - decoding
+
+    def first_of_a_burst(self, others: int, prompt: int = 64) -> None:
+        """One request whose first token is being computed when the others arrive."""
+        self.arrive(1)
+        batch = self.schedule()
+        self.arrive(others, prompt)
+        self.sched.update(answer(batch))
+
+
+def test_a_burst_is_computed_in_few_growing_steps() -> None:
+    crowd = Crowd()
+    crowd.first_of_a_burst(31)
+    steps = []
+    while crowd.sched.num_waiting:
+        steps.append(crowd.step())
+    assert [num for num, _ in steps] == sorted(num for num, _ in steps)
+    tokens = [num for _, num in steps]
+    assert tokens[0] == 95 and tokens[:-1] == sorted(tokens[:-1]) and max(tokens) > 5 * 96
+    assert len(steps) < 10 < 31 * 64 / 96, "within the bound there would be two dozen"
+
+
+def test_requests_that_decoded_before_a_burst_came_keep_the_bound() -> None:
+    """The same requests, but the others arrive when the first has its token, and as many decode as wait."""
+    crowd = Crowd()
+    crowd.arrive(16)
+    assert crowd.step() == (0, 16 * 64)
+    crowd.arrive(16)
+    while crowd.sched.num_waiting:
+        decoding, tokens = crowd.step()
+        assert decoding + tokens <= 96
+
+
+def test_a_burst_onto_fewer_established_requests_gets_a_share_of_bounds() -> None:
+    crowd = Crowd()
+    crowd.arrive(6)
+    crowd.step()
+    crowd.arrive(18)
+    assert crowd.step() == (6, 288 - 6), "three bounds: three prompts wait for each request that decodes"
+
+
+def test_a_burst_is_over_after_a_step_without_prompts() -> None:
+    crowd = Crowd()
+    crowd.first_of_a_burst(11)
+    while crowd.step()[1]:
+        pass
+    crowd.arrive(12)
+    assert sum(crowd.step()) == 96
+
+
+def test_requests_that_no_row_is_free_for_lengthen_no_step() -> None:
+    crowd = Crowd(Limits(8, 2048, 4096, 0, 99))
+    crowd.arrive(6)
+    crowd.step()
+    crowd.arrive(40, prompt=512)
+    assert sum(crowd.step()) == 96, "two prompts can begin beside six requests that decode"
+
+
+def established(burst: Burst, step: int, arrived_at: int) -> list[int]:
+    """Of requests whose prompts were done in steps 0 to `step`, those that count as established beside a prompt."""
+    decoding = [request(index, 2) for index in range(step)]
+    for index, own in enumerate(decoding):
+        own.prompt_done_at = index
+    prompt = request(step, 9)
+    prompt.arrived_at = arrived_at
+    count = burst.num_established(decoding, PromptLine([prompt], WaitingRequests(), 0), step)
+    return [own.id for own in decoding[:count]]
+
+
+def test_requests_are_established_that_had_a_token_before_the_first_of_the_burst_came() -> None:
+    burst = Burst()
+    assert established(burst, step=6, arrived_at=4) == [0, 1, 2, 3]
+    assert established(burst, step=7, arrived_at=6) == [0, 1, 2, 3], "prompts were in line ever since"
+    assert established(burst, step=9, arrived_at=7) == [0, 1, 2, 3, 4, 5, 6], "step 8 had none"
+
+
+def test_requests_of_a_burst_that_does_not_end_are_established_after_some_steps() -> None:
+    burst = Burst()
+    for step in range(ESTABLISHED_STEPS + 4):
+        count = len(established(burst, step, arrived_at=0))
+    assert count == 3

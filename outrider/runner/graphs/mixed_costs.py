@@ -35,7 +35,8 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
     def seconds_of(size: int) -> float:
         return best_seconds(_step_of(step, limits, graphs, size, takes_checkpoints), step.state.device)
 
-    useful = useful_sizes(seconds_up_to(max_seconds, mixed_sizes(GraphSizes.from_limits(limits)), seconds_of))
+    sizes = mixed_sizes(GraphSizes.from_limits(limits))
+    useful = with_larger_sizes(useful_sizes(seconds_up_to(max_seconds, sizes, seconds_of)), sizes)
     reading, row_seconds = read_costs(step)
     costs = MixedStepCosts(tuple(useful), tuple(useful.values()), attend_costs(step), reading=reading,
                            row_seconds=row_seconds)
@@ -64,6 +65,13 @@ def useful_sizes(found: dict[int, float]) -> dict[int, float]:
         if found[size] <= min(useful.values(), default=found[size]):
             useful[size] = found[size]
     return dict(reversed(useful.items()))
+
+
+def with_larger_sizes(measured: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
+    """Adds the sizes beyond the largest that was measured, which steps have in a burst of prompts. Their products take
+    all of the device, so the time grows with the tokens, and measuring them would only make start-up longer."""
+    largest = max(measured)
+    return {**measured, **{size: measured[largest] / largest * size for size in sizes if size > largest}}
 
 
 def mixed_sizes(sizes: GraphSizes) -> list[int]:
