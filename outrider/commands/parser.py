@@ -32,7 +32,7 @@ ENGINE_HELP = {
     "max_model_len": "longest request in tokens, prompt and answer",
     "max_num_seqs": "most requests in one step",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
-    "max_step_ms": "GPU: longest step with prompts among requests that decode, but for bursts; serve: 12, otherwise no limit",
+    "max_step_ms": "GPU: longest step with prompts while requests decode, except in bursts; serve: 12, otherwise none",
     "page_size": "tokens of the smallest page",
     "num_pages": "pages of the cache",
     "kv_cache_memory_bytes": "bytes of the cache",

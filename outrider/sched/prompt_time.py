@@ -18,7 +18,7 @@ from outrider.sched.request import Request
 from outrider.sched.waiting import WaitingRequests
 
 SMALL_BURST = 64  # requests, at most
-SMALL_BURST_BOUNDS, LARGE_BURST_BOUNDS = 16, 4  # times max_step_ms that a step may take in a burst
+SMALL_BURST_BOUNDS, LARGE_BURST_BOUNDS = 16, 5  # times max_step_ms that a step may take in a burst
 BOUNDS_PER_REQUEST = 2 / 3  # times max_step_ms that a step of a burst may take for each request that decodes
 ESTABLISHED_STEPS = 128  # steps after which a request counts as established, whatever came before: bursts must end
 LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decodes, so that new prompts find no queue
