@@ -24,6 +24,7 @@ INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
 MAX_PADDING = 16  # the most that a batch may be padded by, as a factor
+LARGE_GPU_BYTES = 64 << 30  # total memory of a GPU that serves twice as many requests at once by default
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
 
@@ -89,12 +90,14 @@ class EngineConfig:
             overlap = on_cuda or self.speculative_config is None
         return 2 if overlap else 1
 
-    def limits(self, *, on_cuda: bool, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
-        """Sizes for this model and device; max_len may still be lowered to what the pool can hold."""
+    def limits(self, *, gpu_bytes: int | None, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
+        """Sizes for this model and device; max_len may still be lowered to what the pool can hold. gpu_bytes: total
+        memory of the GPU; None on a CPU."""
+        on_cuda = gpu_bytes is not None
         max_len = self.max_model_len or max_positions
         if max_len > max_positions:
             raise ValueError(f"max_model_len ({max_len}) exceeds the {max_positions} positions the model was made for")
-        max_requests = self.max_num_seqs or (256 if on_cuda else 32)
+        max_requests = self.max_num_seqs or default_requests(gpu_bytes)
         tokens = self.max_num_batched_tokens or max(8192 if on_cuda else 512, max_requests * (1 + max_drafts))
         _check_padding("pad_requests", self.pad_requests, "max_num_seqs", max_requests)
         _check_padding("pad_tokens", self.pad_tokens, "max_num_batched_tokens", tokens)
@@ -108,6 +111,14 @@ def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: in
     if largest > MAX_PADDING * limit:
         raise ValueError(f"{name}: every step would be padded to {largest}, and no step has more than {limit} "
                          f"({limit_name}): give a size of at most {MAX_PADDING} times that")
+
+
+def default_requests(gpu_bytes: int | None) -> int:
+    """Most requests in one step. A request that waits for a row waits for the whole answer of another one, so a GPU
+    whose memory holds the contexts of many requests has rows for them."""
+    if gpu_bytes is None:
+        return 32
+    return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
 
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:

@@ -102,7 +102,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     from outrider.formats.gguf import GgufLinear
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
-    from outrider.runner.device import pick_device, pick_dtype
+    from outrider.runner.device import gpu_bytes, pick_device, pick_dtype
     from outrider.runner.memory import fit_max_len, plan_memory
 
     config = engine_config(args)
@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len,
                         source=str(source.config_file))
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
+    limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval)
     keeps_bits = config.keep_quantized and GgufLinear.can_keep(dtype, device)

@@ -30,7 +30,7 @@ ENGINE_HELP = {
     "dtype": "type of weights and arithmetic",
     "device": "auto, cpu, cuda or cuda:N",
     "max_model_len": "longest request in tokens, prompt and answer",
-    "max_num_seqs": "most requests in one step",
+    "max_num_seqs": "most requests in one step; 32 on a CPU, 256 on a GPU, 512 on one with 64 GiB or more",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
     "max_step_ms": "GPU: longest step with prompts while requests decode, except in bursts; serve: 12, otherwise none",
     "page_size": "tokens of the smallest page",

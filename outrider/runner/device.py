@@ -38,6 +38,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def gpu_bytes(device: torch.device) -> int | None:
+    """Total memory of a GPU; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
     """Auto: as the checkpoint says on a GPU; float32 on a CPU, where narrower types are slower."""
     if name == "auto":

@@ -15,6 +15,7 @@ from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
 from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
@@ -75,7 +76,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
         max_drafts = max(max_drafts, speculative.num_speculative_tokens)
-    limits = config.limits(on_cuda=device.type == "cuda", max_positions=model.max_positions,
+    limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:

@@ -110,16 +110,18 @@ def test_a_config_does_not_change() -> None:
         EngineConfig("x").seed = 1  # type: ignore[misc]
 
 
-def limits_of(on_cuda: bool = False, max_drafts: int = 0, **fields: Any) -> Limits:
+def limits_of(gpu_bytes: int | None = None, max_drafts: int = 0, **fields: Any) -> Limits:
     return EngineConfig("x", **fields).limits(
-        on_cuda=on_cuda, max_positions=4096, vocab_size=100, max_drafts=max_drafts
+        gpu_bytes=gpu_bytes, max_positions=4096, vocab_size=100, max_drafts=max_drafts
     )
 
 
 def test_what_is_left_open_is_decided() -> None:
     limits = limits_of()
     assert (limits.max_len, limits.vocab_size, limits.steps_in_flight) == (4096, 100, 2)
-    assert limits_of(on_cuda=True).max_requests > limits.max_requests
+    small, large = limits_of(gpu_bytes=24 << 30), limits_of(gpu_bytes=80 << 30)
+    assert [own.max_requests for own in (limits, small, large)] == [32, 256, 512]
+    assert limits_of(gpu_bytes=80 << 30, max_num_seqs=100).max_requests == 100
     assert limits_of(overlap=False).steps_in_flight == 1
     assert limits_of(max_model_len=77).max_len == 77
     with pytest.raises(ValueError, match=r"max_model_len \(5000\) exceeds the 4096 positions"):

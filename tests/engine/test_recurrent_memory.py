@@ -84,7 +84,7 @@ def test_the_report_of_a_large_model() -> None:
     config = EngineConfig("large", max_num_seqs=64, num_pages=1000)
     inputs = sum(spec.input_bytes for _, spec in layout.recurrent.layers)
     for k in range(MOST + 1):
-        limits = config.limits(on_cuda=False, max_positions=model.max_positions, vocab_size=model.vocab_size,
+        limits = config.limits(gpu_bytes=None, max_positions=model.max_positions, vocab_size=model.vocab_size,
                                max_drafts=k)
         report = plan_memory(config, layout, limits, CPU, weight_bytes=0).report()
         found = re.search(r"(\d+) rows of (\d+) KiB, of which (\d+) for (\d+) drafts; (\d+) pages a checkpoint", report)

@@ -25,6 +25,7 @@ from outrider.runner.step import DeviceStep
 CHUNK, CONTEXT = 1024, 7168  # tokens whose attention is measured, and computed tokens before them
 LEAST_TOKENS = 64  # tokens of the smallest step that is measured
 FEW_REQUESTS = (16, 64)  # small steps have few requests, and graphs for so many: logits of more take time
+MANY_REQUESTS = 256  # requests of the graphs that are measured, at most: logits of more take time that few steps need
 CALLS = 4  # calls of a kernel between two looks at the clock
 
 
@@ -86,7 +87,7 @@ def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
-    captured = graphs.get(_mixed_key(limits, limits.max_requests, tokens, takes_checkpoints))
+    captured = graphs.get(_mixed_key(limits, min(MANY_REQUESTS, limits.max_requests), tokens, takes_checkpoints))
     return lambda: captured.replay(lambda: None)
 
 
