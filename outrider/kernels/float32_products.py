@@ -21,7 +21,7 @@ def takes_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def summed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]: the sum over pieces of the inputs."""
-    num_tokens, inputs, outputs = *x.shape, weight.shape[0]
+    (num_tokens, inputs), outputs = x.shape, weight.shape[0]
     whole = inputs // PIECE * PIECE
     at_once = max(1, MAX_PARTIAL // max(1, num_tokens * outputs)) * PIECE
     total = torch.zeros(num_tokens, outputs, dtype=x.dtype, device=x.device)

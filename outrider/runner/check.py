@@ -14,6 +14,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import ModelSource
+from outrider.runner.device import gpu_bytes
 from outrider.spec.base import DraftBuild
 from outrider.spec.check import check_drafter
 
@@ -24,7 +25,7 @@ TABLE_COPIES = 2  # a table of positions is computed in blocks, which are then j
 def check_target(config: EngineConfig, source: ModelSource, outline: Model, device: torch.device) -> None:
     """Raise ValueError for what cannot be served on the device. `outline`: the model on the meta device."""
     speculative = config.speculative
-    limits = config.limits(on_cuda=device.type == "cuda", max_positions=outline.max_positions,
+    limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=outline.max_positions,
                            vocab_size=outline.vocab_size,
                            max_drafts=0 if speculative is None else speculative.num_speculative_tokens)
     _check_weights(outline, {} if not config.keep_quantized else source.kept_bytes(), device)

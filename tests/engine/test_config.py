@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 ])  # fmt: skip
 def test_padding_far_beyond_every_batch_is_refused(settings: dict[str, Any], says: str | None) -> None:
     def limits() -> Limits:
-        return EngineConfig("x", **settings).limits(on_cuda=False, max_positions=64, vocab_size=9, max_drafts=0)
+        return EngineConfig("x", **settings).limits(gpu_bytes=None, max_positions=64, vocab_size=9, max_drafts=0)
 
     if says is None:
         limits()
