@@ -116,6 +116,15 @@ def onto(established: int, streams: int) -> Load:
     return Load(f"{streams}onto{established}", arrivals, counted_from=begin)
 
 
+def among(streams: int) -> Load:
+    """A prompt of 8000 tokens every second among requests that decode, as in bench/gap.py."""
+    def arrivals() -> list[Arrival]:
+        before = [Arrival(0.0, i, 512, 900) for i in range(streams)]
+        return before + [Arrival(1.0 + i, streams + i, 8000, 1) for i in range(3)]
+
+    return Load(f"among{streams}", arrivals, counted_from=1.0)
+
+
 def poisson(share: float, seconds: float = 12.0, lengths: tuple[tuple[int, float], ...] = ((512, 1.0),),
             capacity: float = 40.0) -> Load:
     """Arrivals at a share of what the card can serve. lengths: of prompts, and their weights. capacity: requests of 512
@@ -232,6 +241,7 @@ class Simulation:
 STREAMS = (16, 32, 64, 128, 256, 512)
 LOADS = {load.name: load for load in (
     *(burst(n) for n in STREAMS), *(burst(n, 3) for n in STREAMS), onto(8, 32), onto(32, 64), onto(128, 128),
+    among(1), among(16), among(32),
     *(poisson(share) for share in (0.25, 0.5, 0.7, 0.9, 0.95, 1.1)),
     *(poisson(share, lengths=((200, 0.95), (8000, 0.05))) for share in (0.5, 0.8, 0.95)),
 )}  # fmt: skip
