@@ -88,7 +88,7 @@ def _decode_kernel(
             return
 
     rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
-    queries = load_queries(q, rows, q_token_stride, q_head_stride, D, D_PAD)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
     begin, lowest, highest = _keys_of_split(
         tile, tokens, split, base, size, num_active, first_key, window, Q_TILE, BLOCK_N, SPLIT, HAS_WINDOW, HAS_STARTS
     )

@@ -14,44 +14,20 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import FLOATS, LOG2E, add_product, next_power_of_two, require, require_tensor, tanh
+from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
 
 MAX_HEAD_DIM = 1024
-PIECE = tl.constexpr(128)  # columns whose products are added up one after the other in float32
 
 
 @triton.jit
 def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Columns `dim` of keys or values; columns past D are 0, and so is what is not inside, where that is asked."""
+    """Keys or values [keys, D_PAD]; columns past D are 0, and so is what is not inside, where that is asked."""
     if MASKED:
         return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
     elif D != D_PAD:
         return tl.load(at, mask=(dim < D)[None, :], other=0.0)
     else:
         return tl.load(at)
-
-
-@triton.jit
-def num_pieces(k_head, D_PAD: tl.constexpr):
-    """Pieces of a head's columns that are multiplied one by one. In float32 a score is one chain of additions over all
-    columns, which rounds the more the longer it is, so the chain is divided. 16 bits need no such care."""
-    return D_PAD // PIECE if k_head.dtype.element_ty == tl.float32 and D_PAD > PIECE else 1
-
-
-@triton.jit
-def _multiply_keys(q, k_rows, inside, D: tl.constexpr, D_PAD: tl.constexpr, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Products of queries, as `load_queries` gives them, with the keys that begin at `k_rows`."""
-    if PIECES == 1:
-        dim = tl.arange(0, D_PAD)
-        k = _load_tile(k_rows[:, None] + dim[None, :], inside, dim, D, D_PAD, MASKED)
-        return tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        score = tl.zeros([q[0].shape[0], k_rows.shape[0]], dtype=tl.float32)
-        for piece in tl.static_range(PIECES):
-            dim = tl.arange(0, PIECE) + piece * PIECE
-            k = _load_tile(k_rows[:, None] + dim[None, :], inside, dim, D, D_PAD, MASKED)
-            score = add_product(score, q[piece], tl.trans(k))
-        return score
 
 
 class RequestTokens(NamedTuple):
@@ -119,7 +95,6 @@ def attend_keys(
     that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
     keys. STAGES: tiles on their way at a time, instead of the kernel's own number."""
     dim = tl.arange(0, D_PAD)
-    PIECES: tl.constexpr = num_pieces(pages.k_head, D_PAD)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         inside = (position >= lowest) & (position < highest)
@@ -128,11 +103,13 @@ def attend_keys(
         else:
             page = tl.load(pages.table + position // PAGE).to(tl.int64)
         k_row = page * pages.k_page_stride + (position % PAGE) * pages.k_token_stride
+        k_at = pages.k_head + k_row[:, None] + dim[None, :]
         v_row = page * pages.v_page_stride + (position % PAGE) * pages.v_token_stride
         v_at = pages.v_head + v_row[:, None] + dim[None, :]
+        k = _load_tile(k_at, inside, dim, D, D_PAD, MASKED)
         if EARLY_VALUES:
             v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
-        score = _multiply_keys(q, pages.k_head + k_row, inside, D, D_PAD, PIECES, MASKED) * scale
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * tanh(score / softcap)
         score = score * LOG2E
@@ -187,19 +164,11 @@ def end_of_keys(tile, tokens, Q_TILE: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q, rows, q_token_stride, q_head_stride, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Queries [BLOCK_M, D_PAD], or a tuple of their pieces where `num_pieces` are several."""
-    at = q + rows.token[:, None] * q_token_stride + rows.head[:, None] * q_head_stride
-    PIECES: tl.constexpr = num_pieces(q, D_PAD)
-    if PIECES == 1:
-        return tl.load(at + rows.dim[None, :], mask=rows.is_query[:, None] & rows.in_dim, other=0.0)
-    else:
-        pieces = ()
-        for piece in tl.static_range(PIECES):
-            dim = (tl.arange(0, PIECE) + piece * PIECE)[None, :]
-            piece_of_queries = tl.load(at + dim, mask=rows.is_query[:, None] & (dim < D), other=0.0)
-            pieces = pieces + (piece_of_queries,)  # type: ignore[assignment]
-        return pieces
+def load_queries(q, rows, q_token_stride, q_head_stride):
+    return tl.load(
+        q + rows.token[:, None] * q_token_stride + rows.head[:, None] * q_head_stride + rows.dim[None, :],
+        mask=rows.is_query[:, None] & rows.in_dim, other=0.0,
+    )
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def _exact_kernel(
     if SHARED:
         if program >= tl.maximum(num_splits, 1):  # the first one also writes what dead tokens get
             return
-    queries = load_queries(q, rows, q_token_stride, q_head_stride, D, D_PAD)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
     table = page_table + request.to(tl.int64) * table_stride
     place = (((request * max_query + rows.query) * HEADS + rows.head) * num_parts).to(tl.int64)
     acc, peak, total = no_sums(BLOCK_M, D_PAD)

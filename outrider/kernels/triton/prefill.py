@@ -124,7 +124,7 @@ def _prefill_kernel(
     request, tile, exists = find_tile(tile_requests, tile_indices, program, num_requests, SEARCH)
     tokens = load_request(query_starts, lengths, live, request, exists)
     rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
-    queries = load_queries(q, rows, q_token_stride, q_head_stride, D, D_PAD)
+    queries = load_queries(q, rows, q_token_stride, q_head_stride)
     lowest, highest, begin, whole_begin, whole_end = _keys_of_tile(
         tile, tokens, key_starts, request, window, Q_TILE, BLOCK_N, HAS_WINDOW, HAS_STARTS
     )
