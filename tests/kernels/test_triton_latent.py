@@ -142,7 +142,7 @@ def choose(contexts: TokenContexts, q: torch.Tensor, weights: torch.Tensor, keys
 @pytest.mark.parametrize("integers", [False, True], ids=["numbers", "ties"])
 def test_the_choice_is_the_twins(device: torch.device, rows: int, splits: int, integers: bool) -> None:
     """With ties; token rows of several requests in a tile."""
-    lens = [*LENS, (6, 0, 61), (9, 7, 64)]
+    lens = [*LENS, (6, 0, 61), (9, 7, 64), (3, 0, 9)]  # the last rows see 7, 8 and 9 positions
     contexts = make_contexts(device, lens, columns=16)
     keys = make_cache(contexts, 6, torch.float32, integers)
     q = spread(len(contexts.first), 5, 6, device=device, dtype=torch.float32)
