@@ -54,6 +54,21 @@ def test_equals_the_plain_product_without_native(packed: bool, exact: bool) -> N
         check(product, rows)
 
 
+@pytest.mark.usefixtures("without_native")
+def test_exact_products_without_native_are_equal_calls_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may choose its order of additions by the shape of a call and by where its operands lie in memory."""
+    product, calls = make_product(torch.randn(24, 17), exact=True), set()
+
+    def linear(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        calls.add((x.shape, x.stride(), x.data_ptr() % 64))
+        return torch.zeros(1, 24)
+
+    monkeypatch.setattr(cpu_linear.F, "linear", linear)
+    for rows in (1, 3, 70):
+        assert product(torch.randn(rows + 1, 17)[1:]).shape == (rows, 24)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("inputs", [64, 201])
 def test_exact_rows_have_the_same_bits(inputs: int) -> None:
     need_native()
