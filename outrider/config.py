@@ -154,8 +154,7 @@ class SpeculativeConfig:
     """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
 
     num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
-    # See docs/drafters.md; a list combines several. auto: by the files of `model`.
-    method: MethodOrAuto | Annotated[list[Method], NotEmpty] = AUTO_METHOD
+    method: MethodOrAuto | Annotated[list[Method], NotEmpty] = AUTO_METHOD  # see docs/drafters.md; a list combines some
     model: Text | None = None  # the folder or id of a draft model or head
     prompt_lookup_min: Annotated[int, Range(1, 64)] = 2  # n-gram: shortest match, in tokens
     prompt_lookup_max: Annotated[int, Range(1, 64)] = 4  # n-gram: longest match

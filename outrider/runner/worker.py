@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
-from outrider.kernels import ops
 from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model, fill_model
-from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
-from outrider.runner.check import check_target
-from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.mixed_costs import measure_mixed_costs
@@ -45,11 +40,11 @@ from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts, prepare_all
 from outrider.runner.step import DeviceStep
+from outrider.runner.target import build_target
 from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
-FP8_CAPABILITY = (8, 9)
 CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
 
 
@@ -60,34 +55,11 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
     return model
 
 
-def build_target(config: EngineConfig, source: ModelSource) -> Model:
-    """The model that the config asks for, on its device, without weights."""
-    device = pick_device(config.device)
-    ops.prepare_compiler(device)
-    dtype = pick_dtype(config.dtype, source, device)
-    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
-    check_target(config, source, build_model(values, dtype=dtype, device="meta", max_len=config.max_model_len,
-                                             source=str(source.config_file)), device)
-    with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        return build_model(values, dtype=dtype, device=device, max_len=config.max_model_len,
-                           source=str(source.config_file))
-
-
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
                watch=watch)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
-
-
-def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
-    asked = f"index_key_dtype={config.index_key_dtype!r}"
-    if values.get("index_topk") is None:
-        raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
-    return {**values, "index_key_dtype": config.index_key_dtype}
 
 
 class Worker:

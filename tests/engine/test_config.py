@@ -17,7 +17,7 @@ from outrider.models.sources.base import ModelSource
 from outrider.models.sources.folder import FolderSource
 from outrider.runner import check, device
 from outrider.runner.device import pick_device, pick_dtype
-from outrider.runner.worker import build_target
+from outrider.runner.target import build_target
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -32,7 +32,7 @@ from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.safetensors_files import safetensors_tensors
-from outrider.runner.worker import with_index_keys
+from outrider.runner.target import with_index_keys
 from tests.models.oracle import LATENT_FAMILIES, hf_config, hf_model, load, make_folder, tokens_of
 from tests.models.paged import PagedModel, Piece
 

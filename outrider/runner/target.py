@@ -1,0 +1,42 @@
+"""Builds the target model without its weights, on its device, once nothing speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.kernels import ops
+from outrider.models.base import Model
+from outrider.models.registry import build_model
+from outrider.models.sources.base import ModelSource
+from outrider.runner.check import check_target
+from outrider.runner.device import pick_device, pick_dtype
+from outrider.runner.memory import enough_memory
+
+FP8_CAPABILITY = (8, 9)
+
+
+def build_target(config: EngineConfig, source: ModelSource) -> Model:
+    """The model that the config asks for, on its device, without weights."""
+    device = pick_device(config.device)
+    ops.prepare_compiler(device)
+    dtype = pick_dtype(config.dtype, source, device)
+    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
+    build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file))
+    check_target(config, source, build(device="meta"), device)
+    with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
+        return build(device=device)
+
+
+def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
+    asked = f"index_key_dtype={config.index_key_dtype!r}"
+    if values.get("index_topk") is None:
+        raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
+    return {**values, "index_key_dtype": config.index_key_dtype}
