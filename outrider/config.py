@@ -144,8 +144,7 @@ ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemm
 SYNTHETIC_RATE = 0.6914  # the same at every position: 3 drafts give a mean run of 2.5
 MAX_DRAFTS = 16
 OWN_DRAFTER = (r"[\w.]+:\w+", "'package.module:Class' for a drafter of your own")
-Method: TypeAlias = Annotated[str, OneOf(METHODS, *OWN_DRAFTER)]
-MethodOrAuto: TypeAlias = Annotated[str, OneOf((AUTO_METHOD, *METHODS), *OWN_DRAFTER)]
+Method: TypeAlias = Annotated[str, OneOf((*METHODS, AUTO_METHOD), *OWN_DRAFTER)]
 Rate: TypeAlias = Annotated[float, Range(0, 1)]
 
 
@@ -154,7 +153,7 @@ class SpeculativeConfig:
     """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
 
     num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
-    method: MethodOrAuto | Annotated[list[Method], NotEmpty] = AUTO_METHOD  # see docs/drafters.md; a list combines some
+    method: Method | Annotated[list[Method], NotEmpty] = AUTO_METHOD  # see docs/drafters.md; a list combines some
     model: Text | None = None  # the folder or id of a draft model or head
     prompt_lookup_min: Annotated[int, Range(1, 64)] = 2  # n-gram: shortest match, in tokens
     prompt_lookup_max: Annotated[int, Range(1, 64)] = 4  # n-gram: longest match
@@ -179,10 +178,12 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_fields("speculative_config: ", self)
+        if AUTO_METHOD in self.methods and self.method != AUTO_METHOD:
+            raise ValueError("speculative_config: a list of methods names each of them: 'auto' stands alone")
         lacking = next((method for method in self.methods if method in NEEDS_MODEL), None)
         if self.model is None and lacking == AUTO_METHOD:
-            raise ValueError(f"speculative_config: give a method ({', '.join(METHODS)} or {OWN_DRAFTER[1]}), or the "
-                             "'model' that drafts, whose files tell the method")
+            raise ValueError(f"speculative_config: without a 'model', whose files could tell it, method must be one of "
+                             f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}, got None")
         if self.model is None and lacking is not None:
             raise ValueError(f"speculative_config: method {lacking!r} needs 'model', the folder or id of the drafter")
         low, high, k = self.prompt_lookup_min, self.prompt_lookup_max, self.num_speculative_tokens

@@ -233,7 +233,7 @@ REFUSED = {
     "another name of CUDA": ("LLM(model, device='gpu')", r"^device 'gpu': did you mean 'cuda'\?"),
     "drafts without a method": (
         "LLM(model, speculative_config={'num_speculative_tokens': 2})",
-        r"^speculative_config: give a method \(ngram, .*\), or the 'model' that drafts"),
+        r"^speculative_config: without a 'model', .* method must be one of ngram, .*, got None$"),
     "drafts without a number": ("LLM(model, speculative_config={'method': 'ngram'})",
                                 "^speculative_config: num_speculative_tokens must be an integer from 1 to 16, got"),
     "a drafter on several devices": (

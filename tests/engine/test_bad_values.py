@@ -54,7 +54,7 @@ BY_NAME = {
     "stop_token_ids": {"empty list"}, "logit_bias": {"empty dict"}, "pad_requests": {"empty list"},
     "pad_tokens": {"empty list"}, "bad_words_token_ids": {"empty list", "list"}, "model": {"text", "number as text"},
     "tokenizer": {"text", "number as text"}, "revision": {"text", "number as text"},
-    "download_dir": {"text", "number as text"},
+    "download_dir": {"text", "number as text"}, "ignore_config_keys": {"empty list", "list of text"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -155,7 +155,8 @@ FLAG_ACCEPTS = {
     "seed": {"-1"}, "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "presence_penalty": {"-1"},
     "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)}, "speculative": {"true"},
     "logit_bias": {"{}"}, "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
-    **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir"), set(FLAG_WORDS) - {""}),
+    **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
+                     "ignore_config_keys"), set(FLAG_WORDS) - {""}),
 }  # fmt: skip
 PARSER = cli.build_parser()
 
