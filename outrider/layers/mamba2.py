@@ -57,7 +57,7 @@ class Mamba2Mixer(ConvMixer):
         )
         super().__init__(spec, conv_bias=shape.conv_bias, dtype=dtype, device=device)
         self.shape = shape
-        self.skip = torch.empty_like(self.dt_bias)
+        self.skip = torch.empty(self.dt_bias.shape, dtype=self.dt_bias.dtype, device=device)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("D", Parameter(self.skip))]

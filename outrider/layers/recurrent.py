@@ -29,8 +29,9 @@ class ConvMixer(Module, ABC):
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.conv_weight = torch.empty(spec.conv_width, spec.conv_dim, dtype=self.wide, device=device)
         self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if conv_bias else None
-        self.log_decay = torch.empty(spec.state_shape[0], dtype=self.wide, device=device)  # [heads]
-        self.dt_bias, self.decay = torch.empty_like(self.log_decay), torch.empty_like(self.log_decay)
+        # [heads] each. `empty_like` would import a second or more of torch's Python code on the meta device.
+        self.log_decay, self.dt_bias, self.decay = (
+            torch.empty(spec.state_shape[0], dtype=self.wide, device=device) for _ in range(3))
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         bias = [] if self.conv_bias is None else [("conv1d.bias", Parameter(self.conv_bias))]

@@ -81,7 +81,9 @@ class SlotRotary(Rotary):
     """The rope of a head: position p was trained with the angles of p - 1. Only dead token rows have position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
-        self.table = torch.cat((rotary.table[:1], rotary.table[:-1]))
+        table = rotary.table
+        # Joining tensors without numbers would import a second or more of torch's Python code.
+        self.table = table if table.is_meta else torch.cat((table[:1], table[:-1]))
 
 
 def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int) -> None:

@@ -56,10 +56,10 @@ def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: of a folder (generation_config.json first, then config.json) or of a config."""
     if isinstance(source, Mapping):
         return _eos_of(source)
-    generation, config = Path(source) / "generation_config.json", read_config(source)
-    vocab_size = ConfigReader(config).text_section().get("vocab_size", int, INT32)
-    found = _eos_of(_read_json(generation), generation.name, vocab_size) if generation.is_file() else ()
-    return found or _eos_of(config, "config.json", vocab_size)
+    generation, own, config = Path(source) / "generation_config.json", Path(source) / "config.json", read_config(source)
+    vocab_size = ConfigReader(config, str(own)).text_section().get("vocab_size", int, INT32)
+    found = _eos_of(_read_json(generation), str(generation), vocab_size) if generation.is_file() else ()
+    return found or _eos_of(config, str(own), vocab_size)
 
 
 def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: int = INT32) -> tuple[int, ...]:
