@@ -1,7 +1,8 @@
 """EngineConfig: every setting of an engine with its default, frozen.
 
 Sizes that a caller leaves as None are decided here, from what is known of the model and the device; device, dtype and
-backend that are "auto" where the worker starts (`runner/device.py`, `mixers/paged/registry.py`).
+backend that are "auto" where the worker starts (`runner/device.py`, `mixers/paged/registry.py`), and so is a drafting
+method that is left to files (`spec/files.py`).
 """
 
 from __future__ import annotations
