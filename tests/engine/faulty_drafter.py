@@ -63,3 +63,36 @@ class NegativeCounts(FaultyDrafter):
     def __init__(self, num_speculative_tokens: int, target: object) -> None:
         super().__init__(lambda step, tokens, counts: Drafts(tokens, counts * 0 - 47))
         self.max_drafts = num_speculative_tokens
+
+
+class ReadsTheDevice(NegativeCounts):
+    """Returns good drafts, but waits for the device in `propose`, which no captured step may do."""
+
+    name = "reads"
+
+    def propose(self, step: Step) -> Drafts:
+        int(step.known.sum().item())
+        self._at = range(0)
+        return super().propose(step)
+
+
+class WritesRows(NegativeCounts):
+    """Writes to the rows' known tokens."""
+
+    name = "writes"
+
+    def propose(self, step: Step) -> Drafts:
+        step.tokens.zero_()
+        self._at = range(0)
+        return super().propose(step)
+
+
+class ForeignTokens(NegativeCounts):
+    """Returns token ids that no vocabulary has."""
+
+    name = "foreign"
+
+    def propose(self, step: Step) -> Drafts:
+        self._at = range(0)
+        drafts = super().propose(step)
+        return Drafts(drafts.tokens + 10**9, drafts.counts)

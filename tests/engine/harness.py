@@ -146,11 +146,13 @@ class GrowingOutputs:
 class Rig:
     """A small engine on the CPU with every blank page poisoned, and what a test wants to know of its run.
 
-    `depth`: steps in flight, instead of two with overlap and one without."""
+    `depth`: steps in flight, instead of two with overlap and one without. `expects_faults`: of drafters; an engine
+    takes what a drafter raises for a fault of the drafter, assertions of tests included."""
 
     def __init__(self, model: Model, *, depth: int | None = None, eos_ids: tuple[int, ...] = (),
                  tokenizer: Tokenizer | None = None, drafter: Drafter | None = None, poison: bool = True,
-                 grammars: Any = None, **settings: Any) -> None:
+                 grammars: Any = None, expects_faults: bool = False, **settings: Any) -> None:
+        self._expects_faults = expects_faults
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
         if grammars is None and tokenizer is not None:
@@ -226,6 +228,7 @@ class Rig:
         assert not self.engine.has_work and not self.scheduler.has_work
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.cache.usage() == 0
+        assert self._expects_faults or not self.engine.stats.drafter_faults, self.engine.stats.drafters_off
 
     def close(self) -> None:
         self.engine.close()

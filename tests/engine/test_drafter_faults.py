@@ -103,7 +103,7 @@ def logged() -> Iterator[list[str]]:
 
 def assert_harmless(drafter: Drafter, num_rounds: int = 2, **options: Any) -> tuple[Rig, list[str]]:
     """Requests give the expected tokens, several times. Returns the closed rig and the log's warnings."""
-    with logged() as lines, Rig(tiny_model("llama"), drafter=drafter, **options) as rig:
+    with logged() as lines, Rig(tiny_model("llama"), expects_faults=True, drafter=drafter, **options) as rig:
         for _ in range(num_rounds):
             assert tokens_of(rig.run(ASKS)) == expected()
     return rig, lines
@@ -166,7 +166,7 @@ def test_many_exceptions(method: str, start: int, times: int) -> None:
 
 def check_exceptions(method: str, start: int, times: int) -> None:
     drafter = FaultyDrafter(method=method, at=range(start, start + times))
-    with logged() as lines, Rig(tiny_model("llama"), drafter=drafter) as rig:
+    with logged() as lines, Rig(tiny_model("llama"), expects_faults=True, drafter=drafter) as rig:
         plan = rig.scheduler._drafts
         assert plan is not None
         choose = plan.choose
@@ -221,7 +221,7 @@ def test_a_part_of_a_combination_misbehaves_alone() -> None:
 
 def test_a_drafter_that_was_switched_off_is_never_called_again() -> None:
     drafter = FaultyDrafter()
-    with Rig(tiny_model("llama"), drafter=drafter) as rig:
+    with Rig(tiny_model("llama"), expects_faults=True, drafter=drafter) as rig:
         rig.run(ASKS)
         assert drafter._calls == MAX_DRAFTER_FAULTS
         rig.run(ASKS)
@@ -235,7 +235,7 @@ def test_a_drafter_that_was_switched_off_is_never_called_again() -> None:
 
 def test_captured_steps_drop_the_drafts_of_a_drafter_that_is_off() -> None:
     """A graph goes on proposing what it was captured with: the device learns which drafters are off."""
-    with Rig(tiny_model("llama"), drafter=FaultyDrafter()) as rig:
+    with Rig(tiny_model("llama"), expects_faults=True, drafter=FaultyDrafter()) as rig:
         drafting = rig.step.drafting
         for guard in drafting._guards:
             guard.record.add(FaultKind.RAISED, "raised something", at_once=True)
@@ -246,9 +246,10 @@ def test_captured_steps_drop_the_drafts_of_a_drafter_that_is_off() -> None:
 
 def test_a_step_is_captured_again_without_a_drafter_that_failed_meanwhile() -> None:
     """A drafter that reads the device ends the capture: then the step is captured without it."""
-    with Rig(tiny_model("llama"), drafter=FaultyDrafter()) as rig:
+    with Rig(tiny_model("llama"), expects_faults=True, drafter=FaultyDrafter()) as rig:
         graphs: Any = StepGraphs.__new__(StepGraphs)
         graphs._step = rig.step
+        graphs._renew_pool = lambda: None
         record = rig.step.drafting._guards[0].record
         tries: list[str] = []
 
@@ -270,7 +271,7 @@ def test_an_async_engine_lives_on() -> None:
     edits: list[Edit] = [lambda s, t, c: Drafts(t, c * 0 - 47), FORMS["float counts"].edit]
 
     async def run(edit: Edit) -> None:
-        rig = Rig(tiny_model("llama"), drafter=FaultyDrafter(edit))
+        rig = Rig(tiny_model("llama"), expects_faults=True, drafter=FaultyDrafter(edit))
         async with AsyncLLM.around(rig.engine) as llm:
             for _ in range(2):
                 outputs = [[output async for output in llm.generate(ask.prompt, ask.params)][-1] for ask in ASKS]
@@ -328,7 +329,7 @@ def test_a_drafter_on_the_host_misbehaves(name: str, monkeypatch: pytest.MonkeyP
     made = FaultyHostDrafter(guess, (lambda: 1 // 0) if name == "finish" else lambda: None)  # type: ignore[arg-type]
     monkeypatch.setattr("outrider.engine.start.SuffixDrafter", lambda: made)
     config = {"method": "suffix", "num_speculative_tokens": K, "auto": False}
-    with logged() as lines, Rig(tiny_model("llama"), speculative_config=config) as rig:
+    with logged() as lines, Rig(tiny_model("llama"), expects_faults=True, speculative_config=config) as rig:
         for _ in range(2):
             assert tokens_of(rig.run(ASKS)) == expected()
         assert tokens_of(rig.run(ASKS[:1])) == expected()[:1]  # its result brings the last faults

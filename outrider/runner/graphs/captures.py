@@ -88,6 +88,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._reserved: torch.cuda.CUDAGraph | None = None
+        self._reserved_bytes = 0
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
@@ -200,7 +201,8 @@ class StepGraphs:
     def reserve(self, num_bytes: int) -> None:
         """Memory that all captures share, whichever comes first: as much as the largest takes. A graph of its own keeps
         it, since memory of a pool without graphs is given back."""
-        self._reserved, device = torch.cuda.CUDAGraph(), self._step.state.device
+        self._reserved, self._reserved_bytes = torch.cuda.CUDAGraph(), num_bytes
+        device = self._step.state.device
         self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
 
     def capture_at_start(self, keys: Iterable[GraphKey]) -> None:
@@ -277,10 +279,19 @@ class StepGraphs:
         except Exception:
             if self._step.drafting.num_off == num_off:
                 raise
+            self._renew_pool()
         else:
             if self._step.drafting.num_off == num_off:
                 return captured
         return self._capture(key)
+
+    def _renew_pool(self) -> None:
+        """After a capture that CUDA has ended: torch does not close the memory pool of such a capture, and refuses to
+        open it for another one."""
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        if self._reserved is not None:
+            self._reserved = None
+            self.reserve(self._reserved_bytes)
 
     def _capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
         step, shape, plan = self._step, self.keys.shape(key), self.keys.plan(key)
