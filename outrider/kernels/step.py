@@ -1,7 +1,7 @@
 """A step's bookkeeping: `prepare_step` before the forward, `commit_step` after the sampler, `store_drafts` at the end.
 
-Plain torch, any device, the specification: `kernels.triton.step` does the same in one launch each, integer for integer,
-and takes and returns the types declared here. Nothing here knows models or caches.
+Plain torch, any device, the specification: `kernels.triton.step` and `kernels.triton.draft_entry` do the same in one
+launch each, integer for integer, and take and return the types declared here. Nothing here knows models or caches.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Proposal(NamedTuple):
     counts: torch.Tensor  # [requests] how many of the tokens are drafts
 
 
-class DraftFault(NamedTuple):
+class WrongValue(NamedTuple):
     """A wrong value of a proposal, in the form in which `store_drafts` reports it to the host."""
 
     drafter: int  # index of the proposal
@@ -98,7 +98,7 @@ class DraftFault(NamedTuple):
     value: int
 
     @classmethod
-    def from_code(cls, code: int, value: int) -> DraftFault:
+    def from_code(cls, code: int, value: int) -> WrongValue:
         """code: 1 + 2 * drafter for a count, one more for a token id."""
         return cls((code - 1) // 2, code % 2 == 0, value)
 

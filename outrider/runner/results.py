@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
-from outrider.kernels.step import FAULT, FAULT_VALUE, DraftFault
+from outrider.kernels.step import FAULT, FAULT_VALUE, WrongValue
 from outrider.runner.prompt_reports import with_hidden
 from outrider.runner.rows import RowParams
 from outrider.runner.step import DeviceResult, RowCheckpoints
@@ -39,7 +39,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
     done = StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
     if not result.drafting:
         return done
-    faults = [DraftFault.from_code(own[FAULT], own[FAULT_VALUE]) for own in counts if own[FAULT]]
+    faults = [WrongValue.from_code(own[FAULT], own[FAULT_VALUE]) for own in counts if own[FAULT]]
     report = result.drafting.report(faults)
     return replace(done, drafter_faults=report.faults, is_drafting_over=report.is_over)
 

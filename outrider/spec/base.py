@@ -50,7 +50,8 @@ class HiddenReads(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, as drafters see it. Request tensors have the padded count; ROWS tensors are row state."""
+    """A committed step, as drafters see it, to be read only. Request tensors have the padded count; ROWS tensors are
+    row state."""
 
     batch: ForwardBatch
     hidden: Hidden  # hidden states of the step's token rows, as far as the drafter reads them

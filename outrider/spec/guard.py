@@ -17,7 +17,7 @@ import torch
 from outrider.core import Admission
 from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord
 from outrider.kernels.buffers import to_device
-from outrider.kernels.step import DraftFault, Proposal
+from outrider.kernels.step import Proposal, WrongValue
 from outrider.spec.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.spec.combined import CombinedDrafter
 
@@ -189,7 +189,7 @@ class DrafterGuards:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "
                                   "requests are admitted anew")
 
-    def report(self, found: Sequence[DraftFault]) -> DrafterReport:
+    def report(self, found: Sequence[WrongValue]) -> DrafterReport:
         """The faults since the last report. found: those of a step that the device found, any number of them."""
         for index, guard in enumerate(self._guards):
             own = next((fault for fault in found if fault.drafter == index), None)

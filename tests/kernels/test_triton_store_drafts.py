@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import native, ops  # noqa: E402
-from outrider.kernels.step import FAULT, FAULT_VALUE, NUM_COUNTS, PROPOSED, DraftFault, Proposal  # noqa: E402
+from outrider.kernels.step import FAULT, FAULT_VALUE, NUM_COUNTS, PROPOSED, Proposal, WrongValue  # noqa: E402
 
 VOCAB, ROWS, MOST = 10, 6, 4
 EXTREMES = [-(2**63), -(2**31) - 1, -47, -1, 2**31, 2**63 - 1]
@@ -94,7 +94,7 @@ def test_the_kernel_equals_the_torch_code(device: torch.device, offer: Offer) ->
     assert_same("triton", offer, device)
 
 
-def told(offer: Offer, request: int) -> tuple[list[int], DraftFault | None]:
+def told(offer: Offer, request: int) -> tuple[list[int], WrongValue | None]:
     """The drafts of a request and its first fault, by the words of `store_drafts`."""
     drafts: list[int] = []
     fault = None
@@ -104,9 +104,9 @@ def told(offer: Offer, request: int) -> tuple[list[int], DraftFault | None]:
             continue
         wrong = [token for token in own[: max(count, 0)] if not 0 <= token < VOCAB]
         if not 0 <= count <= len(own):
-            fault = fault or DraftFault(drafter, False, count)
+            fault = fault or WrongValue(drafter, False, count)
         elif wrong:
-            fault = fault or DraftFault(drafter, True, wrong[0])
+            fault = fault or WrongValue(drafter, True, wrong[0])
         else:
             drafts = drafts or own[:count]
     return drafts, fault
@@ -122,7 +122,7 @@ def test_rows_get_only_drafts_that_a_step_can_check(offer: Offer) -> None:
         assert out.num_drafts[request + 1] == out.counts[request, PROPOSED] == count
         assert out.drafts[request + 1, :wanted].tolist() == drafts + [0] * (wanted - len(drafts))
         code, value = int(out.counts[request, FAULT]), int(out.counts[request, FAULT_VALUE])
-        assert (DraftFault.from_code(code, value) if code else None) == fault
+        assert (WrongValue.from_code(code, value) if code else None) == fault
     assert bool((out.counts[:, :PROPOSED] == 9).all()) and bool((out.num_drafts[len(offer.goes_on) + 1 :] == 3).all())
 
 
