@@ -55,8 +55,8 @@ class PrefixLookup:
     # Pages and states
 
     def find(self, key: PageKey, horizon: Horizon) -> int | None:
-        page = self.pool.find(key)
-        return self.promises.find_page(key, horizon) if page is None and horizon else page
+        page = self.promises.find_page(key, horizon) if horizon else None
+        return self.pool.find(key) if page is None else page
 
     def horizon(self, step: int | None) -> Horizon:
         """The promises that a request of the batch of `step` may use; none if there is no step."""

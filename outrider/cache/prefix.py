@@ -51,13 +51,18 @@ def longest_hit(
     the recurrent layers is known."""
     step = max(group.page_tokens for group in groups)
     candidate = most // step * step
+    found: dict[PageKey, bool] = {}  # a page is asked for again whenever another group lowers the candidate
     while candidate > 0:
         lowered = candidate
         for group in groups:
             digests = hashes[group.page_tokens].upto(token_ids, lowered // group.page_tokens)
 
-            def is_cached(column: int, group: Group = group, digests: list[bytes] = digests) -> bool:
-                return is_known((group.index, digests[column]))
+            def is_cached(column: int, index: int = group.index, digests: list[bytes] = digests) -> bool:
+                key = index, digests[column]
+                known = found.get(key)
+                if known is None:
+                    known = found[key] = is_known(key)
+                return known
 
             lowered = group.kind.serves(is_cached, lowered) // step * step
         lowered = serves_state(lowered)
