@@ -39,7 +39,7 @@ from outrider.runner.grammars import GrammarRows
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
-from outrider.sample.sampler import LogprobsMode, kernels_serve, sample
+from outrider.sample.sampler import LogprobsMode, kernels_serve, sample, sample_chunk
 from outrider.spec.base import Drafter, HiddenReads, Step
 from outrider.spec.guard import DrafterGuards
 from outrider.spec.synthetic import SyntheticAcceptance
@@ -124,6 +124,7 @@ class DeviceStep:
         self._logprobs_mode = logprobs_mode
         self._exact = exact
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
+        self._reports_row_by_row = exact and state.device.type == "cpu"  # log-probabilities of prompts, by a library
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
         # What the last step asked of the sampler, which most steps ask again.
@@ -135,7 +136,8 @@ class DeviceStep:
     @property
     def has_sampler_kernels(self) -> bool:
         """Whether kernels sample, with any parameters, by what rows hold."""
-        return self.state.device.type == "cuda" and ops.has_triton() and self.model.dtype != torch.float64
+        logits = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        return sample_chunk.serves(torch.empty(0, dtype=logits, device=self.state.device))
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -198,7 +200,7 @@ class DeviceStep:
             self.clock.lap("grammars")
         # Before drafters, which may write to the hidden states.
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
-                                  row_by_row=self._samples_row_by_row)
+                                  row_by_row=self._reports_row_by_row)
         hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params, exact=self._exact)
         result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.

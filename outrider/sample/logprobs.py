@@ -64,12 +64,15 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
     """Log-probabilities of the tokens [L] that follow logits [L, V], and of the `num` likeliest tokens, -1 for all.
 
     Takes scratch of the logits' size: callers with many logit rows come in chunks."""
-    logprobs = torch.log_softmax(logits, dim=1)
+    ids = rank_tokens(logits, chosen_ids, logits.shape[1] if num == MAX_LOGPROBS_ALL else num)
+    return LogprobRows(ids, torch.log_softmax(logits, dim=1).gather(1, ids[:, 1:]))
+
+
+def rank_tokens(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> torch.Tensor:
+    """[L, 2 + num]: the chosen token's rank, the chosen token, and the `num` likeliest tokens."""
     at = chosen_ids[:, None]
     rank = (logits > logits.gather(1, at)).sum(dim=1, keepdim=True) + 1
-    top_ids = _top_ids(logits, logits.shape[1] if num == MAX_LOGPROBS_ALL else min(num, logits.shape[1]))
-    ids = torch.cat([at, top_ids], dim=1)
-    return LogprobRows(torch.cat([rank, ids], dim=1), logprobs.gather(1, ids))
+    return torch.cat([rank, at, _top_ids(logits, min(num, logits.shape[1]))], dim=1)
 
 
 def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:

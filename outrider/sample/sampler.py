@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from outrider.kernels.ops import FLOAT32, Exactness, Operation, triton_kernel
+from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, triton_kernel
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import (
@@ -104,7 +104,7 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     at, rows, needs = asked.logit_rows, asked.rows, asked.needs
     asked.extras.check(needs)
     num_logprobs, is_raw = needs.max_logprobs, asked.logprobs == "raw"
-    edited = _edit(logits, asked) if needs.any_edits else logits
+    edited = edit_logits(logits, asked) if needs.any_edits else logits
     shaped = edited
     if needs.any_sampled or (num_logprobs is not None and not is_raw):
         shaped = scale(edited, at.row, rows)
@@ -120,7 +120,7 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     return Sampled(tokens, bad, logprob_rows(logits if is_raw else shaped, tokens, num_logprobs))
 
 
-def _edit(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     """A copy with single logits changed. The order is part of what the parameters mean."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
@@ -146,7 +146,8 @@ def kernels_serve(needs: StepNeeds) -> bool:
 
 
 sample_chunk = Operation(
-    _sample_chunk, triton_kernel("outrider.sample.fused:sample_fused", FLOAT32,
-                                 lambda logits, asked: kernels_serve(asked.needs)), name="sample_chunk",
-    exact=Exactness.ROW_BY_ROW,
+    _sample_chunk,
+    native_kernel("outrider.sample.native:sample_native", FLOAT32, "outrider.sample.native:takes_sample"),
+    triton_kernel("outrider.sample.fused:sample_fused", FLOAT32, lambda logits, asked: kernels_serve(asked.needs)),
+    name="sample_chunk", exact=Exactness.ROW_BY_ROW,
 )

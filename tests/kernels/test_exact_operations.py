@@ -96,13 +96,13 @@ def paged_attention(rows: torch.Tensor, window: int = 0) -> torch.Tensor:
                                window, 20.0)
 
 
-def drawn(operation: Operation[..., Any]) -> Call:
+def drawn(operation: Operation[..., Any], has_kernel: bool) -> Call:
     """The sampler works on one logit row at a time where no kernel draws."""
     logits, place = random(ROWS, 203, dtype=torch.float32), torch.arange(ROWS, device=DEVICE)
     keys = SamplingKeys(torch.full((ROWS,), 0.8, device=DEVICE), place + 3, place * 0)
 
     def call(rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(len(rows) if ON_CARD else 1)
+        parts = rows.split(len(rows) if has_kernel else 1)
         made = [operation(logits[part], part, 5 + part, keys, True) for part in parts]
         return torch.cat([part if isinstance(part, torch.Tensor) else part[0] for part in made])
 
@@ -203,8 +203,8 @@ SHOWN: dict[str, list[Call]] = {
     "exact_write_latents": [write_latents],
     "rotate_queries": [rotate_queries],
     "exact_head_products": [head_products],
-    "choose_scaled": [drawn(ops.operations()["choose_scaled"])],
-    "draw_tokens": [drawn(ops.operations()["draw_tokens"])],
+    "choose_scaled": [drawn(ops.operations()["choose_scaled"], ON_CARD)],
+    "draw_tokens": [drawn(ops.operations()["draw_tokens"], True)],
 }
 # Shown by whole engines: the sampler's chunks need rows of requests (tests/engine/test_exact_mode.py).
 SHOWN_BY_ENGINES = {"sample_chunk"}

@@ -710,7 +710,7 @@ def test_fields_in_another_order_are_noticed(structure: structures.Structure, tm
     first, second, *rest = structure.kinds
     kinds = {name: structure.kinds[name] for name in (second, first, *rest)}
     wrong = structures.Structure(structure.name, **kinds)
-    source = f'#include <stddef.h>\n#include "native.h"\n{wrong.layout_source()}'
+    source = f'#include <stddef.h>\n#include "sampling.h"\n{wrong.layout_source()}'
     subprocess.run([*native_build._compiler(), "-shared", "-fPIC", f"-I{native_build.HERE}", "-x", "c", "-", "-o",
                     str(tmp_path / "layout.so")], input=source, text=True, check=True)  # fmt: skip
     with pytest.raises(structures.LayoutError, match=structure.name):

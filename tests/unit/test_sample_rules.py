@@ -18,6 +18,7 @@ from outrider.sample import SamplingRows, StepExtras, StepNeeds
 from outrider.sample.draw import draw_tokens
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
+from outrider.sample.sampler import sample_chunk
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -207,7 +208,7 @@ class TestNeeds:
     def test_a_greedy_batch_is_one_argmax(self) -> None:
         """Filters of greedy requests cost nothing either: generation configs set them for everybody."""
         batch = make_batch([one(replace(GREEDY, top_k=20, top_p=0.8), logits_of(1, 2)) for _ in range(3)])
-        with Wide(batch.logits.numel()) as wide, ops.using("torch", draw_tokens):
+        with Wide(batch.logits.numel()) as wide, ops.using("torch", draw_tokens, sample_chunk):
             batch.sample()
         assert wide.seen == ["argmax", "gather"]
         if native.available():
@@ -217,7 +218,7 @@ class TestNeeds:
 
     def test_extras_of_another_batch_are_refused(self) -> None:
         batch = make_batch([one(replace(GREEDY, logit_bias={1: 1.0}), logits_of(1))])
-        with pytest.raises(AssertionError, match="logit bias"):
+        with ops.using("torch", sample_chunk), pytest.raises(AssertionError, match="logit bias"):
             replace(batch, extras=StepExtras()).sample()
 
     def test_extras_follow_the_logit_rows(self) -> None:

@@ -26,7 +26,6 @@ from outrider.kernels.native.matrix import (
 from outrider.kernels.native.rows import (
     add_rms_norm,
     cap_logits,
-    draw_tokens,
     find_ngram,
     gelu_scale,
     gelu_tanh_mul,
@@ -34,6 +33,7 @@ from outrider.kernels.native.rows import (
     sigmoid_scale,
     silu_mul,
 )
+from outrider.kernels.native.sampling import count_runs, draw_tokens
 
 __all__ = [
     "FLOATS",
@@ -53,6 +53,7 @@ __all__ = [
     "add_rms_norm",
     "available",
     "cap_logits",
+    "count_runs",
     "decoder_layer",
     "dense_matrix",
     "dequantize",

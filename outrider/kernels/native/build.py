@@ -21,10 +21,14 @@ from outrider.core.status_line import status_line
 from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("native.c", "product.c", "int8.c", "int8_lanes.c", "attention.c", "step.c"))
+SOURCES = tuple(
+    HERE / name
+    for name in ("native.c", "product.c", "int8.c", "int8_lanes.c", "attention.c", "step.c", "sampling.c",
+                 "sampling_draw.c", "sampling_edits.c", "sampling_filters.c", "sampling_logprobs.c")
+)  # fmt: skip
 HEADERS = tuple(
     HERE / name
-    for name in ("native.h", "blocks_neon.h", "int8_neon.h", "int8_x86.h", "panel_neon.h", "row_neon.h")
+    for name in ("native.h", "sampling.h", "blocks_neon.h", "int8_neon.h", "int8_x86.h", "panel_neon.h", "row_neon.h")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
@@ -35,7 +39,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rms_norm": (None, [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I]),
     "elements": (None, [_P, _L, _P, _L, _L, _P, _L, _L, _F, _I, _I]),
     "gated": (None, [_P, _L, _P, _L, _L, _I, _I]),
-    "choose_greatest": (None, [_P, _L, _L, _L, _P, _P, _I]),
+    "sample_rows": (_I, [_P, _P, _P, _I]),
+    "count_runs": (_I, [_P, _P, _P, _L, _L, _P, _L, _L]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
     "find_exact_least": (_L, [_P]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.kernels.sampling_keys import CountTable, SamplingKeys
 
 # Limits of attention.c (MAX_DIM, MAX_TILE_ROWS); a head is also a whole number of the widest vectors.
 MAX_HEAD_DIM = 512
@@ -68,8 +68,12 @@ def takes_logits(logits: Tensor, cap: float) -> bool:
 
 
 def takes_draw(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKeys, any_sampled: bool) -> bool:
-    """The C code draws without temperatures."""
-    return not any_sampled and is_matrix(logits)
+    own = keys.seed, keys.sample_index, row, position
+    return is_matrix(logits) and all(map(is_index, own)) and keys.temperature.stride(0) == 1
+
+
+def takes_count_runs(row: Tensor, run: Tensor, run_len: Tensor, counts: CountTable) -> bool:
+    return is_index(row) and is_index(run) and is_index(run_len)
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

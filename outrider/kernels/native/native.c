@@ -97,49 +97,6 @@ void elements(const float *x, int64_t x_stride, const float *y, int64_t y_stride
     }
 }
 
-/* ---- the choice of tokens ---- */
-
-/* The index of the greatest of n numbers, of equals the first, and whether that number is finite and none is a NaN. */
-static int find_greatest(const float *x, int64_t n, int64_t *index) {
-    vf best[NV];
-    vi at[NV], nan = {0}, lane;
-    for (int i = 0; i < VL; i++) lane[i] = i;
-    for (int v = 0; v < NV; v++) best[v] = splat(-INFINITY), at[v] = lane;
-    int64_t i = 0;
-    for (; i + NV * VL <= n; i += NV * VL) {
-        UNROLL for (int v = 0; v < NV; v++) {
-            vf each = load(x + i + v * VL);
-            vi is_greater = each > best[v];
-            best[v] = pick(is_greater, each, best[v]);
-            at[v] = (is_greater & (lane + (int32_t)(i + v * VL))) | (~is_greater & at[v]);
-            nan |= each != each;
-        }
-    }
-    float top = -INFINITY;
-    int64_t found = 0, num_nan = 0;
-    for (int v = 0; v < NV; v++)
-        for (int l = 0; l < VL; l++)
-            if (best[v][l] > top || (best[v][l] == top && at[v][l] < found)) top = best[v][l], found = at[v][l];
-    for (int l = 0; l < VL; l++) num_nan += nan[l] != 0;
-    for (; i < n; i++) {
-        if (x[i] > top) top = x[i], found = i;
-        num_nan += x[i] != x[i];
-    }
-    *index = found;
-    return num_nan == 0 && isfinite(top);
-}
-
-/* The token of each row of logits: the greatest logit's. A row that has no such token is bad and gets token 0. */
-void choose_greatest(const float *logits, int64_t stride, int64_t rows, int64_t width, int64_t *tokens, uint8_t *bad,
-                     int threads) {
-    if (rows * width < 131072) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < rows; r++) {
-        bad[r] = !find_greatest(logits + r * stride, width, tokens + r);
-        if (bad[r]) tokens[r] = 0;
-    }
-}
-
 /* ---- rope and cache write ---- */
 
 static void rotate_head(float *x, const float *cosine, const float *sine, int64_t half, int64_t second) {

@@ -20,7 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

@@ -1,4 +1,4 @@
-"""Norms, activations, lookups and choices of token rows by the C code. Arguments are as `checks.py` says."""
+"""Norms, activations and lookups of token rows by the C code. Arguments are as `checks.py` says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.native.build import library
-from outrider.kernels.sampling_keys import SamplingKeys
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,18 +68,6 @@ def _elements(x: Tensor, y: Tensor, kind: int, cap: float = 1.0, out: Tensor | N
         torch.get_num_threads(),
     )  # fmt: skip
     return out
-
-
-def draw_tokens(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKeys,
-                any_sampled: bool) -> tuple[Tensor, Tensor]:
-    """Without temperatures: the greatest logit's token."""
-    assert not any_sampled
-    num, vocab = logits.shape
-    tokens, bad = torch.empty(num, dtype=torch.int64), torch.empty(num, dtype=torch.bool)
-    library().choose_greatest(
-        logits.data_ptr(), logits.stride(0), num, vocab, tokens.data_ptr(), bad.data_ptr(), torch.get_num_threads()
-    )  # fmt: skip
-    return tokens, bad
 
 
 def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_wanted: int, min_n: int,

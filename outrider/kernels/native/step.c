@@ -172,3 +172,16 @@ int store_drafts(const StoredDrafts *in, const Proposal *proposals) {
     }
     return 0;
 }
+
+/* Adds 1 to the count of run[r, i] in its row for every i below the run's length: see `count_runs` in reference.py.
+ * Returns 1 if a row or a token is out of range, with nothing counted from there on. */
+int count_runs(const int64_t *rows, const int64_t *run, const int64_t *run_len, int64_t requests, int64_t run_width,
+               int32_t *counts, int64_t num_rows, int64_t vocab) {
+    for (int64_t r = 0; r < requests; r++)
+        for (int64_t i = 0; i < least(run_len[r], run_width); i++) {
+            int64_t token = run[r * run_width + i];
+            if (rows[r] < 0 || rows[r] >= num_rows || token < 0 || token >= vocab) return 1;
+            counts[rows[r] * vocab + token]++;
+        }
+    return 0;
+}

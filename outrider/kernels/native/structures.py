@@ -1,4 +1,5 @@
-"""The structs that Python hands to the C code, declared once here; loading the library compares them with native.h.
+"""The structs that Python hands to the C code, declared once here; loading the library compares them with C's
+own layout (native.h, sampling.h).
 
 Packing bytes is several times cheaper than a ctypes.Structure.
 """
@@ -135,13 +136,33 @@ STORED_DRAFTS = Structure(
     vocab_size=INT64, fills=INT64,
 )  # fmt: skip
 
+SAMPLING_ROWS = Structure(
+    "SamplingRows", temperature=POINTER, seed=POINTER, sample_index=POINTER, flags=POINTER, top_k=POINTER,
+    min_tokens=POINTER, prompt_len=POINTER, num_stop_ids=POINTER, num_logprobs=POINTER, bias_start=POINTER,
+    bias_len=POINTER, words_start=POINTER, num_words=POINTER, top_p=POINTER, min_p_floor=POINTER, presence=POINTER,
+    frequency=POINTER, repetition=POINTER, stop_ids=POINTER, lists=POINTER, allowed=POINTER, counts=POINTER,
+    masks=POINTER, rows=INT64, stop_stride=INT64, allowed_stride=INT64, count_stride=INT64, mask_stride=INT64,
+    masks_per_row=INT64,
+)  # fmt: skip
+
+LOGIT_ROWS = Structure(
+    "LogitRows", logits=POINTER, edited=POINTER, row=POINTER, position=POINTER, draft_index=POINTER, tokens=POINTER,
+    known=POINTER, drafts=POINTER, count=INT64, vocab=INT64, stride=INT64, edited_stride=INT64, token_stride=INT64,
+    draft_stride=INT64, max_drafts=INT64, any_sampled=INT64, reports=INT64, is_processed=INT64, num_top=INT64,
+)  # fmt: skip
+
+SAMPLED_ROWS = Structure(
+    "SampledRows", tokens=POINTER, bad=POINTER, ids=POINTER, values=POINTER, most=POINTER, norm=POINTER
+)
+
 STRUCTURES = (
     MATRIX, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP, ROW_STATE, STEP_INPUTS, PAGE_TABLE,
-    PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS,
+    PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, SAMPLING_ROWS, LOGIT_ROWS,
+    SAMPLED_ROWS,
 )  # fmt: skip
 
 
 def layout_source() -> str:
     """A C file that states how the compiler lays out every structure."""
     lines = [structure.layout_source() for structure in STRUCTURES]
-    return "".join(["#include <stddef.h>\n", '#include "native.h"\n', *lines])
+    return "".join(["#include <stddef.h>\n", '#include "sampling.h"\n', *lines])

@@ -332,8 +332,12 @@ find_ngram = Operation(
 
 # Sampling
 
-count_runs = Operation(reference.count_runs, triton_kernel("outrider.kernels.triton.token_counts:count_runs"),
-                       exact=NO_ARITHMETIC)
+count_runs = Operation(
+    reference.count_runs,
+    native_kernel("outrider.kernels.native:count_runs", takes=checks.takes_count_runs),
+    triton_kernel("outrider.kernels.triton.token_counts:count_runs"),
+    exact=NO_ARITHMETIC,
+)
 
 # Steps and proposals
 

@@ -170,6 +170,10 @@ class Operation(Generic[P, R]):
         """Whether a call with these arguments would run a kernel, and not the reference."""
         return self.choose(*args, **options) is not self.reference
 
+    def serves(self, subject: torch.Tensor) -> bool:
+        """Whether there are kernels for the device and dtype of a subject, whatever else they ask of a call."""
+        return bool(self._find_candidates(subject))
+
     def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
         """The function that a call with these arguments would run."""
         subject = self._find_subject(*args, **options)

@@ -1,0 +1,97 @@
+"""The sampler as native code of the CPU: everything that a request may ask for, read from row state, in one call.
+
+The torch code of this folder is its specification, to the token. All logit rows in float32 go through here, so that a
+logit row's bits do not depend on what its mates ask for: where the C code cannot read a row's lists, or cannot report
+so many log-probabilities, the torch code does that part with operations that every library rounds alike.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from outrider.core.params import MAX_LOGPROBS_ALL
+from outrider.kernels.native.checks import is_index, is_matrix
+from outrider.kernels.native.sampling import Report, ReportedRows, Text, pack_rows, sample_rows
+from outrider.sample.filters import keep_likely, scale
+from outrider.sample.logprobs import LogprobRows, rank_tokens
+from outrider.sample.rows import SamplingRows
+from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve
+
+_FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens", "prompt_len", "num_stop_ids",
+           "num_logprobs", "bias_start", "bias_len", "words_start", "num_words", "top_p", "min_p_floor", "presence",
+           "frequency", "repetition", "stop_ids")  # fmt: skip
+
+
+def takes_sample(logits: torch.Tensor, asked: Asked) -> bool:
+    at, history = asked.logit_rows, asked.history
+    return (
+        is_matrix(logits) and is_index(at.row) and is_index(at.position) and is_index(at.draft_index)
+        and is_index(history.known) and history.tokens.dtype is history.drafts.dtype is torch.int64
+        and history.tokens.is_cpu and history.tokens.stride(1) == 1
+        and (history.drafts.shape[1] == 0 or history.drafts.stride(1) == 1)
+    )  # fmt: skip
+
+
+def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
+    at, needs, history = asked.logit_rows, asked.needs, asked.history
+    is_served = kernels_serve(needs)
+    edited = None
+    if needs.any_edits and not is_served:
+        asked.extras.check(needs)
+        edited = edit_logits(logits, asked)
+    report = None
+    if needs.max_logprobs is not None:
+        num_top = min(needs.max_logprobs, logits.shape[1]) if is_served else 0
+        report = Report(num_top, asked.logprobs == "processed")
+    tokens, bad, reported = sample_rows(
+        logits, at.row, at.position, _packed(asked.rows), needs.any_sampled, draft_index=at.draft_index,
+        text=Text(history.tokens, history.known, history.drafts), edited=edited, report=report,
+    )  # fmt: skip
+    if reported is None:
+        return Sampled(tokens, bad, None)
+    if is_served:
+        return Sampled(tokens, bad, LogprobRows(reported.ids, reported.values))
+    return Sampled(tokens, bad, _many_logprobs(logits, edited, tokens, reported, asked))
+
+
+def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedRows,
+                   asked: Asked) -> LogprobRows:
+    """More log-probabilities than the C code reports. Their bits are those that it would report: a log-probability is
+    two differences, and the C code has found what is taken off."""
+    num = asked.needs.max_logprobs
+    assert num is not None
+    shown = logits
+    if asked.logprobs == "processed":
+        shown = scale(logits if edited is None else edited, asked.logit_rows.row, asked.rows)
+        keep_likely(shown, asked.logit_rows.row, asked.rows, asked.needs)
+    ids = rank_tokens(shown, tokens, shown.shape[1] if num == MAX_LOGPROBS_ALL else num)
+    values = shown.gather(1, ids[:, 1:]) - reported.most[:, None] - reported.norm[:, None]
+    return LogprobRows(ids, values)
+
+
+# By the rows, with the memory that is taken when a first request asks for it: counts, masks.
+_rows: WeakKeyDictionary[SamplingRows, tuple[torch.Tensor | None, torch.Tensor | None, bytes]] = WeakKeyDictionary()
+
+
+def _packed(rows: SamplingRows) -> bytes:
+    """The rows as the C code reads them, packed once."""
+    counts, masks = rows.counts.packed, rows.masks.words
+    known = _rows.get(rows)
+    if known is None or known[0] is not counts or known[1] is not masks:
+        known = _rows[rows] = counts, masks, _pack(rows, counts, masks)
+    return known[2]
+
+
+def _pack(rows: SamplingRows, counts: torch.Tensor | None, masks: torch.Tensor | None) -> bytes:
+    tensors = {name: getattr(rows, name) for name in _FIELDS}
+    assert all(tensor.stride(-1) == 1 for tensor in tensors.values()), "fields of rows are contiguous"
+    tensors |= {"lists": rows.lists.ints, "allowed": rows.lists.allowed}
+    tensors |= {} if counts is None else {"counts": counts}
+    tensors |= {} if masks is None else {"masks": masks}
+    return pack_rows(
+        tensors, rows=rows.temperature.shape[0], stop_stride=rows.stop_ids.stride(0),
+        allowed_stride=rows.lists.allowed.stride(0), count_stride=0 if counts is None else counts.stride(0),
+        mask_stride=rows.lists.allowed.shape[1], masks_per_row=1 if masks is None else masks.shape[1],
+    )  # fmt: skip
