@@ -250,6 +250,12 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
     )  # fmt: skip
 
 
+def dead_view(view: BatchView) -> BatchView:
+    """The view with no live token."""
+    nothing = torch.zeros_like(view.live)
+    return replace(view, live=nothing, lengths=nothing, live_int32=nothing.int(), lengths_int32=nothing.int())
+
+
 def logit_view(inputs: Inputs) -> BatchView:
     """The tokens of a step that make logits, one row for each logit row: the last tokens of the requests that sample.
     Nothing is written at these rows, which the step's own view writes."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core import Admission, SamplingParams, ScheduledBatch, StepForm
+from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import CommittedStep, VerifiedStep
@@ -30,6 +30,7 @@ from outrider.runner.batch import (
     StepShape,
     admitted_view,
     build_inputs,
+    dead_view,
     logit_view,
     pack_eager,
     token_spans,
@@ -163,6 +164,12 @@ class DeviceStep:
             self.grammars.begin(scheduled)
         self.state.write_pages(scheduled.page_writes)  # last for the rows: see RowState.admit
         self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.num_wanted == 0)
+
+    @torch.inference_mode()
+    def load_filling(self, count: int) -> None:
+        """Load what filling the drafter's slots of so many rows launches, with dead rows."""
+        dead = Admission(NULL_ROW, [0, 0], 1, 1, 2, (), SamplingParams(), 0, 0)
+        self.drafting.load_filling([dead] * count, lambda admissions: dead_view(self._view_of_admitted(admissions)))
 
     def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
         return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")

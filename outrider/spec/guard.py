@@ -153,6 +153,13 @@ class DrafterGuards:
         for guard in self._guards:
             guard.fill_slots(view_of, is_cold=is_cold)
 
+    def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
+        """Let the package's own drafters load what filling slots launches. dead: admissions of the null row."""
+        for guard in self._guards:
+            if not guard.is_foreign:
+                guard.admit(dead)
+                guard.fill_slots(view_of, is_cold=False)
+
     def reset(self) -> None:
         for guard in self._guards:
             guard.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from outrider.core import StepForm, Uncaptured
 from outrider.runner.graphs import captures
-from outrider.runner.graphs.captures import LONG_QUIET, MOST_LATER, QUIET, StepGraphs
+from outrider.runner.graphs.captures import FILLED_ROWS, LONG_QUIET, MOST_LATER, QUIET, StepGraphs
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.losses import LONG, PAUSE, Losses, LossRates
 from tests.unit.test_graph_keys import graphs as make_keys
@@ -181,13 +182,16 @@ def test_long_captures_wait_for_a_long_quiet(clock: Clock) -> None:
 def test_start_up_loads_for_later_captures_while_it_waits(clock: Clock) -> None:
     """So that a capture that requests wait for takes no more than the capture."""
     own = made(clock)
+    filled: list[int] = []
+    own._step = SimpleNamespace(load_filling=filled.append)
     likely = list(own.keys.likely(takes_checkpoints=False))
     assert OWN in likely and not set(likely) & set(own.keys.at_start(takes_checkpoints=False))
-    turns = iter([True, True, False])
+    later = [*own.keys.prompts_by_size(), *likely]
+    turns = iter([True, True, True, False])
     own.load_while(lambda: next(turns), takes_checkpoints=False)
-    assert own._loaded == set(likely[:2]) and next(turns, None) is None
+    assert own._loaded == set(later[:2]) and next(turns, None) is None and filled == list(FILLED_ROWS)
     own.load_while(lambda: True, takes_checkpoints=False)
-    assert own._loaded == set(likely)
+    assert own._loaded == set(later)
     assert len(steps_until_captured(own, OWN)) == len(steps_until_captured(made(clock), OWN)) - 1
 
 

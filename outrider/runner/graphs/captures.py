@@ -24,7 +24,7 @@ from outrider.kernels.packet import empty_packet
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LONG, Losses
-from outrider.runner.graphs.sizes import MOST_LATER
+from outrider.runner.graphs.sizes import FILLED_ROWS, MOST_LATER
 from outrider.runner.step import DeviceResult, DeviceStep
 
 log = logging.getLogger("outrider")
@@ -216,8 +216,11 @@ class StepGraphs:
             self.losses.captured(key, time.perf_counter() - start, pauses=False)
 
     def load_while(self, is_waiting: Callable[[], bool], *, takes_checkpoints: bool) -> None:
-        """Load what captures of steps that are met later will find loaded, while there is nothing else to do."""
-        for key in self.keys.likely(takes_checkpoints=takes_checkpoints):
+        """Load what steps that are met later will find loaded, while there is nothing else to do: the filling of a
+        drafter's slots, products of steps with prompts, and what captures need."""
+        for count in FILLED_ROWS if is_waiting() else ():
+            self._step.load_filling(count)
+        for key in chain(self.keys.prompts_by_size(), self.keys.likely(takes_checkpoints=takes_checkpoints)):
             if not is_waiting():
                 break
             if key not in self._loaded:
@@ -239,7 +242,8 @@ class StepGraphs:
         first = islice(self.keys.decoding(takes_checkpoints=takes_checkpoints), 1)
         sampled = self.keys.with_parameters(takes_checkpoints=takes_checkpoints)
         rest = self.keys.at_start(takes_checkpoints=takes_checkpoints)
-        for key in dict.fromkeys(chain(first, sampled, rest, self.keys.behind_long_contexts(), self.keys.prompts())):
+        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts())
+        for key in dict.fromkeys(chain(first, sampled, rest, others)):
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
 

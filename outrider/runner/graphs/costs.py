@@ -32,7 +32,8 @@ SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast read
 def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = None,
                   sizes: Sequence[int] | None = None) -> StepCosts:
     """graphs: those of the steps, if they are captured. sizes: token counts to measure, if not the usual ones."""
-    most = min(limits.max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
+    max_requests = _most_measured(limits, graphs)
+    most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
         sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
     seconds = [_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes]
@@ -44,12 +45,17 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
         if graphs is None:
             drafting = [_drafting(step, limits, plain)]
         else:
-            counts = sorted({*(n for n in DRAFTING_REQUESTS if n < limits.max_requests), limits.max_requests})
+            counts = sorted({*(n for n in DRAFTING_REQUESTS if n < max_requests), max_requests})
             drafting = [_captured_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
     return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), loads, is_padded=graphs is not None,
                      reading=reading, row_seconds=row_seconds)
+
+
+def _most_measured(limits: Limits, graphs: StepGraphs | None) -> int:
+    """Requests of the largest step that is measured; beyond it the last slope goes on."""
+    return limits.max_requests if graphs is None else graphs.keys.sizes.at_start[-1]
 
 
 def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
@@ -121,7 +127,7 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
 
 def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int) -> float:
     """The best of a few runs of a step of `tokens` token rows."""
-    requests, device = min(tokens, limits.max_requests), step.state.device
+    requests, device = min(tokens, _most_measured(limits, graphs)), step.state.device
     if graphs is not None:
         tokens = -(-tokens // requests) * requests
         key = graphs.keys.shortened(GraphKey(requests, tokens, num_wanted, tokens > requests))

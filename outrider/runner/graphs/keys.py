@@ -176,6 +176,22 @@ class GraphKeys:
             for drafts in {0, self.limits.max_drafts}:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
+    def beyond_start(self) -> Iterator[GraphKey]:
+        """The largest decode steps, where start-up does not capture them: their kernels must be compiled as well."""
+        requests, max_drafts = self.limits.max_requests, self.limits.max_drafts
+        for drafts in range(max_drafts + 1) if requests > self.sizes.at_start[-1] else ():
+            num_wanted = drafts if self._is_costly else max_drafts
+            yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0))
+            if self._takes_parameters and drafts in (0, max_drafts):
+                yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, sampler=SamplerForm.FULL)
+
+    def prompts_by_size(self) -> Iterator[GraphKey]:
+        """Steps with prompts of every size, largest first: libraries choose their kernels by it."""
+        largest = self.largest_with_prompts()
+        if largest is not None:
+            for tokens in reversed(self.sizes.prompt_tokens):
+                yield replace(largest, tokens=tokens)
+
     def with_parameters(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
         """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
         if not self._takes_parameters:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from outrider.core import Limits
 
+MOST_AT_START = 256  # requests of the largest decode step that start-up captures and measures
 FEW = 8  # requests up to which tokens cost nothing: a step that only proposes drafts uses a graph that checks as many
+FILLED_ROWS = (1, 8, 64)  # rows just admitted for which the filling of a drafter's slots is loaded
 MOST_LATER = 256  # captures after start-up
 PROMPTS_AT_START = ((4, 256), (16, 512), (256, 1024))  # requests and tokens of steps with prompts, captured at start-up
 DRAFTING_REQUESTS = (1, 8, 64)  # numbers of requests for which proposals are measured, and the most there are
@@ -19,7 +21,8 @@ MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 48)
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Padded sizes of captured steps, each list in ascending order and ending with the most there may be."""
+    """Padded sizes of captured steps, each list in ascending order. Those of later captures end with the most there may
+    be, those of start-up with the most that it captures."""
 
     requests: list[int]  # request counts of decode steps
     at_start: list[int]  # the request counts captured at start-up; the others are captured once they are met often
@@ -32,10 +35,11 @@ class GraphSizes:
         most, most_tokens = limits.max_requests, limits.max_batched_tokens
         tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
                   *range(5120, most_tokens + 1, 1024))  # fmt: skip
-        powers = _up_to(most, (1 << i for i in range(most.bit_length())))
+        first = min(most, MOST_AT_START)
+        powers = _up_to(first, (1 << i for i in range(first.bit_length())))
         at_start = powers
         if not limits.max_drafts:  # with drafts there are several graphs for each size
-            at_start = _up_to(most, (*powers, *(3 << i for i in range(4, most.bit_length()))))
+            at_start = _up_to(first, (*powers, *(3 << i for i in range(4, first.bit_length()))))
         return cls(
             requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
             at_start=at_start,
