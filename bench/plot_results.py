@@ -7,7 +7,7 @@ enough. A series without a peer, as those with spread routing, is drawn relative
 
     python bench/plot_results.py
 
-Needs the plot extra. The figures come from `outrider bench throughput`; see docs/log.md for the commands.
+Needs the plot extra. The figures come from `outrider bench throughput`; see docs/benchmarks.md for the commands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Prefill attention on a card that works for other processes as well, and stops this one's programs for them.
 
-What is stopped and resumed must go on as if nothing had happened: docs/log.md, "An illegal access beside other
-processes". An illegal access leaves a process without its card, so that all of this happens in others.
+What is stopped and resumed must go on as if nothing had happened: docs/decisions.md has the illegal access that showed
+otherwise ("Every barrier that a kernel makes is used"). An illegal access leaves a process without its card, so that
+all of this happens in others.
 """
 
 from __future__ import annotations

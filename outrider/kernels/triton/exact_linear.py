@@ -2,7 +2,7 @@
 
 Each output is one chain of additions over the inner dimension, from its first column to its last, on tensor cores that
 take 16 columns at a time. Tiles differ in token rows, outputs, in which of the two is the first operand, and in how far
-ahead they load; none of this changes the chain (docs/log.md has the tiles that were compared on an H200). A deep and
+ahead they load; none of this changes the chain (docs/decisions.md has what was compared on an H200). A deep and
 narrow weight has several chains, over ranges of columns that depend on its shape alone; their sums are added in order.
 Few token rows have programs of their own for each chain, many have one that walks over all of them. Hopper cards have a
 kernel of their own for many token rows, with the same chains. Activations come after rounding, as operations of their
