@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from outrider.cache.kinds import CHECKPOINT_INTERVAL, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
+from outrider.cache.kinds import CHECKPOINT_INTERVAL, FullSpec, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
 from outrider.core import PAGE_TOKENS
 
 GROUP_COST = 0.01  # a further group (a table, host work each step) costs as much as this share of padding
@@ -31,6 +31,10 @@ class LayerCache:
     layer: int
     spec: CacheSpec
     reads: int | None = None  # the layer whose cache this one reads instead of keeping its own
+
+    @property
+    def is_recurrent(self) -> bool:
+        return isinstance(self.spec, RecurrentSpec)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class CacheLayout:
 
     def groups_of(self, layer: int) -> tuple[Group, ...]:
         return tuple(self.groups[place.group] for place in self.places[layer])
+
+    @property
+    def keeps_only_keys(self) -> bool:
+        """Whether every layer keeps keys and values of tokens, and nothing else."""
+        return not self.recurrent.layers and all(isinstance(group.spec, FullSpec) for group in self.groups)
 
     @property
     def padding(self) -> float:

@@ -46,8 +46,10 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """Free pages that restoring from these would hold until the batch is made."""
-        return sum(not self.pool.is_held(page) for page in pages)
+        """How many of a state's pages are free, or could be dropped with its checkpoint, and could no longer until the
+        batch that restores the state is made."""
+        restoring = set(self.held())
+        return sum(page not in restoring for page in pages)
 
     def restore(self, request_id: int, pages: list[int]) -> None:
         """Hold the pages of the state that the request begins from; none if it begins from no state."""

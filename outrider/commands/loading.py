@@ -70,7 +70,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if needs_text and tokenizer is None:
         raise ValueError(NO_TOKENIZER.format(source.name))
     with collections_paused(), status_line("starting torch"):
-        from outrider.runner.worker import load_target
+        from outrider.runner.target import load_target
     gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
     return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.layers.fuse import prepare
@@ -52,9 +51,7 @@ class StepParts:
     @property
     def takes_spans(self) -> bool:
         """Whether every layer can let tokens of a span see each other in both directions."""
-        kinds = (FullSpec, SlidingSpec)
-        return (self.backend.takes_masks and not self.layout.recurrent.layers
-                and all(isinstance(group.spec, kinds) for group in self.layout.groups))
+        return self.backend.takes_masks and self.layout.keeps_only_keys
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device
@@ -83,7 +80,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
     own_layers = [] if drafter is None else drafter.cache_layers()
-    if drafter is not None and any(isinstance(layer.spec, RecurrentSpec) for layer in own_layers):
+    if drafter is not None and any(layer.is_recurrent for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
     if config.exact:

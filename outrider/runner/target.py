@@ -1,7 +1,8 @@
-"""Builds the target model without its weights, on its device, once nothing speaks against it."""
+"""Builds the target model on its device, once nothing speaks against it, and fills it with weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.kernels import ops
+from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
+from outrider.models.loader import Watch, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
+
+log = logging.getLogger("outrider")
 
 FP8_CAPABILITY = (8, 9)
 
@@ -30,6 +35,20 @@ def build_target(config: EngineConfig, source: ModelSource) -> Model:
     check_target(config, source, build(device="meta"), device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
         return build(device=device)
+
+
+def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
+    """The model that the config asks for, on its device, with its weights. `watch`: see fill_model."""
+    model = build_target(config, source)
+    fill_target(model, config, source, watch)
+    return model
+
+
+def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
+    fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
+               watch=watch)
+    if config.activation_bits == 8:
+        log.warning(use_int8_activations(model))
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

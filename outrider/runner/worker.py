@@ -18,10 +18,9 @@ import torch
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
-from outrider.layers.fuse import use_int8_activations
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
-from outrider.models.loader import Watch, blank_model, fill_model
+from outrider.models.loader import Watch, blank_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
@@ -40,26 +39,12 @@ from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts, prepare_all
 from outrider.runner.step import DeviceStep
-from outrider.runner.target import build_target
+from outrider.runner.target import build_target, fill_target
 from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
 CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
-
-
-def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
-    """The model that the config asks for, on its device, with its weights. `watch`: see fill_model."""
-    model = build_target(config, source)
-    fill_target(model, config, source, watch)
-    return model
-
-
-def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
-    fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
-               watch=watch)
-    if config.activation_bits == 8:
-        log.warning(use_int8_activations(model))
 
 
 class Worker:

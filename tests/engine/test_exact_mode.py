@@ -80,7 +80,8 @@ _LATENT = _SIZES | {
     "index_n_heads": 5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 FAMILIES |= {  # some contexts have more positions than an indexer chooses, some fewer
-    "deepseek_v3": _LATENT | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "deepseek_v3": {key: value for key, value in _LATENT.items() if not key.startswith("index_")}
+    | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "num_hidden_layers": 2},
     "glm_moe_dsa": _LATENT | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]},
 }

@@ -13,6 +13,7 @@ import pytest
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
+from outrider.core import ScheduledBatch
 from outrider.mixers.batch import BatchView, KeysFrom
 from outrider.mixers.latent import base as latent_base
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model
@@ -39,18 +40,18 @@ class Recorder:
         """monkeypatch: where the model has latent layers, whose plans no backend makes."""
         self.passes: list[list[tuple[bool, int, int, Group, int]]] = []
         self._plan, self._plan_latents = rig.step.backend.plan, latent_base.plan_group
-        self._run = rig.step.run
+        self._begin = rig.step.apply_host_writes
         self._is_proposing = False
         rig.step.backend.plan = self.plan  # type: ignore[method-assign]
-        rig.step.run = self.run  # type: ignore[method-assign]
+        rig.step.apply_host_writes = self.begin  # type: ignore[method-assign]
         assert rig.step.drafter is not None
         self._propose, rig.step.drafter.propose = rig.step.drafter.propose, self.propose  # type: ignore[method-assign]
         if monkeypatch is not None:
             monkeypatch.setattr(latent_base, "plan_group", self.plan_latents)
 
-    def run(self, *args: Any, **options: Any) -> Any:
+    def begin(self, batch: ScheduledBatch) -> None:
         self.passes.append([])
-        return self._run(*args, **options)
+        self._begin(batch)
 
     def propose(self, step: Any) -> Any:
         self._is_proposing = True
@@ -96,9 +97,10 @@ def test_f2_every_pass_has_the_bound_of_its_own_batch(kind: str, family: str, tm
             assert [tokens for drafts, tokens, *_ in passes if not drafts] == [bound] * len(target_groups)
             # Rows just admitted have one slot to fill first, if not a head's without a hit; then the step's tokens, and
             # one pass per further draft.
-            fills = any(kind == "draft_model" or admission.computed for admission in batch.admissions)
-            ahead = [1] * fills + list(range(1, batch.num_wanted + 1))
-            expected = [min(bound + s, MAX_LEN) for s in ahead for _ in range(num_drafter_groups)]
+            filled = [a.computed + 1 for a in batch.admissions if kind == "draft_model" or a.computed]
+            bounds = [max(filled)] if filled and batch.num_wanted else []
+            bounds += [min(bound + ahead, MAX_LEN) for ahead in range(1, batch.num_wanted + 1)]
+            expected = [own for own in bounds for _ in range(num_drafter_groups)]
             assert [tokens for drafts, tokens, *_ in passes if drafts] == expected
         bounds = [max(batch.bounds) for batch in rig.batches]
         assert min(bounds) < MAX_LEN // 2 and max(bounds) + K > MAX_LEN, "far from the longest length, and cut by it"

@@ -97,8 +97,8 @@ CELLS = {
     "chunks": Cell(chunk=13, preempted=True),
     "no prefix cache": Cell(chunk=17, prefix=False, overlap=True, preempted=True),
     "overlap, padded": Cell(chunk=17, overlap=True, padded=True, preempted=True),
-    "tiny pool": Cell(num_pages=10),
-    "tiny pool, overlap, padded": Cell(chunk=24, overlap=True, padded=True, num_pages=10),
+    "tiny pool": Cell(num_pages=8),
+    "tiny pool, overlap, padded": Cell(chunk=24, overlap=True, padded=True, num_pages=8),
 }
 
 

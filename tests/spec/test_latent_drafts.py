@@ -210,7 +210,7 @@ def test_modules_that_cannot_be_served_are_refused() -> None:
     config = FAMILIES["deepseek_v32"]
     for changes, says in (({"num_nextn_predict_layers": 2, "index_share_for_mtp_iteration": True},
                            "index_share_for_mtp_iteration=True is not supported; supported: False"),
-                          ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0 .* no multi-token")):
+                          ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0: .* no multi-token")):
         target = build_model(config | changes, dtype=torch.float64, device="cpu")
         with pytest.raises(ConfigError, match=says):
             build_mtp_modules(target, first_layer=3, dtype=torch.float64, device=torch.device("cpu"))

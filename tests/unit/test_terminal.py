@@ -44,6 +44,7 @@ class Terminal:
                    "--max-num-seqs", "2", *flags]
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would the chat
             os.execve(sys.executable, command, os.environ | {"OUTRIDER_CACHE": str(cache), "TERM": "xterm"})
         self.seen = ""
         self.status: int | None = None
