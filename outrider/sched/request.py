@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.core import NULL_ROW, Bound, Finish, HiddenReport, Settled
+from outrider.core import NULL_ROW, Admission, Bound, Finish, HiddenReport, Settled
 from outrider.core.costs import SamplerLoad
 from outrider.core.params import SamplingParams
 from outrider.core.spans import NO_SPANS, PromptSpans
@@ -97,6 +97,24 @@ class Request:
         self.shares_promises = True  # until it had to start again because a promise was broken
         self.finish = Finish.NO
         self.error: str | None = None
+
+    def take_row(self, row: int, hit: int) -> None:
+        """Begin to run, with `hit` tokens that are computed already."""
+        self.row, self.state, self.admitted_len = row, State.RUNNING, len(self.token_ids)
+        self.settled.at_least = self.bound.at_most = self.covered = self.folded = hit
+        self.stats.num_hit_tokens = hit
+        self.in_flight_samples = self.unsettled = self.num_proposed = self.num_pending = 0
+
+    def admission(self, checkpoint: list[int]) -> Admission:
+        """Everything that the device must learn of the request before its first step in this row. checkpoint: pages of
+        the recurrent state that it begins from."""
+        asked = self.input
+        return Admission(self.row, list(self.token_ids), self.prompt_len, self.settled.at_least, self.end_len,
+                         asked.eos_ids, asked.params, asked.sample_index, asked.seed, checkpoint, asked.hidden)
+
+    def leave_row(self) -> None:
+        """Results of steps in flight no longer count for the request."""
+        self.row, self.epoch, self.settled = NULL_ROW, self.epoch + 1, Settled()
 
     @property
     def yields_tokens(self) -> bool:

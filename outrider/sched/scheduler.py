@@ -11,7 +11,6 @@ from collections import OrderedDict
 
 from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
-    NULL_ROW,
     Admission,
     Bound,
     FaultRecord,
@@ -19,7 +18,6 @@ from outrider.core import (
     Limits,
     RequestResult,
     ScheduledBatch,
-    Settled,
     StepForm,
     StepResult,
 )
@@ -270,22 +268,12 @@ class Scheduler:
                                      use_prefix=asked.reads_prefix_cache, step=step if may_share else None)
 
     def _start(self, request: Request, start: Start) -> None:
-        asked = request.input
-        request.row = self._free_rows.pop()
-        hit = self.cache.admit(request.id, request.row, start)
-        request.state = State.RUNNING
-        request.admitted_len = len(request.token_ids)
-        request.stats.num_hit_tokens = hit
-        request.settled.at_least = request.bound.at_most = request.covered = hit
+        row = self._free_rows.pop()
+        request.take_row(row, self.cache.admit(request.id, row, start))
         request.next_event = self.cache.next_event(request.settled)
-        request.in_flight_samples = request.unsettled = request.num_proposed = 0
-        request.folded, request.num_pending = hit, 0
         self._running.append(request)
-        self._num_with_form += asked.has_form
-        self._admissions.append(
-            Admission(request.row, list(request.token_ids), request.prompt_len, hit, request.end_len, asked.eos_ids,
-                      asked.params, asked.sample_index, asked.seed, self.cache.restored(request.id), asked.hidden)
-        )
+        self._num_with_form += request.input.has_form
+        self._admissions.append(request.admission(self.cache.restored(request.id)))
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
         """Pages up to `bound`. Waits for outstanding results before it preempts whoever matters least, even itself."""
@@ -405,6 +393,4 @@ class Scheduler:
         self._admissions = [a for a in self._admissions if a.row != request.row]
         if self._host_drafts is not None:
             self._host_drafts.drop(request.row)
-        request.row = NULL_ROW
-        request.epoch += 1
-        request.settled = Settled()
+        request.leave_row()
