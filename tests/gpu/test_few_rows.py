@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops, reference  # noqa: E402
-from outrider.kernels.triton.attention import prepare_counters  # noqa: E402
+from outrider.kernels.triton.attention_merge import prepare_counters  # noqa: E402
 from outrider.kernels.triton.hopper.few_rows import (  # noqa: E402
     LARGE_RING_BYTES,
     RING_BYTES,

@@ -19,7 +19,7 @@ from outrider.core import StepForm, Uncaptured  # noqa: E402
 from outrider.core.outputs import RequestOutput  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.triton import attention_splits  # noqa: E402
+from outrider.kernels.triton import attention_sharing, attention_splits  # noqa: E402
 from outrider.mixers.paged import triton_backend  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
@@ -95,6 +95,22 @@ def both_ways(model: Model, way: AbstractContextManager[None] | None = None, for
     return captured, rig
 
 
+@contextmanager
+def sharing_pages() -> Iterator[list[attention_splits.SplitList]]:
+    """Attention by lists, with short common beginnings worth sharing. Gives the lists that were made."""
+    made: list[attention_splits.SplitList] = []
+    make = attention_splits.list_splits
+
+    def listed(*args: Any, **options: Any) -> attention_splits.SplitList:
+        made.append(make(*args, **options))
+        return made[-1]
+
+    with (mock.patch.object(attention_splits, "list_splits", listed), by_lists(),
+          mock.patch.object(attention_sharing, "LEAST_SHARED", 16),
+          mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 16)):  # fmt: skip
+        yield made
+
+
 def config_of(drafter: str, family: str, folder: Path) -> dict[str, Any]:
     if drafter == "suffix":
         return {"method": "suffix", "num_speculative_tokens": K, "auto": False}
@@ -105,6 +121,27 @@ def config_of(drafter: str, family: str, folder: Path) -> dict[str, Any]:
 
 def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("drafts", [0, long(1)])
+def test_pages_that_requests_share_are_read_once(device: torch.device, drafts: int) -> None:
+    """Three requests with a common beginning and one that shares nothing, in steps that decode and in steps with
+    prompts."""
+    common = prompt_of(7, 34)
+    asks = [Ask(common[: 34 - n] + prompt_of(n, 2), greedy(3)) for n in range(3)]
+    asks.insert(1, Ask(prompt_of(9, 21), greedy(3)))
+    settings = SETTINGS | {"max_num_batched_tokens": 48}
+    if drafts:
+        settings |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts,
+                                            "prompt_lookup_min": 1, "auto": False}}  # fmt: skip
+    model = tiny_model("llama", torch.float32)
+    with Rig(model, **settings) as rig:
+        wanted = tokens_of(rig.run(asks))
+    with Rig(model, **settings) as rig, on_a_card(rig) as captured, sharing_pages() as made:
+        assert tokens_of(rig.run(asks)) == wanted
+    assert len(captured.met) == len(rig.batches)
+    packed = [int((splits.packs.first_keys > 0).sum()) for splits in made if splits.packs is not None]
+    assert max(packed) == 3, "all requests with the common beginning were in packs"
 
 
 @pytest.mark.parametrize("family", ["llama", long("sliding"), long("gemma3")])

@@ -4,8 +4,9 @@ Callers see tensors and host bounds, never a launch grid. Importing this needs t
 """
 
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
-from outrider.kernels.triton.attention import decode_attention, prepare_counters
-from outrider.kernels.triton.attention_splits import SplitList, list_splits, pays_split_list
+from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.attention_merge import prepare_counters
+from outrider.kernels.triton.attention_splits import SplitList, can_pack, list_splits, pays_split_list
 from outrider.kernels.triton.cache_write import cache_write
 from outrider.kernels.triton.draft_entry import store_drafts
 from outrider.kernels.triton.exact_attention import exact_attention, exact_tiles_config
@@ -36,6 +37,7 @@ __all__ = [
     "SplitList",
     "add_rms_norm",
     "cache_write",
+    "can_pack",
     "choose_prefill",
     "choose_scaled",
     "commit_step",

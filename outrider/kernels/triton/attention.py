@@ -4,7 +4,8 @@ One program serves one request, one key/value head and one split: those of its p
 several splits the program that ends last merges them all, in split order, so that the result does not depend on who
 that was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
 the split grows with the request's own length, so the result of a request depends on the number of splits but not on
-batch mates. Tiles and splits are planned in `attention_splits`.
+batch mates. Tiles and splits are planned in `attention_splits`. Batches whose requests may share pages have a kernel of
+their own (`attention_packs`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ from outrider.kernels.triton.attention_core import (
     store_result,
     zero_padding,
 )
+from outrider.kernels.triton.attention_merge import (
+    MIN_COUNTERS,
+    arrive,
+    counters_for,
+    merge_parts,
+    store_part,
+    tile_counter,
+)
+from outrider.kernels.triton.attention_packs import launch_packed
 from outrider.kernels.triton.attention_splits import (
     LONG_SPLIT,
     MOST_SPLITS,
@@ -47,7 +57,6 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import is_collecting, kernel
 
-MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
@@ -168,80 +177,13 @@ def _merge_splits(
     each stores its part, and the last to arrive merges them."""
     is_last = num_active <= 1
     if num_active > 1:
-        divisor = tl.where(total > 0, total, 1.0)
         part = (((request * max_query + rows.query) * HEADS + rows.head) * num_splits).to(tl.int64)
-        own_part = part_out + (part + split)[:, None] * D_PAD + rows.dim[None, :]
-        tl.store(own_part, acc / divisor[:, None], mask=rows.is_query[:, None])
-        lse = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
-        tl.store(part_lse + part + split, lse, mask=rows.is_query)
+        store_part(part_out, part_lse, part + split, acc, peak, total, rows.is_query, D_PAD)
         is_last = arrive(tile_counter(counters, request, kv_head, tile, num_tiles), num_active)
         if is_last:
-            acc, peak, total = _merge(part_out, part_lse, part, rows.is_query, num_active, BLOCK_M, D_PAD)
+            acc, peak, total = merge_parts(part_out, part_lse, part, rows.is_query, num_active, num_active, BLOCK_M,
+                                           D_PAD)  # fmt: skip
     return acc, total, is_last
-
-
-@triton.jit
-def tile_counter(counters, request, kv_head, tile, num_tiles):
-    """Counts the programs of a tile that have arrived; axis 0 of the grid is that of key/value heads."""
-    return counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
-
-
-@triton.jit
-def arrive(counter, num_active):
-    """Whether all other splits of the tile have stored their parts, which may then be read. Leaves the counter at 0."""
-    tl.debug_barrier()  # every thread's part is stored before one of them says so
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
-
-
-@triton.jit
-def _part(part_out, part_lse, at, exists, D_PAD: tl.constexpr):
-    """(logarithm of the sum of weights, values) of a split. Parts come from other multiprocessors: they are read where
-    all of them write."""
-    lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-    value = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=exists[:, None], other=0.0,
-                    cache_modifier=".cg")
-    return lse, value
-
-
-@triton.jit
-def _add_part(acc, peak, total, lse, value):
-    new_peak = tl.maximum(peak, lse)
-    # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight, shrink = tl.exp2(lse - base), tl.exp2(peak - base)
-    return acc * shrink[:, None] + weight[:, None] * value, new_peak, total * shrink + weight
-
-
-@triton.jit
-def _merge(part_out, part_lse, part, is_query, num_active, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
-    """(weighted values, peak, total) over a tile's splits, in their order. Two are on their way at a time."""
-    acc, peak, total = no_sums(BLOCK_M, D_PAD)
-    for split in range(0, num_active, 2):
-        lse, value = _part(part_out, part_lse, part + split, is_query, D_PAD)
-        next_lse, next_value = _part(part_out, part_lse, part + split + 1, is_query & (split + 1 < num_active), D_PAD)
-        acc, peak, total = _add_part(acc, peak, total, lse, value)
-        acc, peak, total = _add_part(acc, peak, total, next_lse, next_value)
-    return acc, peak, total
-
-
-_counters_of: dict[tuple[torch.device, int], torch.Tensor] = {}  # for ever: graphs hold their addresses
-
-
-def counters_for(device: torch.device, size: int) -> torch.Tensor:
-    """Counters that are 0 before and after every launch. All launches on a device share them and must not overlap."""
-    if (device, size) not in _counters_of:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("decode_attention: run it before it is captured: its counters must not be a graph's")
-        _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _counters_of[device, size]
-
-
-def prepare_counters(device: torch.device) -> None:
-    """Allocate the counters of all usual launches now, so that no launch allocates them while it is captured."""
-    counters_for(device, MIN_COUNTERS)
 
 
 _plan = lru_cache(maxsize=1024)(plan_launch)  # every layer of a step has the same
@@ -293,13 +235,19 @@ def decode_attention(
         return out
     part_out = part_lse = out
     if plan.is_split:
-        parts = shape.num_requests * max_query * shape.num_heads * plan.num_splits
+        num_slots = plan.num_splits if splits is None else splits.num_slots
+        parts = shape.num_requests * max_query * shape.num_heads * num_slots
         part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_STARTS": key_starts is not None, "HAS_SOFTCAP": softcap is not None,
              "LISTED": splits is not None}
     counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
                                                                      * plan.num_tiles)))  # fmt: skip
+    if splits is not None and splits.packs is not None:
+        launch_packed(q, k_cache, v_cache, page_table, query_starts, lengths, live, splits, splits.packs, out, part_out,
+                      part_lse, counters, shape, scale=scale, softcap=softcap, max_query=max_query,
+                      fill_padding=fill_padding, pdl=pdl)  # fmt: skip
+        return out
     items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)
     grid = (shape.num_kv_heads, shape.num_requests, plan.num_splits * plan.num_tiles)
     if splits is not None:

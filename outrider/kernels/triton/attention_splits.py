@@ -1,9 +1,12 @@
 """How a launch of decode attention is planned: tiles, splits over the keys, and the list of splits a batch really has.
 
-A request's splits depend on its own length and on host bounds, never on its batch mates. Lengths are known on the
-device alone, so a grid has a program for every split there could be. Where requests are many, a list says which there
-are, those of the longest requests first: a long one among short ones is split and starts early, and the programs that
-have nothing to do come last and cost next to nothing.
+Lengths are known on the device alone, so a grid has a program for every split there could be. Where requests are many,
+a list says which there are, those of the longest requests first: a long one among short ones is split and starts early,
+and the programs that have nothing to do come last and cost next to nothing.
+
+A list may also name splits of packs: requests that share pages (`attention_sharing.py`) have splits in common for
+these, which come first in the list, and splits of their own for the rest. Otherwise a request's splits depend on its
+own length and on host bounds, never on its batch mates.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, require_tensor
+from outrider.kernels.triton.attention_sharing import SharedPages, count_pack_splits, find_packs, find_runs
+from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
@@ -27,7 +31,10 @@ LONG_SPLIT = tl.constexpr(512)  # keys; a longer split is worth a longer beginni
 _MANY = tl.constexpr(16)
 _LISTED_WARPS = 1 << 14  # of a grid by a list, where four splits of each request do not need more
 _LISTED_REQUESTS, _LISTED_WINDOW = 9, 1024  # from which on a list pays
-_INTS = ["lengths", "live", "key_starts"]
+_INTS = ["lengths", "live", "key_starts", "order", "shared", "first_keys", "num_pack_splits", "pack_firsts"]
+# Splits of packs: programs of them for each multiprocessor, together; most of one pack by the number of requests, since
+# each request has room for the sums of all; least keys.
+_PACK_PROGRAMS, _PACK_SPLITS, _MOST_PACK_SPLITS, _LEAST_PACK_SPLIT = 2, 1024, 16, 256
 
 
 @dataclass(frozen=True)
@@ -160,80 +167,187 @@ def split_geometry(length, live, window, first_key, split_size, coarse_size, num
 
 
 @dataclass(frozen=True)
+class PackPlan:
+    """How requests that share pages are put together."""
+
+    size: int  # most requests of a pack
+    num_splits: int  # of a pack, at most
+    num_items: int  # splits of all packs, at most, beyond the places that their requests leave in the list
+
+
+def plan_packs(num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
+               plan: LaunchPlan) -> PackPlan | None:
+    """None if no two requests fit into a tile: packs have the tiles of single requests, which have rows to spare."""
+    size = min(plan.block_m // (max_query * group), num_requests)
+    if size < 2 or not plan.is_split:
+        return None
+    num_splits = max(2, min(_MOST_PACK_SPLITS, _PACK_SPLITS // num_requests))
+    num_items = cdiv(_PACK_PROGRAMS * sms, num_kv_heads) + (num_requests // 2 if plan.num_splits == 1 else 0)
+    return PackPlan(size, num_splits, num_items)
+
+
+def can_pack(num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device,
+             *, max_query: int, max_length: int) -> bool:
+    """Whether `list_splits` can make use of shared pages."""
+    sms = num_sms(device)
+    plan = plan_launch(num_requests, num_heads, num_kv_heads, head_dim, itemsize, sms, max_query=max_query,
+                       max_length=max_length, window=None, is_listed=True)  # fmt: skip
+    return plan_packs(num_requests, num_kv_heads, num_heads // num_kv_heads, sms, max_query, plan) is not None
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The packs of one batch. Tensors are int32 [requests]."""
+
+    plan: PackPlan
+    order: torch.Tensor  # request at each place; a pack is a run of places
+    pack_firsts: torch.Tensor  # first place of each place's pack; -1 for a place that is in none
+    first_keys: torch.Tensor  # of each request: the keys before this one are read by its pack
+    num_pack_splits: torch.Tensor  # of each request: splits of its pack; 0 without one
+
+
+@dataclass(frozen=True)
 class SplitList:
     """The splits of one batch, for layers that have the same heads and window."""
 
     plan: LaunchPlan
     shape: tuple[int | None, ...]  # requests, heads, key/value heads, dim, bytes of an element; bounds, window
     made_of: tuple[torch.Tensor | None, ...]  # lengths, live counts, key starts
-    items: torch.Tensor  # [most there may be] int32: request * MOST_SPLITS + split
+    # [most there may be] int32: request * MOST_SPLITS + split; of packs -1 - (first place * MOST_SPLITS + split)
+    items: torch.Tensor
     count: torch.Tensor  # [1] int32
+    packs: Packs | None = None
 
     def is_for(self, shape: tuple[int | None, ...], tensors: tuple[torch.Tensor | None, ...]) -> bool:
         """Another batch's list would leave splits out, and counters that others rely on."""
         return shape == self.shape and all(a is b for a, b in zip(tensors, self.made_of, strict=True))
 
+    @property
+    def num_slots(self) -> int:
+        """Places for the parts of a request's splits."""
+        return self.plan.num_splits + (self.packs.plan.num_splits if self.packs is not None else 0)
 
-@kernel(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests"],
-            do_not_specialize_on_alignment=_INTS)  # fmt: skip
+
+@kernel(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests", "pack_size",
+                           "most_pack_splits", "most_pack_items"],
+        do_not_specialize_on_alignment=_INTS)  # fmt: skip
 def _list_splits_kernel(
-    lengths, live, key_starts, items, count, window, split_size, coarse_size, num_splits, num_requests,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    lengths, live, key_starts, order, shared, items, count, first_keys, num_pack_splits, pack_firsts, window,
+    split_size, coarse_size, num_splits, num_requests, pack_size, most_pack_splits, most_pack_items,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_PACKS: tl.constexpr,
+    LEAST_PACK_SPLIT: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """In the order of places, which are the requests themselves without packs."""
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     other = tl.arange(0, PAD)
-    own_length, own = _splits_of(lengths, live, key_starts, request, num_requests, window, split_size, coarse_size,
-                                 num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
-    length, splits = _splits_of(lengths, live, key_starts, other, num_requests, window, split_size, coarse_size,
-                                num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
-    is_before = (length[None, :] > own_length[:, None]) | (
-        (length[None, :] == own_length[:, None]) & (other[None, :] < request[:, None])
+    own_request, request = own, other
+    own_packed, packed = own * 0, other * 0  # keys that the packs read
+    num_before = 0
+    if HAS_PACKS:
+        own_request = tl.load(order + own, mask=own < num_requests, other=num_requests)
+        request = tl.load(order + other, mask=other < num_requests, other=num_requests)
+        own_first, own_pack_splits = own, own * 0
+        if tl.max(tl.load(shared + other, mask=other < num_requests, other=0), axis=0) > 0:
+            run = find_runs(shared, other, num_requests)
+            own_run = tl.max(tl.where(other[None, :] == own[:, None], run[None, :], 0), axis=1)
+            own_first, own_packed, own_tokens = find_packs(shared, own, own_run, num_requests, pack_size)
+            first, packed, tokens = find_packs(shared, other, run, num_requests, pack_size)
+            all_tokens = tl.sum(tl.where(first == other, tokens, 0), axis=0)
+            split_keys = tl.maximum(tl.cdiv(all_tokens, most_pack_items), LEAST_PACK_SPLIT)
+            own_pack_splits = count_pack_splits(own_tokens, split_keys, most_pack_splits, BLOCK_N)
+            pack_splits = count_pack_splits(tokens, split_keys, most_pack_splits, BLOCK_N)
+            splits = tl.where(first == other, pack_splits, 0)
+            num_before = tl.sum(splits, axis=0)
+            at = tl.sum(tl.where(other[None, :] < own[:, None], splits[None, :], 0), axis=1)
+            for split in range(0, tl.max(own_pack_splits, axis=0)):
+                tl.store(items + at + split, -1 - (own * MOST_SPLITS + split),
+                         mask=(own_first == own) & (split < own_pack_splits))
+        exists, is_packed = own < num_requests, own_packed > 0
+        tl.store(first_keys + own_request, own_packed, mask=exists)
+        tl.store(num_pack_splits + own_request, tl.where(is_packed, own_pack_splits, 0), mask=exists)
+        tl.store(pack_firsts + own, tl.where(is_packed, own_first, -1), mask=exists)
+    own_keys, own_splits = _splits_of(lengths, live, key_starts, own_request, own_packed, num_requests, window,
+                                      split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+    keys, splits = _splits_of(lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size,
+                              num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+    is_before = (keys[None, :] > own_keys[:, None]) | (
+        (keys[None, :] == own_keys[:, None]) & (other[None, :] < own[:, None])
     )
-    first = tl.sum(tl.where(is_before, splits[None, :], 0), axis=1)
-    for split in range(0, tl.max(own, axis=0)):
-        tl.store(items + first + split, request * MOST_SPLITS + split, mask=split < own)
+    at = num_before + tl.sum(tl.where(is_before, splits[None, :], 0), axis=1)
+    for split in range(0, tl.max(own_splits, axis=0)):
+        tl.store(items + at + split, own_request * MOST_SPLITS + split, mask=split < own_splits)
     if tl.program_id(0) == 0:
-        tl.store(count, tl.sum(splits, axis=0))
+        tl.store(count, num_before + tl.sum(splits, axis=0))
+
+
+@triton.jit
+def own_num_splits(num_splits, packed):
+    """Most splits of a request's own: one is left to its pack."""
+    return tl.where(packed > 0, tl.maximum(num_splits - 1, 1), num_splits)
 
 
 @triton.jit
 def _splits_of(
-    lengths, live, key_starts, request, num_requests, window, split_size, coarse_size, num_splits,
+    lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """(length, splits) of requests: at least one, which also writes what dead tokens get; past the last none."""
+    """(keys that no pack reads, splits) of requests: at least one, which also writes what dead tokens get; past the
+    last none."""
     exists = request < num_requests
     length = tl.load(lengths + request, mask=exists, other=-1)
     num_live = tl.load(live + request, mask=exists, other=0)
-    first_key = length * 0
+    first_key = packed
     if HAS_STARTS:
         first_key = tl.load(key_starts + request, mask=exists, other=0)
-    _, _, active = split_geometry(length, num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N,
-                                  HAS_WINDOW)  # fmt: skip
-    return length, tl.where(exists, tl.maximum(active, 1), 0)
+    _, _, active = split_geometry(length, num_live, window, first_key, split_size, coarse_size,
+                                  own_num_splits(num_splits, packed), BLOCK_N, HAS_WINDOW)  # fmt: skip
+    return length - packed, tl.where(exists, tl.maximum(active, 1), 0)
 
 
 def list_splits(
     lengths: torch.Tensor, live: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, *,
     max_query: int, max_length: int, window: int | None = None, key_starts: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
+    shared: SharedPages | None = None, config: DecodeConfig | None = None,
 ) -> SplitList:
-    """The list for `decode_attention`, which must get the same lengths, live counts, bounds, window and key_starts."""
+    """The list for `decode_attention`, which must get the same lengths, live counts, bounds, window and key_starts.
+    `shared`: pages that are read once for several requests; not for layers with a window, nor with key_starts."""
     name, device, int32 = "list_splits", lengths.device, (torch.int32,)
     num_requests, sms = lengths.shape[0], num_sms(device)
     require_tensor(name, "lengths", lengths, (None,), device, int32)
     require_tensor(name, "live", live, (num_requests,), device, int32)
     if key_starts is not None:
         require_tensor(name, "key_starts", key_starts, (num_requests,), device, int32)
+    require(shared is None or (window is None and key_starts is None), name, "shared",
+            "is for layers that see all keys: leave out window and key_starts")
     heads = (num_requests, num_heads, num_kv_heads, head_dim, itemsize)
     plan = plan_launch(*heads, sms, max_query=max_query, max_length=max_length, window=window, config=config,
                      is_listed=True)
-    items = torch.empty(num_requests * plan.num_splits, dtype=torch.int32, device=device)
+    packs, num_items = None, num_requests * plan.num_splits
+    if shared is not None:
+        packs = _make_packs(shared, num_requests, num_kv_heads, num_heads // num_kv_heads, sms, max_query, plan)
+        num_items += packs.plan.num_items if packs is not None else 0
+    items = torch.empty(num_items, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
+    made = (packs.first_keys, packs.num_pack_splits, packs.pack_firsts) if packs is not None else (lengths,) * 3
+    order, links = (lengths, lengths) if shared is None or packs is None else shared
+    pack_bounds = (0, 0, 0)
+    if packs is not None:
+        pack_bounds = packs.plan.size, packs.plan.num_splits, cdiv(_PACK_PROGRAMS * sms, num_kv_heads)
     _list_splits_kernel[(cdiv(num_requests, 16),)](
-        lengths, live, lengths if key_starts is None else key_starts, items, count, window or 0, plan.split_size,
-        plan.coarse_size, plan.num_splits, num_requests, BLOCK_N=plan.config.block_n, HAS_WINDOW=window is not None,
-        HAS_STARTS=key_starts is not None, PAD=pad, ROWS=16, num_warps=4,
+        lengths, live, lengths if key_starts is None else key_starts, order, links, items, count, *made, window or 0,
+        plan.split_size, plan.coarse_size, plan.num_splits, num_requests, *pack_bounds, BLOCK_N=plan.config.block_n,
+        HAS_WINDOW=window is not None, HAS_STARTS=key_starts is not None, HAS_PACKS=packs is not None,
+        LEAST_PACK_SPLIT=_LEAST_PACK_SPLIT, PAD=pad, ROWS=16, num_warps=4,
     )
-    return SplitList(plan, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count)
+    return SplitList(plan, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count, packs)
+
+
+def _make_packs(shared: SharedPages, num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
+                plan: LaunchPlan) -> Packs | None:
+    """Room for the packs of a batch; None if its requests cannot be packed."""
+    pack_plan = plan_packs(num_requests, num_kv_heads, group, sms, max_query, plan)
+    if pack_plan is None:
+        return None
+    made = torch.empty(3, num_requests, dtype=torch.int32, device=shared.order.device)
+    return Packs(pack_plan, shared.order, *made.unbind(0))

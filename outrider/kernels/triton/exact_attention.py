@@ -14,7 +14,6 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for, tile_counter
 from outrider.kernels.triton.attention_core import (
     AttentionShape,
     PagedHead,
@@ -29,6 +28,7 @@ from outrider.kernels.triton.attention_core import (
     store_result,
     zero_padding,
 )
+from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for, tile_counter
 from outrider.kernels.triton.common import (
     cdiv,
     next_power_of_two,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
-from outrider.kernels.triton.attention import MIN_COUNTERS, arrive, counters_for
+from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,

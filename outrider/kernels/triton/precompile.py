@@ -35,8 +35,9 @@ from triton.runtime.cache import FileCacheManager
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
 SECONDS = {"_settle_kernel": 2.0, "_output_kernel": 2.0, "_inputs_kernel": 1.8, "_add_kernel": 1.8,  # as measured
-           "_decode_kernel": 1.8, "_mamba2_kernel": 1.8, "_score_filtered_kernel": 1.7, "_pick_filtered_kernel": 1.5,
-           "_edit_kernel": 1.1, "_score_kernel": 1.1, "_latent_attention_kernel": 3.0, "_few_rows_kernel": 0.5}
+           "_decode_kernel": 1.8, "_packed_kernel": 2.4, "_mamba2_kernel": 1.8, "_score_filtered_kernel": 1.7,
+           "_pick_filtered_kernel": 1.5, "_edit_kernel": 1.1, "_score_kernel": 1.1, "_latent_attention_kernel": 3.0,
+           "_few_rows_kernel": 0.5}
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 

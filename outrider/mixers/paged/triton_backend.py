@@ -1,7 +1,8 @@
 """The `triton` backend: paged attention on CUDA, with norms, rope and cache write as one kernel before it.
 
 Requests with few tokens use the decode kernel, which splits over keys; longer ones use the prefill kernel, in tiles
-that never span requests. Grids come from host bounds; lengths are read on the device.
+that never span requests. A decode tile spans requests only where the device has found their pages to be the same.
+Grids come from host bounds; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from outrider.kernels.triton import (
     QueryTiles,
     SplitList,
     cache_write,
+    can_pack,
     choose_prefill,
     decode_attention,
     device_query_tiles,
@@ -33,6 +35,7 @@ from outrider.kernels.triton import (
     query_tiles,
     rope_cache_write,
 )
+from outrider.kernels.triton.attention_sharing import SharedPages, find_shared
 from outrider.kernels.triton.hopper import HopperConfig
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
@@ -73,6 +76,7 @@ class DevicePrefill:
 class Plan:
     view: BatchView
     page_table: torch.Tensor
+    page_tokens: int
     slots: torch.Tensor
     decode_live: torch.Tensor  # [requests] int32: live tokens of requests that use the decode kernel, 0 for the others
     decode_max_query: int  # most tokens of such a request; 0 if there is none
@@ -81,6 +85,7 @@ class Plan:
     choose_tile: Callable[[int, torch.Tensor], PrefillChoice] = choose_prefill
     tiles: dict[tuple[int, int, int], QueryTiles] = field(default_factory=dict)
     split_lists: dict[tuple[int | None, ...], SplitList] = field(default_factory=dict)
+    shared_pages: SharedPages | None = None  # made by the first layer that can use it
 
     @property
     def key_starts(self) -> torch.Tensor | None:
@@ -98,8 +103,23 @@ class Plan:
             self.split_lists[key] = list_splits(
                 self.view.lengths_int32, self.decode_live, *heads, itemsize, max_query=self.decode_max_query,
                 max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
+                shared=self._shared_for(layer, itemsize),
             )  # fmt: skip
         return self.split_lists[key]
+
+    def _shared_for(self, layer: AttentionLayer, itemsize: int) -> SharedPages | None:
+        """Pages that the requests of the batch share. None for a layer that does not see all keys, and where no two
+        requests fit into a tile."""
+        if layer.window is not None or self.key_starts is not None:
+            return None
+        bounds = {"max_query": self.decode_max_query, "max_length": self.view.max_length.tokens}
+        if not can_pack(self.view.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, itemsize,
+                        self.page_table.device, **bounds):  # fmt: skip
+            return None
+        if self.shared_pages is None:
+            self.shared_pages = find_shared(self.page_table, self.view.lengths_int32, self.decode_live,
+                                            self.page_tokens, max_length=bounds["max_length"])
+        return self.shared_pages
 
     def tiles_for(self, layer: AttentionLayer, cache: KeyValueCache) -> QueryTiles | None:
         """Tiles for the prefill kernel; None if no request uses it."""
@@ -142,7 +162,7 @@ class TritonBackend(Backend):
             case MixedQueries(most):
                 max_query, prefill = most, DevicePrefill(most)
                 live = torch.where(view.query_starts_int32.diff() <= most, live, 0)
-        return Plan(view, view.page_table(group), view.slots(group), live, max_query, prefill,
+        return Plan(view, view.page_table(group), group.page_tokens, view.slots(group), live, max_query, prefill,
                     may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,

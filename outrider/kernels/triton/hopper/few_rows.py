@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 import triton.experimental.gluon.language as gl
-from outrider.kernels.triton.attention import MIN_COUNTERS, counters_for
+from outrider.kernels.triton.attention_merge import MIN_COUNTERS, counters_for
 from outrider.kernels.triton.common import cdiv, num_sms, pdl_options, require, require_tensor, uses_pdl
 from outrider.kernels.triton.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.triton.hopper.items import barrier
