@@ -82,6 +82,11 @@ class CacheLayout:
         return not self.recurrent.layers and all(isinstance(group.spec, FullSpec) for group in self.groups)
 
     @property
+    def has_full_attention(self) -> bool:
+        """Whether some layer of the target keeps keys and values of all tokens."""
+        return any(type(group.spec) is FullSpec and group.is_target for group in self.groups)
+
+    @property
     def padding(self) -> float:
         """Unused share of the pool's bytes if all groups hold equal contexts."""
         used = sum(group.used_bytes / group.page_tokens for group in self.groups)

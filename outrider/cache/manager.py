@@ -19,6 +19,9 @@ from outrider.cache.promises import Promises
 from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
 from outrider.core.spans import NO_SPANS, PromptSpans
 
+LEAST_SHARED = 256  # tokens of a common beginning whose pages are worth reading once for several requests
+FEWEST_SHARERS = 4
+
 
 @dataclass(slots=True)
 class RequestPages:
@@ -29,6 +32,7 @@ class RequestPages:
     first: list[int]  # per group, first column held
     published: list[int]  # per group, columns published
     promised: int  # tokens up to which full pages are published, promised or another request's
+    is_sharer: bool = False  # began from pages that another request held, for hundreds of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class CacheManager:
         self.lookup = PrefixLookup(layout, self.pool, self.checkpoints, self.promises, has_lookahead=lookahead > 0)
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
+        self._num_sharers = 0
         self._granted = Granted()
         # Pages freed first are evicted first, and a drafter's pages are the least missed.
         self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
@@ -118,6 +123,7 @@ class CacheManager:
         pages = RequestPages(row, [], [], [], start.hit)
         for group in self.groups:
             self._hold_hit(request_id, pages, group, start)
+        self._num_sharers += pages.is_sharer
         self.checkpoints.admit(request_id, row, len(start.token_ids))
         digest_at = self.lookup.digest_at(request_id, start.token_ids)
         if start.state_pages:
@@ -255,6 +261,7 @@ class CacheManager:
 
     def free(self, request_id: int) -> None:
         pages = self._requests.pop(request_id)
+        self._num_sharers -= pages.is_sharer
         self.promises.leave(request_id)
         self.checkpoints.free(request_id)
         self.states.release(request_id)
@@ -269,6 +276,11 @@ class CacheManager:
         self.lookup.forget(request_id)
 
     # Looking
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether enough running requests hold the same pages for attention to read them once for several of them."""
+        return self._num_sharers >= FEWEST_SHARERS
 
     def usage(self) -> float:
         return 1 - self.pool.num_free / self.pool.num_usable
@@ -325,6 +337,8 @@ class CacheManager:
         held = self.lookup.cached_last(request_id, start.token_ids, group, hit, start.horizon)
         first = count - len(held)
         assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
+        if hit >= LEAST_SHARED and first == 0:
+            pages.is_sharer |= self.pool.is_held(next(iter(held.values())))
         for key, page in held.items():
             self.pool.hold(page)
             self.promises.share_page(request_id, key)

@@ -146,6 +146,7 @@ class ScheduledBatch:
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
     spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
+    shares_pages: bool = False  # several of its requests hold the same leading pages, for hundreds of tokens
     is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
 
     @property

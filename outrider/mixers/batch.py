@@ -37,6 +37,7 @@ class DecodeQueries:
     """Every request has at most `most` tokens. Only the device knows how many each has."""
 
     most: int
+    shares_pages: bool = False  # several requests hold the same pages, which attention may read once for all of them
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ class CapturedShape(StepExtents):
 
     @classmethod
     def decoding(cls, requests: int, tokens: int, max_drafts: int, *, window: int, max_len: int,
-                 takes_checkpoints: bool = False) -> CapturedShape:
+                 takes_checkpoints: bool = False, shares_pages: bool = False) -> CapturedShape:
         """Every request has one known token and samples. window: accepted drafts that a row may have to fold."""
-        return cls(requests, tokens, tokens, max_drafts, DecodeQueries(1 + max_drafts), DecodeQueries(1),
+        return cls(requests, tokens, tokens, max_drafts, DecodeQueries(1 + max_drafts, shares_pages), DecodeQueries(1),
                    LengthBound(max_len), window, takes_checkpoints)
 
     @classmethod

@@ -77,7 +77,7 @@ class BatchBuilder:
 
     def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
               checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
-              form: StepForm = StepForm.WHOLE) -> ScheduledBatch:
+              form: StepForm = StepForm.WHOLE, *, shares_pages: bool = False) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
         requests, num_known, num_drafts, samples, num_pending, _ = map(list, columns)
@@ -101,4 +101,5 @@ class BatchBuilder:
             generation=self._generation,
             form=form,
             spans=self._spans,
+            shares_pages=shares_pages,
         )

@@ -329,7 +329,8 @@ class Scheduler:
         granted = self.cache.take_granted()
         form = batch.form if self._num_with_form else StepForm.WHOLE
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
-        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, num_wanted, form)
+        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, num_wanted, form,
+                                shares_pages=self.cache.shares_pages)
         self._admissions = []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1

@@ -24,7 +24,8 @@ class AsCaptured:
                  form: StepForm = StepForm.WHOLE, stands_in: bool = False) -> None:
         self._rig, self._form = rig, form
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
-                              takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len)
+                              takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len,
+                              takes_shared=rig.step.pool.layout.has_full_attention)
         self._at_start = list(self.keys.at_start(takes_checkpoints=False)) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.cache import manager  # noqa: E402
 from outrider.core import StepForm, Uncaptured  # noqa: E402
 from outrider.core.outputs import RequestOutput  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
@@ -25,6 +26,7 @@ from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
 from outrider.models.mtp import MTPHead  # noqa: E402
+from outrider.runner.graphs import keys  # noqa: E402
 from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
 from outrider.sample.draw import draw_tokens  # noqa: E402
 from outrider.sample.sampler import sample_chunk  # noqa: E402
@@ -106,7 +108,8 @@ def sharing_pages() -> Iterator[list[attention_splits.SplitList]]:
         return made[-1]
 
     with (mock.patch.object(attention_splits, "list_splits", listed), by_lists(),
-          mock.patch.object(attention_sharing, "LEAST_SHARED", 16),
+          mock.patch.object(attention_sharing, "LEAST_SHARED", 16), mock.patch.object(manager, "LEAST_SHARED", 16),
+          mock.patch.object(manager, "FEWEST_SHARERS", 2), mock.patch.object(keys, "FEW", 2),
           mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 16)):  # fmt: skip
         yield made
 
@@ -125,11 +128,10 @@ def long(*values: Any) -> Any:
 
 @pytest.mark.parametrize("drafts", [0, long(1)])
 def test_pages_that_requests_share_are_read_once(device: torch.device, drafts: int) -> None:
-    """Three requests with a common beginning and one that shares nothing, in steps that decode and in steps with
-    prompts."""
+    """Three requests with a common beginning and one that shares nothing. Steps with prompts read pages for each."""
     common = prompt_of(7, 34)
-    asks = [Ask(common[: 34 - n] + prompt_of(n, 2), greedy(3)) for n in range(3)]
-    asks.insert(1, Ask(prompt_of(9, 21), greedy(3)))
+    asks = [Ask(common[: 34 - n] + prompt_of(n, 2), greedy(5)) for n in range(3)]
+    asks.insert(1, Ask(prompt_of(9, 9), greedy(5)))
     settings = SETTINGS | {"max_num_batched_tokens": 48}
     if drafts:
         settings |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts,
@@ -140,6 +142,7 @@ def test_pages_that_requests_share_are_read_once(device: torch.device, drafts: i
     with Rig(model, **settings) as rig, on_a_card(rig) as captured, sharing_pages() as made:
         assert tokens_of(rig.run(asks)) == wanted
     assert len(captured.met) == len(rig.batches)
+    assert {key.shares_pages for key in captured.met} == {False, True}
     packed = [int((splits.packs.first_keys > 0).sum()) for splits in made if splits.packs is not None]
     assert max(packed) == 3, "all requests with the common beginning were in packs"
 

@@ -50,14 +50,14 @@ def find(batch: Batch, least: int = LEAST) -> SharedPages:
     return find_shared(batch.page_table, batch.lengths, batch.live, PAGE, max_length=bound, least=least)
 
 
-def list_for(batch: Batch, shared: SharedPages | None, config: DecodeConfig = SMALL) -> SplitList:
+def list_for(batch: Batch, shared: SharedPages | None) -> SplitList:
     num_heads, head_dim = batch.q.shape[1:]
     with (mock.patch.object(attention_splits, "least_listed_split", return_value=32),
           mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 32)):
         return list_splits(
             batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
             max_query=int(batch.query_starts.diff().max()), max_length=(batch.page_table.shape[1] - 1) * PAGE,
-            shared=shared, config=config,
+            shared=shared, config=SMALL,
         )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_sharers_are_packed_and_give_the_same_result(device: torch.device, dtype
 
 
 def test_a_batch_without_sharers_has_the_bits_of_a_plain_list(device: torch.device, dtype: torch.dtype) -> None:
-    batch = make_shared(device, dtype, [replace(r, of=-1) for r in TWO_FAMILIES], heads=4, kv_heads=2)
+    batch = make_shared(device, dtype, [replace(r, of=-1) for r in TWO_FAMILIES], heads=2, kv_heads=1)
     splits = list_for(batch, find(batch))
     assert members(splits) == [] and int(splits.count) == int(list_for(batch, None).count)
     actual = attend(batch, splits)
@@ -152,7 +152,7 @@ def test_a_family_within_a_family_is_packed_for_itself(device: torch.device, dty
 
 
 def test_padding_changes_no_bit(device: torch.device, dtype: torch.dtype) -> None:
-    batch = make_shared(device, dtype, TWO_FAMILIES, heads=2, kv_heads=2)
+    batch = make_shared(device, dtype, TWO_FAMILIES, heads=1, kv_heads=1)
     plain = attend(batch, list_for(batch, find(batch)))
     extra, tail, pad = 7, batch.query_starts[-1:].expand(7), torch.nn.functional.pad
     padded = replace(

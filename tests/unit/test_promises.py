@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from hypothesis import strategies as st
 
+from outrider.cache import manager
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
@@ -219,3 +220,15 @@ def test_any_schedule_of_states_that_are_shared() -> None:
     totals = run(scenarios, 250)
     totals.needs("starts again", "shared states", "restored states", "checkpoints in known tokens")
     assert totals.counts["shared states"] > 20
+
+
+def test_the_host_knows_whether_enough_requests_hold_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "LEAST_SHARED", 32)
+    rig = Rig()
+    rig.add(*prompts(manager.FEWEST_SHARERS), prompts(40)[39][:24])
+    batch = rig.step()
+    assert batch is not None and not batch.shares_pages, "the first of them shares nobody's pages"
+    rig.add(*prompts(12)[11:], first=20)
+    assert (batch := rig.step()) is not None and batch.shares_pages
+    rig.run()
+    assert not rig.cache.shares_pages

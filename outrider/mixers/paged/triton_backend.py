@@ -110,6 +110,9 @@ class Plan:
     def _shared_for(self, layer: AttentionLayer, itemsize: int) -> SharedPages | None:
         """Pages that the requests of the batch share. None for a layer that does not see all keys, and where no two
         requests fit into a tile."""
+        queries = self.view.queries
+        if not (isinstance(queries, DecodeQueries) and queries.shares_pages):
+            return None
         if layer.window is not None or self.key_starts is not None:
             return None
         bounds = {"max_query": self.decode_max_query, "max_length": self.view.max_length.tokens}
@@ -138,6 +141,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 class TritonBackend(Backend):
     name = "triton"
     serves_rows = True
+    reads_shared_once = True
 
     def __init__(self, decode_kernel_max_query: int = 16) -> None:
         """decode_kernel_max_query: most tokens of a request that the decode kernel takes, 16 at most. Every power of
@@ -234,6 +238,8 @@ class TritonBackend(Backend):
 class ExactTritonBackend(TritonBackend):
     """The backend of exact mode: one kernel for prompts and decoding, in which a query's bits depend on the query and
     its keys alone."""
+
+    reads_shared_once = False
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         return replace(super().plan(view, group), choose_tile=exact_tiles_config)

@@ -74,7 +74,8 @@ class StepGraphs:
         self._step = step
         step.cached.prepare_capture(limits)
         self.keys = GraphKeys(limits, step.drafting, takes_prompts=step.recurrent.needs_no_counts,
-                              takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len)
+                              takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len,
+                              takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
         self._loaded: set[GraphKey] = set()  # keys whose kernels have been launched
@@ -220,7 +221,8 @@ class StepGraphs:
         drafter's slots, products of steps with prompts, and what captures need."""
         for count in FILLED_ROWS if is_waiting() else ():
             self._step.load_filling(count)
-        for key in chain(self.keys.prompts_by_size(), self.keys.likely(takes_checkpoints=takes_checkpoints)):
+        for key in chain(self.keys.prompts_by_size(), self.keys.sharing(),
+                         self.keys.likely(takes_checkpoints=takes_checkpoints)):
             if not is_waiting():
                 break
             if key not in self._loaded:
@@ -242,7 +244,8 @@ class StepGraphs:
         first = islice(self.keys.decoding(takes_checkpoints=takes_checkpoints), 1)
         sampled = self.keys.with_parameters(takes_checkpoints=takes_checkpoints)
         rest = self.keys.at_start(takes_checkpoints=takes_checkpoints)
-        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts())
+        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts(),
+                       self.keys.sharing())
         for key in dict.fromkeys(chain(first, sampled, rest, others)):
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched

@@ -11,12 +11,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, GraphSizes, next_size
+from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
 from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -43,10 +44,11 @@ class GraphKey:
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
     longest: int = EVERY_LENGTH  # tokens of the longest context that it serves
+    shares_pages: bool = False  # attention reads pages that several requests hold once for several of them
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
-        own, others = ((key.has_prompts, key.form, key.sampler) for key in (self, other))
+        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages) for key in (self, other))
         has_room = self.requests >= other.requests and self.num_wanted >= other.num_wanted
         if self.has_prompts:
             has_room &= self.tokens >= other.tokens
@@ -59,10 +61,11 @@ class GraphKey:
 
 class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
-                 takes_parameters: bool = False, whole_len: int = EVERY_LENGTH) -> None:
+                 takes_parameters: bool = False, takes_shared: bool = False, whole_len: int = EVERY_LENGTH) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
-        sample, which read all parameters from the rows. whole_len: the most tokens of contexts behind which steps do
-        less; decode steps have graphs of their own there."""
+        sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
+        requests. whole_len: the most tokens of contexts behind which steps do less; decode steps have graphs of their
+        own there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -71,6 +74,7 @@ class GraphKeys:
         self._drafting = drafting
         self._takes_prompts = takes_prompts
         self._takes_parameters = takes_parameters
+        self._takes_shared = takes_shared
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
         self._is_costly = drafting.has_layers
@@ -91,14 +95,17 @@ class GraphKeys:
             return sampler
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler)
-        requests, drafts = next_size(self.sizes.requests, batch.num_requests), max(batch.num_drafts)
+        drafts = max(batch.num_drafts)
+        shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
+        sizes = self.sizes.shared if shares else self.sizes.requests
+        requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted
         if not self._is_costly:
             num_wanted = self.limits.max_drafts if num_wanted or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = num_wanted = max(drafts, num_wanted)
         return GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, bool(rows), form=batch.form,
-                        sampler=sampler, longest=self._longest(max(batch.bounds)))
+                        sampler=sampler, longest=self._longest(max(batch.bounds)), shares_pages=shares)
 
     def _longest(self, bound: int) -> int:
         return self._short if bound <= self._short else EVERY_LENGTH
@@ -185,6 +192,13 @@ class GraphKeys:
             if self._takes_parameters and drafts in (0, max_drafts):
                 yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, sampler=SamplerForm.FULL)
 
+    def sharing(self) -> Iterator[GraphKey]:
+        """Decode steps of requests that share pages, which are captured when they are met."""
+        for requests in self.sizes.shared if self._takes_shared else ():
+            for drafts in range(min(SHARED_DRAFTS, self.limits.max_drafts) + 1):
+                num_wanted = drafts if self._is_costly else self.limits.max_drafts
+                yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, shares_pages=True)
+
     def prompts_by_size(self) -> Iterator[GraphKey]:
         """Steps with prompts of every size, largest first: libraries choose their kernels by it."""
         largest = self.largest_with_prompts()
@@ -270,7 +284,8 @@ class GraphKeys:
                                                          self.decoding(takes_checkpoints=False)))
 
     def shape(self, key: GraphKey) -> CapturedShape:
-        make = CapturedShape.with_prompts if key.has_prompts else CapturedShape.decoding
+        make = CapturedShape.with_prompts if key.has_prompts else partial(CapturedShape.decoding,
+                                                                          shares_pages=key.shares_pages)
         return make(key.requests, key.tokens, self.limits.max_drafts if key.has_drafts else 0,
                     window=self.limits.max_drafts, max_len=min(key.longest, self.limits.max_len),
                     takes_checkpoints=key.takes_checkpoints)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outrider.core import Limits
 
 MOST_AT_START = 256  # requests of the largest decode step that start-up captures and measures
+SHARED_DRAFTS = 1  # drafts of a request up to which attention can read shared pages once for several requests
 FEW = 8  # requests up to which tokens cost nothing: a step that only proposes drafts uses a graph that checks as many
 FILLED_ROWS = (1, 8, 64)  # rows just admitted for which the filling of a drafter's slots is loaded
 MOST_LATER = 256  # captures after start-up
@@ -27,6 +28,7 @@ class GraphSizes:
     requests: list[int]  # request counts of decode steps
     at_start: list[int]  # the request counts captured at start-up; the others are captured once they are met often
     full_at_start: list[int]  # the counts of `at_start` that are also captured with all sampling parameters
+    shared: list[int]  # request counts of decode steps of requests that share pages
     prompt_requests: list[int]  # request counts of steps with prompts
     prompt_tokens: list[int]  # padding costs time there, so it is an eighth at most; few tokens cost what weights cost
 
@@ -44,6 +46,7 @@ class GraphSizes:
             requests=_up_to(most, (1, 2, 4, 8, *range(16, 129, 8), *range(144, most + 1, 16))),
             at_start=at_start,
             full_at_start=powers[::-2][::-1],
+            shared=_up_to(most, (2 * FEW << i for i in range(most.bit_length()))),
             prompt_requests=_up_to(most, (4**i for i in range(10))),
             prompt_tokens=_up_to(most_tokens, tokens),
         )
