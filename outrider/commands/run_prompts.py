@@ -26,6 +26,7 @@ class Ask:
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None
+    cache_salt: str | None = None  # requests of different salts share no pages
 
 
 @dataclass
@@ -89,7 +90,8 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     """Run all asks at once, to their ends. A request that cannot be served raises before any is started. A request that
     failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
     done: list[RequestOutput] = []
-    prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids} for ask in asks]
+    prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids, "cache_salt": ask.cache_salt}
+                             for ask in asks]  # fmt: skip
     start = time.perf_counter()
     with interruptible() as interrupt, _bar(len(asks), label) as progress:
         outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)

@@ -186,7 +186,10 @@ class Check:
         return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), watch.happened(llm.engine)
 
     def _run(self, llm: LLM, variant: Variant) -> list[RequestOutput]:
-        batches = [[ask] for ask in self._asks] if variant.alone else [self._asks]
+        asks = self._asks
+        if variant.pool != "ample":  # both requests of a prompt would fit into the pool if they shared its pages
+            asks = [replace(ask, cache_salt=str(i % 2)) for i, ask in enumerate(asks)]
+        batches = [[ask] for ask in asks] if variant.alone else [asks]
         outputs: list[RequestOutput] = []
         for _ in range(variant.rounds):
             outputs = [output for batch in batches for output in run_prompts(llm, batch).outputs]
