@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 
 MAX_DRAFTER_FAULTS = 3  # faults after which a drafter is switched off for the rest of the engine's life
+MAX_MESSAGE = 300  # characters of an exception's own message
 log = logging.getLogger("outrider")
 
 
@@ -47,6 +48,16 @@ class DrafterFault:
     kind: FaultKind
     message: str  # what the drafter returned or raised
     switches_off: bool  # whether the drafter is off from this fault on
+
+
+def words_of(error: Exception) -> str:
+    """An exception's kind and message, which travel to statistics and metrics. The message may be of any length, and
+    making it may raise."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + '...'}"
 
 
 class FaultRecord:

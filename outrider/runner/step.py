@@ -14,6 +14,7 @@ import torch
 from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.mixers.batch import NO_SPANS, BatchView, Spans
 from outrider.mixers.cached import CachedLayers, WantedRows
@@ -292,8 +293,9 @@ class DeviceStep:
     def draft(self, inputs: Inputs, hidden: Hidden, committed: CommittedStep, plan: StepPlan) -> None:
         state = self.state
         rows, goes_on = self.drafting.keep([inputs.batch.padded.rows, committed.goes_on])
+        tokens, known, *keys = map(self.drafting.lend, (state.tokens, state.known, *state.sampling.keys))
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
-                    committed.goes_on, state.tokens, state.known, state.sampling, plan.any_sampled, plan.num_wanted,
+                    committed.goes_on, tokens, known, SamplingKeys(*keys), plan.any_sampled, plan.num_wanted,
                     inputs.first_logit)  # fmt: skip
         if plan.num_wanted == 0:
             self.drafting.skip(step)

@@ -11,7 +11,7 @@ from operator import index
 from typing import Protocol, TypeVar
 
 from outrider.core import HostDraft
-from outrider.core.drafter_faults import FaultKind, FaultRecord
+from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.sched.request import Request
 
 Made = TypeVar("Made")
@@ -73,7 +73,7 @@ class HostDrafts:
             self._faults.add(error.kind, f"{name} returned {error}")
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
-            self._faults.add(FaultKind.RAISED, f"{name} raised {type(error).__name__}: {error}", trace=trace)
+            self._faults.add(FaultKind.RAISED, f"{name} raised {words_of(error)}", trace=trace)
         return None
 
 

@@ -15,10 +15,10 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.layers import LayeredModule
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
-from outrider.sample.rows import SamplingRows
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Step:
     goes_on: torch.Tensor  # [requests] whether the request got a run and has not ended, so that drafts are wanted
     tokens: torch.Tensor  # [ROWS, LENGTH] known tokens, this step's run included
     known: torch.Tensor  # [ROWS]
-    sampling: SamplingRows
+    sampling: SamplingKeys  # of ROWS
     any_sampled: bool  # whether some request of the batch has a temperature
     num_wanted: int  # most drafts that a request may get
     first_logit: torch.Tensor  # [requests] logit row of the last known token, if it has one; its drafts follow

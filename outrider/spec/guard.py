@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from outrider.core import Admission
-from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord
+from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
 from outrider.spec.base import Drafter, Drafts, HiddenReads, Step, ViewOf
@@ -84,8 +84,7 @@ class DrafterGuard:
             self._note(FaultKind.FORM, f"{name} returned {error}")
             return None
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            self._note(FaultKind.RAISED, f"{name} raised {type(error).__name__}: {error}", trace)
+            self._note(FaultKind.RAISED, f"{name} raised {words_of(error)}", "".join(traceback.format_exception(error)))
             return None
         finally:
             has_written = self._num_writes() != before
@@ -116,7 +115,12 @@ def _checked(drafts: object, step: Step) -> Proposal:
         if tensor.dtype is not torch.int64 or tensor.device != rows.device or tuple(tensor.shape) != shape:
             found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
             raise WrongForm(f"{name} of {found}, where {wanted} is wanted")
-    return Proposal(drafts.tokens, drafts.counts.contiguous())
+    return Proposal(_plain(drafts.tokens), _plain(drafts.counts).contiguous())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the methods of a subclass."""
+    return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
 class DrafterGuards:
@@ -177,10 +181,18 @@ class DrafterGuards:
         return [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
                 for own in found]  # fmt: skip
 
+    @property
+    def _trusts_all(self) -> bool:
+        return not any(guard.is_foreign for guard in self._guards)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Row state as drafters see it: a shape that one gives to it (`resize_`, `t_`) is not the engine's, and a write
+        is counted in both."""
+        return tensor if self._trusts_all else tensor.detach()
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of a step that the engine needs after drafting, safe from drafters that may write to them."""
-        is_safe = not any(guard.is_foreign for guard in self._guards)
-        return [tensor if is_safe else tensor.clone() for tensor in tensors]
+        return [tensor if self._trusts_all else tensor.clone() for tensor in tensors]
 
     def tell_device(self) -> None:
         """Let captured steps drop the drafts of drafters that were switched off after the capture."""

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
-from outrider.core.drafter_faults import MAX_DRAFTER_FAULTS, FaultKind
+from outrider.core.drafter_faults import MAX_DRAFTER_FAULTS, MAX_MESSAGE, FaultKind, words_of
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
+from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.sched.drafts import NoDrafts
 from outrider.server.metrics import ServerMetrics
@@ -78,7 +79,13 @@ WRITES = {
     "tokens": lambda s, t, c: written(s, s.tokens, t, c),
     "known": lambda s, t, c: written(s, s.known[1:2], t, c),
     "temperature": lambda s, t, c: written(s, s.sampling.temperature, t, c),
-    "stop ids": lambda s, t, c: written(s, s.sampling.stop_ids, t, c),
+    "seed": lambda s, t, c: written(s, s.sampling.seed, t, c),
+}
+SHAPES: dict[str, Callable[[Step], object]] = {
+    "resized": lambda s: s.tokens.resize_(1, 1), "transposed": lambda s: s.tokens.t_(),
+    "one dimension more": lambda s: s.known.unsqueeze_(0),
+    "other memory": lambda s: s.known.set_(torch.zeros(2, dtype=torch.int64)),  # type: ignore[call-overload]
+    "other temperatures": lambda s: s.sampling.temperature.set_(torch.zeros(9)),  # type: ignore[call-overload]
 }
 HARMLESS_WRITES = {  # the engine has copies
     "run": lambda s, t, c: written(s, s.accepted.run, t, c),
@@ -204,6 +211,51 @@ def test_writes_to_rows_are_noticed_and_undone(name: str) -> None:
 def test_writes_to_the_steps_own_tensors_change_nothing(name: str) -> None:
     rig, _ = assert_harmless(FaultyDrafter(HARMLESS_WRITES[name], at=range(3, 10**6)))
     assert rig.scheduler.generation == 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tensors_of_rows_keep_their_shapes_and_memory(name: str) -> None:
+    def change(step: Step, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
+        SHAPES[name](step)
+        return Drafts(tokens, counts)
+
+    assert_harmless(FaultyDrafter(change, at=range(3, 10**6)))
+
+
+def test_a_step_shows_no_sampling_state_but_the_keys_of_the_noise() -> None:
+    """Lists, counts and masks of rows are out of a drafter's reach."""
+    seen: list[object] = []
+    assert_harmless(FaultyDrafter(lambda s, t, c: seen.append(s.sampling) or Drafts(t, c)))
+    assert {type(keys) for keys in seen} == {SamplingKeys}
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Tensors(torch.Tensor):
+    """A tensor whose methods are somebody else's."""
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("error", "words"), [(Unprintable(), "(its message cannot be shown)"),
+                                              (ValueError("x" * 10**6), f"{'x' * MAX_MESSAGE}...")])  # fmt: skip
+def test_any_message_of_an_exception_is_shown_as_far_as_it_can_be(error: Exception, words: str) -> None:
+    def propose(step: Step, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
+        raise error
+
+    rig, _ = assert_harmless(FaultyDrafter(propose))
+    ((_, reason),) = rig.engine.stats.drafters_off
+    assert reason == f"propose() raised {type(error).__name__}: {words}"
+    assert words_of(error) == f"{type(error).__name__}: {words}"
+
+
+def test_tensors_of_subclasses_are_taken_as_tensors() -> None:
+    rig, _ = assert_harmless(FaultyDrafter(lambda s, t, c: Drafts(t.as_subclass(Tensors), c.as_subclass(Tensors))))
+    assert not rig.engine.stats.drafter_faults and rig.engine.stats.num_draft_tokens > 0
 
 
 def test_a_part_of_a_combination_misbehaves_alone() -> None:
