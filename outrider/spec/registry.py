@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from importlib import import_module
+from typing import Annotated
 
 from outrider.config import SpeculativeConfig
+from outrider.core.drafter_faults import words_of
+from outrider.core.fields import Range, check_value, shown
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.spec.autoregressive import AutoregressiveDrafter
@@ -71,9 +74,24 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
     """The drafter of `package.module:Class`, made as Class(num_speculative_tokens, target model)."""
     module, _, name = path.partition(":")
     try:
-        made = getattr(import_module(module), name)(config.num_speculative_tokens, build.target)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {error}") from error
-    if not isinstance(made, Drafter):
+        kind = getattr(import_module(module), name)
+    except Exception as error:  # somebody else's module may raise anything
+        raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {words_of(error)}") from error
+    if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, Drafter)):
         raise ValueError(f"speculative_config: {path} is not a subclass of outrider.spec.base.Drafter")
+    try:
+        made = kind(config.num_speculative_tokens, build.target)
+    except Exception as error:
+        raise ValueError(f"speculative_config: {path}(num_speculative_tokens, target) raised {words_of(error)}"
+                         ) from error  # fmt: skip
+    if not isinstance(made, Drafter):
+        raise ValueError(f"speculative_config: {path} made {shown(made)}, not an outrider.spec.base.Drafter")
+    _check_declared(made, path, build.target.num_layers, config.num_speculative_tokens)
     return made
+
+
+def _check_declared(drafter: Drafter, path: str, num_layers: int, max_drafts: int) -> None:
+    """Refuse attributes that every step of the target would fail with."""
+    check_value(f"speculative_config: {path}.name", str, drafter.name)
+    check_value(f"speculative_config: {path}.taps", list[Annotated[int, Range(0, num_layers)]], drafter.taps)
+    check_value(f"speculative_config: {path}.lookahead", Annotated[int, Range(0, max_drafts)], drafter.lookahead)
