@@ -90,13 +90,14 @@ def run_cases(family: str, depth: int, drafter: str, num_cases: int, seed: int,
               monkeypatch: pytest.MonkeyPatch) -> Tally:
     rng, asks, expected = Random(seed), asks_of(family), expected_of(family)
     tally = Tally()
-    settings: dict[str, Any] = {"max_num_seqs": 3, "num_pages": 14, "max_num_batched_tokens": 24}
+    settings: dict[str, Any] = {"max_num_seqs": 3, "num_pages": 14, "max_num_batched_tokens": 44}
     if family not in ("llama", "sliding", "moe"):  # more groups, or states
         settings |= {"num_pages": 40, "checkpoint_interval": 16}
     with Rig(model_of(family), depth=depth, drafter=drafter_of(drafter, family), **settings) as rig:
         injector = FaultInjector(rig, monkeypatch)
         for case in range(num_cases):
-            chosen = [rng.randrange(len(asks)) for _ in range(rng.randint(1, 5))]
+            chosen = [rng.randrange(len(asks)) for _ in range(rng.randint(1, 4))]
+            chosen.insert(0, chosen[0])  # some share what others are computing
             blamed = rng.choice([None, None, rng.randrange(len(chosen))])
             fault = Fault(rng.choice(injector.places), rng.randrange(0, 12))
             if blamed is not None:
@@ -129,6 +130,7 @@ def run_cases(family: str, depth: int, drafter: str, num_cases: int, seed: int,
             rig._blank.clear()
         tally.injected = injector.num_injected
         assert rig.scheduler.cache.stats.hit_tokens > 0 or num_cases < 20
+        assert rig.scheduler.cache.promises.num_shared > 0 or num_cases < 20, "requests shared what others computed"
         assert rig.scheduler.stats.max_steps_in_flight == depth
     return tally
 
