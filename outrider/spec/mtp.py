@@ -7,7 +7,6 @@ from outrider.config import SpeculativeConfig
 from outrider.models.head import load_head
 from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources import ModelSource, resolve
-from outrider.models.sources.base import WeightError
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild
 from outrider.spec.chained import ChainedDrafter
@@ -17,10 +16,7 @@ from outrider.spec.eagle import head_drafter, warn_beyond
 def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
     modules = build_mtp_modules(build.target, first_layer=build.first_layer, dtype=build.dtype, device=build.device)
     for module in modules:
-        try:
-            load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed)
-        except WeightError as error:
-            raise WeightError(f"speculative_config: 'mtp': the files have no module that fits: {error}") from None
+        load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed)
     return modules_drafter(modules, config.num_speculative_tokens)
 
 

@@ -12,6 +12,7 @@ from outrider.core.drafter_faults import words_of
 from outrider.core.fields import Range, check_value, shown
 from outrider.models.base import Model
 from outrider.models.loader import load_model
+from outrider.models.sources.base import WeightError
 from outrider.spec.autoregressive import AutoregressiveDrafter
 from outrider.spec.base import DraftBuild, Drafter
 from outrider.spec.combined import CombinedDrafter
@@ -32,7 +33,12 @@ def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None
     drafters: list[Drafter] = []
     for method in config.methods:
         num_layers = sum(len(drafter.attention_layers) for drafter in drafters)
-        drafter = _make(method, config, replace(build, num_drafter_layers=num_layers))
+        try:
+            drafter = _make(method, config, replace(build, num_drafter_layers=num_layers))
+        except WeightError as error:
+            files = build.target_source if config.model is None else config.model
+            raise WeightError(f"speculative_config: {method!r}: the files of {files} are not those of a drafter that "
+                              f"fits: {error}") from None
         if drafter is not None:
             drafters.append(drafter)
     if not drafters:

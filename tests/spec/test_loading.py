@@ -118,7 +118,8 @@ def test_unknown_methods_and_missing_folders(tmp_path: Path) -> None:
 
 def test_tensors_that_are_missing_or_left_over(tmp_path: Path) -> None:
     drafter = make_drafter("eagle3", "llama", tmp_path)
-    with pytest.raises(ValueError, match=r"missing: fc\.weight; left over: surplus\.weight"):
+    message = rf"speculative_config: 'eagle3': the files of {drafter.folder} .*missing: fc\.weight; left over: surplus"
+    with pytest.raises(ValueError, match=message):
         load(with_tensors(drafter, drop=("fc.weight",), **{"surplus.weight": torch.ones(2)}))
 
 
@@ -153,7 +154,7 @@ def test_mtp_of_a_target_that_has_none(tmp_path: Path) -> None:
 
 def test_mtp_whose_tensors_are_not_there(tmp_path: Path) -> None:
     drafter = make_drafter("mtp", "llama", tmp_path)
-    with pytest.raises(ValueError, match="'mtp': the files have no module that fits: .*missing: .* and [0-9]+ more"):
+    with pytest.raises(ValueError, match="'mtp': the files of .* that fits: .*missing: .* and [0-9]+ more"):
         load(with_tensors(drafter, drop=tuple(load_file(drafter.folder / "model.safetensors"))))
 
 
