@@ -249,8 +249,7 @@ def test_any_message_of_an_exception_is_shown_as_far_as_it_can_be(error: Excepti
 
     rig, _ = assert_harmless(FaultyDrafter(propose))
     ((_, reason),) = rig.engine.stats.drafters_off
-    assert reason == f"propose() raised {type(error).__name__}: {words}"
-    assert words_of(error) == f"{type(error).__name__}: {words}"
+    assert reason == f"propose() raised {words_of(error)}" == f"propose() raised {type(error).__name__}: {words}"
 
 
 def test_tensors_of_subclasses_are_taken_as_tensors() -> None:
