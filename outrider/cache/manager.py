@@ -339,9 +339,10 @@ class CacheManager:
         assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
         if hit >= LEAST_SHARED and first == 0:
             pages.is_sharer |= self.pool.is_held(next(iter(held.values())))
-        for key, page in held.items():
-            self.pool.hold(page)
-            self.promises.share_page(request_id, key)
+        self.pool.hold_all(held.values())
+        if self.promises:
+            for key in held:
+                self.promises.share_page(request_id, key)
         columns = [NULL_PAGE] * first + list(held.values())
         pages.columns.append(columns)
         pages.first.append(first)

@@ -7,7 +7,7 @@ owned (held by one or more requests). The pool does not know tokens, tensors or 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from outrider.core import NULL_PAGE
 
@@ -47,6 +47,10 @@ class PagePool:
         if self._holders[page] == 0:
             del self._cached[page]
         self._holders[page] += 1
+
+    def hold_all(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.hold(page)
 
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0

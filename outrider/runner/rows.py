@@ -129,17 +129,22 @@ class RowState:
         self.params.admit(admissions)
 
     def write_pages(self, writes: list[PageWrite]) -> None:
-        """Later writes of a cell win, so repeats are folded here: one indexed write has no order."""
-        cells: list[dict[tuple[int, int], int]] = [{} for _ in self.page_tables]
+        """Later writes of a cell win, so repeats are folded here: one indexed write has no order. Requests that share
+        long beginnings bring tens of thousands of cells, so lists are joined whole."""
+        by_row: list[dict[int, list[PageWrite]]] = [{} for _ in self.page_tables]
         for write in writes:
-            group = cells[write.group]
-            for i, page in enumerate(write.pages):
-                group[(write.row, write.start + i)] = page
-        for table, group in zip(self.page_tables, cells, strict=True):
-            if group:
-                flat = [n for (row, column), page in group.items() for n in (row, column, page)]
-                row, column, page = to_device(flat, torch.int64, self.device).view(-1, 3).unbind(1)
-                table.index_put_((row, column), page.to(torch.int32))
+            by_row[write.group].setdefault(write.row, []).append(write)
+        for table, group in zip(self.page_tables, by_row, strict=True):
+            rows: list[int] = []
+            columns: list[int] = []
+            pages: list[int] = []
+            for row, own in group.items():
+                before = len(columns)
+                _add_cells(own, columns, pages)
+                rows += [row] * (len(columns) - before)
+            if rows:
+                row_index, column, page = to_device(rows + columns + pages, torch.int64, self.device).view(3, -1)
+                table.index_put_((row_index, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
         """Host drafts become the rows' drafts, less what has been accepted since they were made. keeps_longer: not
@@ -166,3 +171,18 @@ class RowState:
         # Where nothing is left of it, a device drafter's guess stays.
         self.drafts.index_copy_(0, rows, torch.where((left > 0)[:, None], shifted, self.drafts[rows]))
         self.num_drafts.index_copy_(0, rows, torch.where(left > 0, left, self.num_drafts[rows]))
+
+
+def _add_cells(writes: list[PageWrite], columns: list[int], pages: list[int]) -> None:
+    """Add the columns that the writes of one row change, each once, with the page that it has in the end."""
+    ends = 0
+    for write in writes:
+        if write.start < ends:  # a cell is written twice
+            folded = {write.start + i: page for write in writes for i, page in enumerate(write.pages)}
+            columns += folded.keys()
+            pages += folded.values()
+            return
+        ends = write.start + len(write.pages)
+    for write in writes:
+        columns += range(write.start, write.start + len(write.pages))
+        pages += write.pages
