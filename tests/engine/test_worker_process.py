@@ -133,7 +133,8 @@ def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
 
 SLOW_DRAFTER = """
 import os, time
-class SlowDrafter:
+from outrider.spec.base import Drafter
+class SlowDrafter(Drafter):
     def __init__(self, num_drafts, target):
         print(os.getpid(), flush=True)
         time.sleep(1000)
