@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
+from outrider.benchmarks.prompt_sets import read_sets  # noqa: E402
 from outrider.commands.loading import Loaded, load  # noqa: E402
 from outrider.commands.parser import Parser, add_engine_flags, add_model, engine_config  # noqa: E402
-from outrider.commands.prompt_sets import read_sets  # noqa: E402
 from outrider.commands.run_prompts import Ask, run_prompts  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.core import RequestOutput, SamplingParams  # noqa: E402
@@ -50,7 +50,7 @@ from outrider.runner import step  # noqa: E402
 from outrider.runner.device import pick_device, pick_dtype  # noqa: E402
 from outrider.runner.worker import Worker  # noqa: E402
 from outrider.sample.sampler import Sampled  # noqa: E402
-from tests.spec.scripted_drafter import ScriptedDrafter  # noqa: E402
+from tests.drafters.scripted_drafter import ScriptedDrafter  # noqa: E402
 
 NUM_DRAFTS, WRONG_EVERY = 3, 5  # of scripted drafts
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "auto": False}

@@ -17,7 +17,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.plot import plot_spec
+from outrider.benchmarks.plot import plot_spec
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = 5  # of plots

@@ -27,8 +27,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from outrider.commands.bench import GREEDY  # noqa: E402
-from outrider.commands.roofline import measure_bandwidth  # noqa: E402
+from outrider.benchmarks.roofline import measure_bandwidth  # noqa: E402
+from outrider.benchmarks.throughput import GREEDY  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
 from outrider.kernels.latent import TokenContexts  # noqa: E402
 from outrider.llm import LLM  # noqa: E402

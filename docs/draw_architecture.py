@@ -48,7 +48,7 @@ box(530, 326, 400, 86, "forward: models/ and layers/", [
 ], "#fff")
 box(530, 418, 400, 54, "finish: sample/", ["one sampler; drafts are accepted while they equal its tokens"], "#fff")
 box(530, 478, 400, 54, "commit: kernels/step.py", ["the run becomes known, accepted drafts become computed"], "#fff")
-box(530, 538, 400, 92, "draft: spec/", [
+box(530, 538, 400, 92, "draft: drafters/", [
     "n-gram, draft model, EAGLE, MTP, Gemma assistant, on the same",
     "batch and in the same pages; suffix on the host. Drafts cannot",
     "change the text",

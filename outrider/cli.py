@@ -31,7 +31,9 @@ from outrider.core.status_line import CLEAR, is_terminal
 from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-LOADING = ("generate", "chat", "verify", "bench", "bench_spec", "bench_exact")  # load a model in this process
+# Commands that load a model in this process.
+LOADING = ("commands.generate", "commands.chat", "commands.verify", "benchmarks.throughput", "benchmarks.speculation",
+           "benchmarks.exact_mode")
 
 EXAMPLES = """examples:
   outrider demo
@@ -117,7 +119,7 @@ def _add(commands: argparse._SubParsersAction[Parser], name: str, help_text: str
     parser = commands.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".",
                                  epilog=epilog)
     parser.usage = f"%(prog)s {usage}"
-    parser.set_defaults(module=module or name, parser=parser)
+    parser.set_defaults(module=module or f"commands.{name}", parser=parser)
     parser.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
     return parser
 
@@ -187,7 +189,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> None:
-    parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="bench")
+    parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="benchmarks.throughput")
     add_model(parser)
     parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
                         metavar="BxIxO", help="batch x prompt tokens x answer tokens, several by commas; or nano "
@@ -207,7 +209,7 @@ def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help
 
 
 def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
-    spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="bench_spec")
+    spec = _add(kinds, "spec", "plain decoding against speculation", BENCH_EXAMPLES, module="benchmarks.speculation")
     add_model(spec)
     _add_synthetic(spec)
     spec.add_argument("--batch-sizes", type=counts_flag, default="1,4,16", metavar="N,N",
@@ -223,7 +225,8 @@ def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
-    exact = _add(kinds, "exact", "what exact mode costs, by batch size", BENCH_EXAMPLES, module="bench_exact")
+    exact = _add(kinds, "exact", "what exact mode costs, by batch size", BENCH_EXAMPLES,
+                 module="benchmarks.exact_mode")
     add_model(exact)
     exact.add_argument("--batch-sizes", type=counts_flag, default="1,8", metavar="N,N",
                        help="requests at once (default: %(default)s)")
@@ -238,7 +241,7 @@ def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(kinds, "serve", "load a server of any make and measure what its clients see", BENCH_SERVE_EXAMPLES,
-                  module="bench_serve", usage="[flags]")
+                  module="benchmarks.server_load", usage="[flags]")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
                         help="the server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="a model of the server (default: its first)")
@@ -286,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_flags(args)  # before torch is imported, which takes seconds
             if args.module in LOADING:
                 hash_compiler_ahead(getattr(args, "device", "auto"))
-            return int(import_module(f"outrider.commands.{args.module}").run(args))
+            return int(import_module(f"outrider.{args.module}").run(args))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED

@@ -2,7 +2,7 @@
 
 Sizes that a caller leaves as None are decided here, from what is known of the model and the device; device, dtype and
 backend that are "auto" where the worker starts (`runner/device.py`, `mixers/paged/registry.py`), and so is a drafting
-method that is left to files (`spec/files.py`).
+method that is left to files (`drafters/files.py`).
 """
 
 from __future__ import annotations

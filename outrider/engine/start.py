@@ -13,6 +13,7 @@ from outrider.config import EngineConfig
 from outrider.core import FaultRecord
 from outrider.core.status_line import status_line
 from outrider.core.structured import StructuredOutputsParams
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
@@ -26,7 +27,6 @@ from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDraft
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
-from outrider.spec.suffix import SuffixDrafter
 
 PROCESS_ID = os.getpid()  # the process that imported this module
 T = TypeVar("T")

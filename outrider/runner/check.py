@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from outrider.config import EngineConfig
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.check import check_drafter
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.device import gpu_bytes
-from outrider.spec.base import DraftBuild
-from outrider.spec.check import check_drafter
 
 GIB = 1 << 30
 TABLE_COPIES = 2  # a table of positions is computed in blocks, which are then joined

@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from outrider.cache.groups import CacheLayout, plan_groups
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.drafters.base import Drafter
+from outrider.drafters.guard import DrafterGuards
+from outrider.drafters.registry import DraftBuild, make_drafter
+from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.base import AttentionLayer, Backend
@@ -20,10 +24,6 @@ from outrider.runner.grammars import GrammarRows, Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode
-from outrider.spec.base import Drafter
-from outrider.spec.guard import DrafterGuards
-from outrider.spec.registry import DraftBuild, make_drafter
-from outrider.spec.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
+from outrider.drafters.base import Drafter, HiddenReads, Step
+from outrider.drafters.guard import DrafterGuards
+from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
@@ -42,9 +45,6 @@ from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_lo
 from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
 from outrider.sample.sampler import LogprobsMode, kernels_serve, sample, sample_chunk
-from outrider.spec.base import Drafter, HiddenReads, Step
-from outrider.spec.guard import DrafterGuards
-from outrider.spec.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
+from outrider.drafters.base import Drafter
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
@@ -40,7 +41,6 @@ from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_
 from outrider.runner.parts import StepParts, gather_parts, prepare_all
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
-from outrider.spec.base import Drafter
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]

@@ -19,6 +19,7 @@ from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.start import engine_around
@@ -29,7 +30,6 @@ from outrider.runner.local import LocalRunner
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker import Worker
 from outrider.sched.updates import Update
-from outrider.spec.base import Drafter
 
 VOCAB = 256
 CPU = torch.device("cpu")

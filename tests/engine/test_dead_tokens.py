@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CONFIGS, Rig, tiny_model, tokens_of
 from tests.engine.test_exactness import ASKS, expected
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 DRAFTS = 3
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": DRAFTS, "auto": False}

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.core.drafter_faults import MAX_DRAFTER_FAULTS, MAX_MESSAGE, FaultKind, words_of
+from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.drafters.combined import CombinedDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.sched.drafts import NoDrafts
 from outrider.server.metrics import ServerMetrics
-from outrider.spec.base import Drafter, Drafts, Step
-from outrider.spec.combined import CombinedDrafter
-from outrider.spec.ngram import NgramDrafter
 from tests.engine.faulty_drafter import Edit, FaultyDrafter, K
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, save_folder, tiny_model, tokens_of
 

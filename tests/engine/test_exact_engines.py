@@ -20,12 +20,12 @@ from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
+from tests.drafters.checkpoints import make_drafter
+from tests.drafters.trained import ASSETS, SPECULATIVE, trained_prompts
 from tests.engine.harness import CONFIGS, Ask, Rig, byte_tokenizer, prompt_of, random_model, save_folder, tiny_model
 from tests.engine.test_exact_mode import FAMILIES, PARAMS, SETTINGS, bits_of, model_of
 from tests.engine.test_quantized import MIXED, QWEN3, build
 from tests.engine.test_worker_process import started
-from tests.spec.checkpoints import make_drafter
-from tests.spec.trained import ASSETS, SPECULATIVE, trained_prompts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")
 

@@ -19,21 +19,21 @@ import pytest
 import torch
 
 from outrider import LLM, PoolingParams, cli
+from outrider.benchmarks import exact_mode
 from outrider.cache.kinds import FullSpec
-from outrider.commands import bench_exact
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter
+from outrider.drafters.eagle import head_drafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.kernels import native, ops
 from outrider.kernels.native.products import CpuProduct
 from outrider.mixers import cached
 from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
 from outrider.models.base import Model
-from outrider.spec.base import Drafter
-from outrider.spec.eagle import head_drafter
-from outrider.spec.ngram import NgramDrafter
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CPU, Ask, Rig, greedy, prompt_of, random_model, save_folder
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 VOCAB, LENGTH, K = 203, 20, 3
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -285,7 +285,7 @@ def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp
     assert [(cell["kind"], cell["batch"]) for cell in found["results"]] == [("decoding", 1), ("decoding", 3),
                                                                            ("prompts", 1)]
     assert all(cell["default_tok_s"] > 0 < cell["exact_tok_s"] for cell in found["results"])
-    monkeypatch.setattr(bench_exact, "run_prompts", lambda *_: pytest.fail("something was timed before the refusal"))
+    monkeypatch.setattr(exact_mode, "run_prompts", lambda *_: pytest.fail("something was timed before the refusal"))
     assert cli.main([*asked, "--dtype", "bfloat16"]) != 0
     assert "exact=True: on a CPU the arithmetic of bfloat16 is a library's" in capsys.readouterr().err
 

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.core import Axis
 from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter
 from outrider.runner.worker import Worker
-from outrider.spec.base import Drafter
 from tests.covering import grid, num_examples
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
 from tests.engine.runners import PicklingRunner
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
 from tests.models import oracle
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 K = 3
 LENGTH = 14

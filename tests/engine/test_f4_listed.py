@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outrider.core.params import SamplingParams
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, greedy, prompt_of, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 K = 3
 SHARED = prompt_of(0, 32)

@@ -13,17 +13,17 @@ import torch
 
 from outrider.cache.kinds import SlidingSpec
 from outrider.core import Limits
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.mixers.batch import BatchView, DecodeQueries, LengthBound, MixedQueries, Queries
 from outrider.mixers.paged.base import AttentionLayer, KeyValueCache, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend, FlexExtents, Plan, make_block_mask
 from outrider.mixers.paged.torch_backend import TorchBackend
-from outrider.spec.autoregressive import AutoregressiveDrafter
-from outrider.spec.draft_model import DraftModelNetwork
+from tests.drafters.latent_rig import latent_of
 from tests.engine import flex_cases
 from tests.engine.flex_cases import CPU, DIM, FEW_PAGES, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.masks import ChunkedMask, DocumentMask
-from tests.spec.latent_rig import latent_of
 
 MIB = 1 << 20
 

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.drafters.base import Drafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.models.base import Model
-from outrider.spec.base import Drafter
-from outrider.spec.ngram import NgramDrafter
+from tests.drafters.hybrid_rig import FAMILIES, hybrid_of, mtp_of
+from tests.drafters.latent_rig import FAMILIES as LATENT
+from tests.drafters.latent_rig import latent_of
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.fault_injector import Fault, FaultInjector
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model
 from tests.engine.recurrent_rig import hybrid
-from tests.spec.hybrid_rig import FAMILIES, hybrid_of, mtp_of
-from tests.spec.latent_rig import FAMILIES as LATENT
-from tests.spec.latent_rig import latent_of
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 K = 3
 MOE = {

@@ -20,10 +20,10 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.runner.worker import Worker
-from outrider.spec.ngram import NgramDrafter
 from tests.engine.harness import CONFIGS as PLAIN
 from tests.engine.harness import SETTINGS, byte_tokenizer, greedy, prompt_of, random_model
 from tests.engine.recurrent_rig import HYBRIDS

@@ -17,11 +17,11 @@ from outrider.config import EngineConfig
 from outrider.models.sources import ModelSource, resolve
 from outrider.models.sources.base import WeightError
 from outrider.runner import worker
+from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder
 from tests.models import gemma4
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
-from tests.spec.checkpoints import make_drafter
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3,
                             "num_pages": 64}  # fmt: skip

@@ -21,10 +21,10 @@ from outrider.layers.moe import Experts
 from outrider.mixers.batch import BatchView
 from outrider.mixers.paged.torch_backend import Plan, TorchBackend
 from outrider.runner.step import DeviceStep
+from tests.drafters.hybrid_rig import mtp_of
+from tests.drafters.latent_rig import latent_of
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
-from tests.spec.hybrid_rig import mtp_of
-from tests.spec.latent_rig import latent_of
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "_unique",
          "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}

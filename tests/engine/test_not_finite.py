@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.models.base import Model
-from outrider.spec.autoregressive import AutoregressiveDrafter
-from outrider.spec.draft_model import DraftModelNetwork
+from tests.drafters.latent_rig import FAMILIES as LATENT
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, random_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
-from tests.spec.latent_rig import FAMILIES as LATENT
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 CURSED = 7
 FAMILIES = {name: (CONFIGS | HYBRIDS)[name] for name in ("llama", "sliding", "mamba2", "gated_delta")}

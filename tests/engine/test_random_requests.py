@@ -17,14 +17,14 @@ import torch
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
+from outrider.drafters.base import Drafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.models.base import Model
-from outrider.spec.base import Drafter
-from outrider.spec.ngram import NgramDrafter
+from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS
+from tests.drafters.hybrid_rig import mtp_of
+from tests.drafters.latent_rig import FAMILIES as LATENT
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, byte_tokenizer, prompt_of, random_model
-from tests.spec.hybrid_rig import FAMILIES as HYBRIDS
-from tests.spec.hybrid_rig import mtp_of
-from tests.spec.latent_rig import FAMILIES as LATENT
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 pytest.importorskip("llguidance")
 

@@ -19,8 +19,8 @@ from outrider.engine.start import engine_around
 from outrider.models.registry import build_model
 from outrider.runner.memory import plan_memory
 from outrider.runner.worker import Worker
+from tests.drafters.hybrid_rig import FAMILIES, hybrid_of, mtp_of
 from tests.engine.harness import CPU, SETTINGS
-from tests.spec.hybrid_rig import FAMILIES, hybrid_of, mtp_of
 
 MOST = 7
 ID_BYTES = 8

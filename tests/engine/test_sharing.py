@@ -14,12 +14,12 @@ import torch
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
+from tests.drafters.hybrid_rig import hybrid_of, mtp_of
+from tests.drafters.latent_rig import latent_of
+from tests.drafters.rig import DraftRig
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.recurrent_rig import hybrid
 from tests.engine.test_not_finite import CURSED, NEVER, STEM, cursed_model
-from tests.spec.hybrid_rig import hybrid_of, mtp_of
-from tests.spec.latent_rig import latent_of
-from tests.spec.rig import DraftRig
 
 VOCAB = 24  # the least of these models'
 COMMON = prompt_of(0, 40, VOCAB)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from outrider import LLM, SamplingParams
 from outrider.cache.prefix import PageHashes
 from outrider.core.spans import PromptSpans, check_spans
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.flex_cases import FEW_PAGES
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.models.oracle import hf_model, make_folder
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 SPANS = ((3, 9), (20, 45), (45, 47))
 PROMPT = prompt_of(5, 60)

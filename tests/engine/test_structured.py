@@ -15,6 +15,7 @@ import torch
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
+from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import (
     CONFIGS,
@@ -28,7 +29,6 @@ from tests.engine.harness import (
     tokens_of,
 )
 from tests.engine.recurrent_rig import HYBRIDS
-from tests.spec.scripted_drafter import ScriptedDrafter
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

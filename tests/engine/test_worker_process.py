@@ -133,7 +133,7 @@ def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
 
 SLOW_DRAFTER = """
 import os, time
-from outrider.spec.base import Drafter
+from outrider.drafters.base import Drafter
 class SlowDrafter(Drafter):
     def __init__(self, num_drafts, target):
         print(os.getpid(), flush=True)

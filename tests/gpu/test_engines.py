@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from outrider import LLM
+from tests.drafters.latent_rig import FAMILIES as LATENT
+from tests.drafters.latent_rig import save_latent
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE, SETTINGS, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
 from tests.models import gemma4
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
-from tests.spec.latent_rig import FAMILIES as LATENT
-from tests.spec.latent_rig import save_latent
 
 ASSETS = Path(__file__).parents[1] / "assets"
 K = 3
@@ -167,7 +167,7 @@ def mean_run(rig: GpuRig) -> float:
 
 @pytest.mark.together("eagle3")
 def test_a_trained_eagle3_head_guesses_as_on_the_cpu() -> None:
-    from tests.spec.test_trained import HEAD
+    from tests.drafters.test_trained import HEAD
 
     with GpuRig(loaded(HEAD.folder), speculative_config=HEAD.speculative, **HEAD.settings) as rig:
         outputs = rig.run(HEAD.asks())
@@ -179,8 +179,8 @@ def test_a_trained_eagle3_head_guesses_as_on_the_cpu() -> None:
 
 @pytest.mark.together("gemma4_asset")
 def test_a_trained_assistant_guesses_as_on_the_cpu() -> None:
-    from tests.spec.test_gemma_trained import TRAINED_ASKS
-    from tests.spec.trained import SPECULATIVE
+    from tests.drafters.test_gemma_trained import TRAINED_ASKS
+    from tests.drafters.trained import SPECULATIVE
 
     settings = {"max_model_len": 128, "num_pages": 600, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     tokens = []
@@ -196,7 +196,7 @@ def test_a_trained_assistant_guesses_as_on_the_cpu() -> None:
 @pytest.mark.together("eagle3")
 def test_bf16_runs_and_drafts() -> None:
     """Near-ties are many in 16 bits, so tokens are not compared; a head that misreads its inputs would still show."""
-    from tests.spec.test_trained import HEAD
+    from tests.drafters.test_trained import HEAD
 
     with GpuRig(loaded(HEAD.folder, torch.bfloat16), speculative_config=HEAD.speculative, **HEAD.settings) as rig:
         assert all(output.outputs[0].error is None for output in rig.run(HEAD.asks()))

@@ -30,15 +30,15 @@ from outrider.runner.graphs import keys  # noqa: E402
 from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
 from outrider.sample.draw import draw_tokens  # noqa: E402
 from outrider.sample.sampler import sample_chunk  # noqa: E402
+from tests.drafters.checkpoints import make_drafter  # noqa: E402
+from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
+from tests.drafters.hybrid_rig import mtp_of  # noqa: E402
+from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
 from tests.models.gemma4 import save_assistant, save_target  # noqa: E402
 from tests.models.oracle import load  # noqa: E402
-from tests.spec.checkpoints import make_drafter  # noqa: E402
-from tests.spec.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
-from tests.spec.hybrid_rig import mtp_of  # noqa: E402
-from tests.spec.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
 
 K = 2
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "max_model_len": 64, "overlap": True}

@@ -26,6 +26,9 @@ from outrider.cache.groups import (
 from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
 from outrider.core import Axis, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.drafters.base import Step  # noqa: E402
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
+from outrider.drafters.draw import draw_drafts  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
 from outrider.kernels.drafting import (  # noqa: E402
     CommittedRequests,
@@ -37,13 +40,10 @@ from outrider.kernels.drafting import (  # noqa: E402
 from outrider.kernels.triton import draft as kernels  # noqa: E402
 from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
-from outrider.spec.base import Step  # noqa: E402
-from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
-from outrider.spec.draw import draw_drafts  # noqa: E402
+from tests.drafters.checkpoints import make_drafter  # noqa: E402
+from tests.drafters.rig import DraftRig  # noqa: E402
+from tests.drafters.trained import trained_asks, trained_rig  # noqa: E402
 from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
-from tests.spec.checkpoints import make_drafter  # noqa: E402
-from tests.spec.rig import DraftRig  # noqa: E402
-from tests.spec.trained import trained_asks, trained_rig  # noqa: E402
 
 MAX_LEN = 80
 LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=MAX_LEN, max_drafts=7, vocab_size=50)

@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.drafters import draw as draft_draw  # noqa: E402
+from outrider.drafters import synthetic  # noqa: E402
 from outrider.kernels import native, ops, reference, vendor_products  # noqa: E402
 from outrider.kernels.native.products import NATIVE_MAX_ROWS  # noqa: E402
 from outrider.kernels.ops import Kernel  # noqa: E402
 from outrider.sample import draw as sampler_draw  # noqa: E402
 from outrider.sample import sampler  # noqa: E402
-from outrider.spec import draw as draft_draw  # noqa: E402
-from outrider.spec import synthetic  # noqa: E402
 
 HERE = Path(__file__).parent
 OURS = (ops, sampler_draw, sampler, draft_draw, synthetic)  # modules that declare rows

@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import Admission, Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.drafters import synthetic as acceptance  # noqa: E402
+from outrider.drafters.synthetic import SyntheticAcceptance  # noqa: E402
 from outrider.kernels import ops  # noqa: E402
 from outrider.kernels.drafting import DraftVerdicts  # noqa: E402
 from outrider.kernels.sampling_keys import SamplingKeys  # noqa: E402
@@ -32,8 +34,6 @@ from outrider.sample import (  # noqa: E402
 )
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
-from outrider.spec import synthetic as acceptance  # noqa: E402
-from outrider.spec.synthetic import SyntheticAcceptance  # noqa: E402
 
 
 def keys(device: torch.device, n: int) -> tuple[torch.Tensor, ...]:

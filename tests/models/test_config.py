@@ -18,9 +18,9 @@ from outrider.models.gemma4 import proportional_frequencies
 from outrider.models.llama import Llama
 from outrider.models.registry import _ARCHITECTURES, build_model, register
 from outrider.models.sources.folder import eos_token_ids, read_config
+from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.engine.harness import CONFIGS
 from tests.models.oracle import _ALL, hf_config
-from tests.spec.latent_rig import FAMILIES as LATENT
 
 BENCH = Path(__file__).parents[2] / "bench/configs"
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.config import SpeculativeConfig
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.mtp import mtp_drafter
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources.folder import read_config
-from outrider.spec.base import DraftBuild
-from outrider.spec.mtp import mtp_drafter
 from tests.models.oracle import DenseAttend, load, make_folder, tokens_of
 
 H, HEADS, KV, DIM = 64, 4, 2, 16  # of the tiny families

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.drafters.base import Step
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.batch import BatchView
-from outrider.spec.base import Step
-from outrider.spec.batches import DraftingBatches, committed_requests, drafting_rows
 
 NAME = "page table of the padded batch"
-TESTS = ["tests/spec/test_f1.py"]
+TESTS = ["tests/drafters/test_f1.py"]
 
 
 def apply() -> None:

@@ -9,7 +9,7 @@ from outrider.mixers.batch import BatchView, LengthBound
 from outrider.mixers.cached import Attend, CachedLayers
 
 NAME = "f2: bound is max_model_len"
-TESTS = ["tests/spec/test_f2_bounds.py"]
+TESTS = ["tests/drafters/test_f2_bounds.py"]
 
 
 def apply() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.drafters.base import Step
+from outrider.drafters.batches import DraftingBatches
 from outrider.kernels.drafting import ReadingPass
 from outrider.mixers.batch import BatchView, LengthBound
-from outrider.spec.base import Step
-from outrider.spec.batches import DraftingBatches
 
 NAME = "f2: the assistant is bounded by max_model_len"
 TESTS = [
-    "tests/spec/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[gemma4_assistant]",
+    "tests/drafters/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[gemma4_assistant]",
 ]
 
 

@@ -11,7 +11,7 @@ from outrider.mixers.cached import Attend, CachedLayers
 
 NAME = "f2: hybrids are bounded by max_model_len"
 TESTS = [
-    "tests/spec/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[nemotron_h]",
+    "tests/drafters/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[nemotron_h]",
 ]
 
 

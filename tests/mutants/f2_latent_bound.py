@@ -10,7 +10,7 @@ from outrider.mixers.latent import base
 
 NAME = "f2: latent layers are bounded by max_model_len"
 TESTS = [
-    "tests/spec/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[deepseek_v32]",
+    "tests/drafters/test_f2_bounds.py::test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch[deepseek_v32]",
 ]
 
 

@@ -8,7 +8,7 @@ from outrider.kernels import ops
 from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions
 
 NAME = "f3: indexer rows packed by request"
-TESTS = ["tests/spec/test_f3.py"]
+TESTS = ["tests/drafters/test_f3.py"]
 
 
 def apply() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.drafters.batches import SingleTokenView
 from outrider.mixers.batch import BatchView, ExactQueries
-from outrider.spec.batches import SingleTokenView
 
 NAME = "padded requests never outnumber rows"
-TESTS = ["tests/spec/test_f1.py::test_f1_padding_to_more_requests_than_there_are_rows"]
+TESTS = ["tests/drafters/test_f1.py::test_f1_padding_to_more_requests_than_there_are_rows"]
 
 
 def apply() -> None:

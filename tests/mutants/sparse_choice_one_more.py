@@ -7,7 +7,7 @@ import torch
 from outrider.mixers.latent.base import BoundLatentLayer, IndexedPositions, KeptChoice, WholeContext
 
 NAME = "sparse choice: top_k + 1 tokens are taken whole"
-TESTS = ["tests/spec/test_f3.py::test_a_context_of_one_token_more_than_top_k_is_chosen_from"]
+TESTS = ["tests/drafters/test_f3.py::test_a_context_of_one_token_more_than_top_k_is_chosen_from"]
 
 
 def apply() -> None:

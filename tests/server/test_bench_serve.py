@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from bench import server_front
+from outrider.benchmarks.server_load import Measured, percentile, summary
 from outrider.cli import main
-from outrider.commands.bench_serve import Measured, percentile, summary
 from outrider.commands.http_stream import Address
 from tests.server.rig import Served, serving
 

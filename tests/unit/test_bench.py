@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.benchmarks import roofline
+from outrider.benchmarks.prompt_work import PromptWork, visible_pairs
+from outrider.benchmarks.roofline import Decoding, Traffic, mean_context
+from outrider.benchmarks.throughput import _decoding
 from outrider.cli import main
-from outrider.commands import env, roofline
-from outrider.commands.bench import _decoding
-from outrider.commands.prompt_work import PromptWork, visible_pairs
-from outrider.commands.roofline import Decoding, Traffic, mean_context
+from outrider.commands import env
 from outrider.kernels.moe import RouteRule
 from outrider.layers import Linear, find_modules
 from outrider.layers.router import ExpertTally, Router, SpreadRouting

@@ -20,7 +20,8 @@ import gguf
 import pytest
 
 from outrider import LLM, SamplingParams, cli
-from outrider.commands import bench, loading, run_prompts
+from outrider.benchmarks import throughput
+from outrider.commands import loading, run_prompts
 from outrider.commands.chat import LocalConversation
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
 from outrider.config import EngineConfig
@@ -406,13 +407,13 @@ def test_random_prompts_follow_the_common_rule() -> None:
     numbers = [random.randint(100, 30000) for _ in range(64 + 2 * 10 + 3 * 4)]
     random.seed(5)
     first_nano = [random.randint(100, 30000) for _ in range(random.randint(100, 1024))]
-    shapes = [bench.Shape.parse(text) for text in ("2x10x4", "3x4x8", "nano")]
-    warm_up, made = bench.workloads(shapes, 5, vocab_size=50000)
+    shapes = [throughput.Shape.parse(text) for text in ("2x10x4", "3x4x8", "nano")]
+    warm_up, made = throughput.workloads(shapes, 5, vocab_size=50000)
     assert warm_up.prompts[0] == numbers[:64]
     assert sum(made[0].prompts, []) == numbers[64:84] and sum(made[1].prompts, []) == numbers[84:]
     assert made[2].prompts[0] == first_nano and len(made[2].prompts) == 256
     assert all(100 <= length <= 1024 for length in made[2].output_lens)
-    assert max(bench.workloads(shapes[:1], 5, vocab_size=260)[1][0].prompts[0]) < 260
+    assert max(throughput.workloads(shapes[:1], 5, vocab_size=260)[1][0].prompts[0]) < 260
 
 
 def test_bench_prints_json_last(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +447,7 @@ def test_bench_spec_compares_and_plots(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_shipped_prompt_sets_are_readable() -> None:
-    from outrider.commands.prompt_sets import read_sets
+    from outrider.benchmarks.prompt_sets import read_sets
 
     sets = read_sets(None)
     assert {one.name for one in sets} == {"copy-heavy", "free-text"} and all(len(one.prompts) == 16 for one in sets)

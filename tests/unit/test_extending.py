@@ -17,6 +17,7 @@ import torch
 from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
 from outrider.cache.kinds import base as kinds_base
+from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.formats import KeptFormat, StoredWeight, register_format
 from outrider.formats import registry as formats_registry
 from outrider.kernels import ops
@@ -37,7 +38,6 @@ from outrider.models.base import Model
 from outrider.models.llama import Llama
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
-from outrider.spec.base import Drafter, Drafts, Step
 from tests.engine.harness import Ask, Rig, greedy
 
 CONFIG: dict[str, Any] = {

@@ -26,11 +26,11 @@ COLUMNS = [
     {"mixers"},
     {"layers"},
     {"models", "sample"},
-    {"spec"},
+    {"drafters"},
     {"runner"},
     {"engine", "sched"},
-    {"beam_search", "inputs", "outputs", "sampling_params", "vllm_modules", "llm", "server", "commands", "cli",
-     "__main__"},
+    {"beam_search", "inputs", "outputs", "sampling_params", "vllm_modules", "llm", "server", "commands", "benchmarks",
+     "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "cache", "sched", "engine", "llm", "server", "cli")

@@ -330,6 +330,6 @@ def draw_drafts(
     logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
     out: torch.Tensor,
 ) -> None:
-    """See `spec.draw.draw_drafts`. The kernel is the same for any temperature, 0 included."""
+    """See `drafters.draw.draw_drafts`. The kernel is the same for any temperature, 0 included."""
     key = (keys.seed, keys.sample_index, keys.positions[index])
     sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out)

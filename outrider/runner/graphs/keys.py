@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
@@ -22,7 +23,6 @@ from outrider.runner.rows import RowState
 from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
-from outrider.spec.guard import DrafterGuards
 
 
 class SamplerForm(enum.Enum):

@@ -1,0 +1,115 @@
+"""`outrider bench spec`: plain decoding against speculation, side by side, by batch size and prompt set.
+
+Both engines share one model and take turns; the median of the rounds counts. A table, a plot, JSON as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from outrider.benchmarks.prompt_sets import PromptSet, read_sets
+from outrider.commands.loading import load
+from outrider.commands.parser import UsageError, engine_config
+from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
+from outrider.core import SamplingParams
+from outrider.engine.text import Tokenizer
+from outrider.llm import LLM
+
+DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@dataclass(frozen=True)
+class Cell:
+    prompts: str
+    batch: int
+    plain_tok_s: float
+    spec_tok_s: float
+    ratio: float  # median of the rounds' ratios
+    mean_run: float
+    mean_drafts: float  # drafts chosen per request and step
+    drafted: int
+    accepted: int
+    acceptance_per_position: list[float]
+    equal_requests: int  # requests with the same tokens in both
+
+
+def run(args: argparse.Namespace) -> int:
+    sizes: tuple[int, ...] = args.batch_sizes
+    sets = read_sets(args.prompts)
+    if args.plot:
+        _need_matplotlib()
+    config = engine_config(args, speculative_config=DEFAULT, enable_prefix_caching=False, max_num_seqs=max(sizes))
+    if config.speculative_config is None:
+        raise UsageError("--speculative-config null leaves nothing to compare")
+    loaded = load(config)
+    tokenizer = loaded.need_tokenizer()
+    plain = loaded.llm(replace(config, speculative_config=None))
+    cells = []
+    print(HEAD, flush=True)
+    with plain, loaded.llm(config) as drafting:
+        for prompts in sets:
+            for size in sizes:
+                cells.append(_measure((plain, drafting), prompts, tokenizer, size, args))
+                print(_line(cells[-1]), flush=True)
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        print("acceptance was synthetic: the text is not the model's")
+    if args.plot:
+        from outrider.benchmarks.plot import plot_spec
+
+        written = plot_spec([asdict(cell) for cell in cells], Path(args.plot), loaded.name)
+        print(f"wrote {' and '.join(map(str, written))}")
+    print(json.dumps({"bench": "spec", "model": loaded.name, "device": str(loaded.device),
+                      "dtype": str(loaded.model.dtype).removeprefix("torch."), "rounds": args.rounds,
+                      "max_tokens": args.max_tokens, "speculative_config": config.speculative_config,
+                      "results": [asdict(cell) for cell in cells]}))
+    return 0
+
+
+def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
+             args: argparse.Namespace) -> Cell:
+    # Answers may end early: text after the end of an answer would not be typical for the model.
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
+    asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, batch)]
+    for llm in llms:
+        run_prompts(llm, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks])  # warm-up
+    before = llms[1].engine.stats.copy()
+    speeds: tuple[list[float], list[float]] = ([], [])
+    last: list[PromptResults] = []
+    for i in range(args.rounds):
+        last = []
+        # Who goes first alternates, so that a machine that warms up favours neither.
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            ran = run_prompts(llms[which], asks, label=f"{prompts.name} x {batch}, round {i + 1}")
+            speeds[which].append(ran.tokens_per_second)
+            last.append(ran)
+    stats = llms[1].engine.stats.since(before)
+    tokens = [[output.outputs[0].token_ids for output in ran.outputs] for ran in last]
+    ratios = [spec / plain for plain, spec in zip(*speeds, strict=True)]
+    return Cell(
+        prompts.name, batch, round(statistics.median(speeds[0]), 2), round(statistics.median(speeds[1]), 2),
+        round(statistics.median(ratios), 3), round(stats.mean_run_length, 3), round(stats.mean_chosen, 2),
+        stats.num_draft_tokens, stats.num_accepted_tokens, [round(rate, 3) for rate in stats.acceptance_per_position],
+        sum(one == two for one, two in zip(*tokens, strict=True)),
+    )  # fmt: skip
+
+
+HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'ratio':>6} {'mean run':>8} "
+        f"{'drafts':>6} {'equal':>7}  acceptance by position")
+
+
+def _line(cell: Cell) -> str:
+    rates = " ".join(f"{rate:.2f}" for rate in cell.acceptance_per_position)
+    return (f"{cell.prompts:<14} {cell.batch:>5} {cell.plain_tok_s:>11.1f} {cell.spec_tok_s:>11.1f} {cell.ratio:>6.2f} "
+            f"{cell.mean_run:>8.2f} {cell.mean_drafts:>6.2f} {f'{cell.equal_requests}/{cell.batch}':>7}  {rates}")
+
+
+def _need_matplotlib() -> None:
+    """Refuse --plot without matplotlib, before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error

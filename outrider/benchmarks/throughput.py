@@ -1,0 +1,313 @@
+"""`outrider bench throughput` and `latency`: random prompts of given shapes, no prefix hits. Last line: JSON.
+
+Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
+engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
+every shape in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import __version__
+from outrider.benchmarks.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
+from outrider.benchmarks.result_file import check_result_file
+from outrider.benchmarks.roofline import Decoding, Traffic, measure_bandwidth
+from outrider.benchmarks.server_load import percentile
+from outrider.commands.env import cpu_name, version_of
+from outrider.commands.loading import Loaded, load
+from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.commands.run_prompts import Ask, run_prompts
+from outrider.config import EngineConfig
+from outrider.core import RequestOutput, SamplingParams
+from outrider.drafters.base import Drafter
+from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
+from outrider.llm import LLM
+from outrider.models.base import Model
+from outrider.runner.device import pick_device
+from outrider.runner.worker import Worker
+
+log = logging.getLogger("outrider")
+
+LOWEST_ID, HIGHEST_ID = 100, 30000
+WARM_UP = (64, 16)  # tokens in and out
+NANO = "nano"  # many requests of mixed lengths
+NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
+COUNTED_TOKENS = 16  # answer tokens of the extra run that counts experts
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    batch: int
+    prompt_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        if text == NANO:
+            return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
+        parts = text.split("x")
+        if len(parts) != 3 or not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
+            raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
+        return cls(text, *map(int, parts))
+
+
+@dataclass(frozen=True)
+class Workload:
+    shape: Shape
+    prompts: list[list[int]]
+    output_lens: list[int]
+    sampling: SamplingParams = GREEDY
+    num_sampled: int | None = None  # requests that `sampling` goes for, None for all; the others are greedy
+
+    def asks(self) -> list[Ask]:
+        num = len(self.prompts) if self.num_sampled is None else self.num_sampled
+        return [
+            Ask(prompt, replace(self.sampling if i < num else GREEDY, max_tokens=length))
+            for i, (prompt, length) in enumerate(zip(self.prompts, self.output_lens, strict=True))
+        ]
+
+
+def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
+    """The workload of the warm-up, and one for every shape."""
+    source = random.Random(seed)
+    highest = min(HIGHEST_ID, vocab_size - 1)
+    lowest = min(LOWEST_ID, highest)
+
+    def prompt(length: int) -> list[int]:
+        return [source.randint(lowest, highest) for _ in range(length)]
+
+    warm_up = Workload(Shape("warm-up", 1, *WARM_UP), [prompt(WARM_UP[0])], [WARM_UP[1]])
+    made = []
+    for shape in shapes:
+        if shape.name == NANO:
+            source.seed(seed)
+            prompts = [prompt(source.randint(*NANO_LENGTHS)) for _ in range(shape.batch)]
+            lengths = [source.randint(*NANO_LENGTHS) for _ in range(shape.batch)]
+        else:
+            prompts = [prompt(shape.prompt_len) for _ in range(shape.batch)]
+            lengths = [shape.output_len] * shape.batch
+        made.append(Workload(shape, prompts, lengths))
+    return warm_up, made
+
+
+def run(args: argparse.Namespace) -> int:
+    shapes = [Shape.parse(text) for text in args.shapes.split(",") if text]
+    if not shapes:
+        raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
+    most = max(shape.batch for shape in shapes)
+    config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
+    check_result_file(args.save_result)
+    bandwidth = measure_bandwidth(pick_device(config.device))
+    start = time.perf_counter()
+    loaded = load(config, needs_text=False)
+    loading_seconds = time.perf_counter() - start
+    product = measure_product(loaded.device, loaded.model.dtype) if args.kind == "throughput" else 0.0
+    start = time.perf_counter() - loading_seconds  # measuring is no part of starting
+    worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
+    with loaded.llm(config, worker) as llm:
+        warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
+        sampling = sampling_params(args)
+        work = [replace(one, sampling=sampling, num_sampled=args.sampled_requests) for one in work]
+        for one in work:
+            _check_fits(llm, one)
+        run_prompts(llm, replace(warm_up, output_lens=[1]).asks())
+        start_seconds, process_seconds = time.perf_counter() - start, _process_seconds()
+        run_prompts(llm, warm_up.asks())
+        rows = []
+        for one in work:
+            if args.kind == "throughput":
+                rows.append(_throughput(llm, worker, one, args.rounds, bandwidth, product))
+            else:
+                rows.append(_latency(llm, one, args.rounds))
+            print(_line(rows[-1]), flush=True)
+    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+        print("acceptance was synthetic: the text is not the model's")
+    if args.routing == "spread":
+        print("experts were drawn, not chosen by the routers: the text is not the model's")
+    if args.kind == "throughput":
+        print("s: seconds of the best round; first_s: of the first; of_first: the best's share of the first's\n"
+              "step_mb: megabytes that a decode step must read and write, in the mean\n"
+              f"floor_tok_s: speed if only that took time, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted\n"
+              "prompts_s: until all first tokens were there; prompt_tflop_s: operations of prompts in that time\n"
+              f"of_product: their share of {four_digits(product / 1e12):g} TFLOP/s, which one large product of torch "
+              "reaches; kernels of our own may be faster")
+    report = _conditions(args, config, loaded) | {
+        "start_s": round(start_seconds, 2), "process_s": process_seconds, "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+        "product_tflop_s": four_digits(product / 1e12), "date": datetime.date.today().isoformat(),
+        "card": _card(loaded.device), "versions": _versions(), "results": rows}
+    if args.save_result is not None:
+        Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    return 0
+
+
+def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
+    """The caller's choices, which the result is reported with."""
+    return {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
+            "speculative_config": config.speculative_config, "routing": args.routing,
+            "sampling": _asked(sampling_params(args)), "sampled_requests": args.sampled_requests}
+
+
+def _process_seconds() -> float | None:
+    """Seconds since the process began; None if the system does not say when that was."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 2)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def _versions() -> dict[str, str]:
+    found = {package: version_of(package) for package in ("torch", "triton")}
+    return {"outrider": __version__, "python": platform.python_version(),
+            **{package: number for package, number in found.items() if number is not None}}
+
+
+def _spread(model: Model, drafter: Drafter | None) -> None:
+    routers = find_modules([model, *([] if drafter is None else drafter.modules())], Router)
+    if not routers:
+        raise UsageError("--routing spread: this model has no experts")
+    override = SpreadRouting(routers, device=model.device)
+    for router in routers:
+        router.routing_override = override
+
+
+def _check_fits(llm: LLM, work: Workload) -> None:
+    longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
+    max_len = llm.engine.limits.max_len
+    if longest > max_len:
+        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}")
+
+
+def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float,
+                product: float) -> dict[str, Any]:
+    """The best of the rounds, and the first; a round is everything from the first request to the last token."""
+    before = llm.engine.stats.copy()
+    ran = [run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}") for i in range(rounds)]
+    best = min(ran, key=lambda one: one.seconds)
+    row: dict[str, Any] = {"case": work.shape.name, "s": round(best.seconds, 3), "first_s": round(ran[0].seconds, 3),
+                           "of_first": round(best.seconds / ran[0].seconds, 3),
+                           "out_tok_s": round(best.tokens_per_second, 1)}
+    stats = llm.engine.stats.since(before)
+    log.info("%s: %s", work.shape.name, stats.uncaptured_line)
+    if llm.engine.limits.max_drafts:
+        row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
+                "accepted": stats.num_accepted_tokens,
+                "acceptance_per_position": [round(rate, 3) for rate in stats.acceptance_per_position]}
+    distinct = _distinct_experts(llm, worker, work)
+    if distinct is not None:
+        row["distinct_experts"] = round(distinct, 2)
+    lengths = [(len(p), n) for p, n in zip(work.prompts, work.output_lens, strict=True)]
+    decoding = Decoding(lengths, max(1.0, stats.mean_run_length), stats.mean_chosen, distinct)
+    traffic = Traffic(worker.device_step.model, worker.device_step.drafter)
+    floor = traffic.floor(decoding, bandwidth)
+    row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
+            "of_floor": round(best.tokens_per_second / floor, 3)}
+    return row | prompt_speed(PromptWork(worker.device_step.model), best.outputs, product)
+
+
+def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
+    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. Counted in a
+    shorter run of its own, eagerly, so that counting disturbs no measurement."""
+    model = worker.device_step.model
+    routers = find_modules([model], Router)
+    if not routers:
+        return None
+    most = work.shape.batch * (1 + llm.engine.limits.max_drafts)
+    tally = ExpertTally(routers, most, device=model.device)
+    for router in routers:
+        router.observer = tally
+    try:
+        with worker.uncaptured():  # captured steps have no observer
+            run_prompts(llm, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
+                        label="counting experts")
+    finally:
+        for router in routers:
+            router.observer = None
+    return tally.mean()
+
+
+def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
+    """Time to the first token, time between runs (a run may be several tokens), and time per token: after the first
+    one, and while all requests decode, when no prompt is computed."""
+    first: list[float] = []
+    between: list[float] = []
+    per_token: list[float] = []
+    decoding: list[float] = []
+    for i in range(rounds):
+        requests = list(_timed(llm, work, f"{work.shape.name} round {i + 1}"))
+        decoding += _decoding([times[1:] for times in requests])
+        for times in requests:
+            arrival, runs = times[0], times[1:]
+            first.append(runs[0][0] - arrival[0])
+            between += [later[0] - earlier[0] for earlier, later in zip(runs, runs[1:], strict=False)]
+            if runs[-1][1] > runs[0][1]:
+                per_token.append((runs[-1][0] - runs[0][0]) / (runs[-1][1] - runs[0][1]))
+    row: dict[str, Any] = {"case": work.shape.name}
+    for name, values in (("ttft_ms", first), ("between_runs_ms", between), ("per_token_ms", per_token),
+                         ("decoding_ms", decoding)):  # fmt: skip
+        row |= {f"{name}_p50": _percentile(values, 50), f"{name}_p99": _percentile(values, 99)}
+    return row
+
+
+def _decoding(requests: list[list[tuple[float, int]]]) -> Iterator[float]:
+    """For each request, given by its runs, seconds per token from the time when all have a token until one ends: the
+    median time between its runs there, by the tokens of a run."""
+    begin, end = max(runs[0][0] for runs in requests), min(runs[-1][0] for runs in requests)
+    for runs in requests:
+        inside = [run for run in runs if begin <= run[0] <= end]
+        if inside and inside[-1][1] > inside[0][1]:
+            times = [at for at, _ in inside]
+            between = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+            yield between * (len(inside) - 1) / (inside[-1][1] - inside[0][1])
+
+
+def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, int]]]:
+    """Yields for each request the pairs (time, tokens so far) at arrival and after every run."""
+    runs: dict[str, list[tuple[float, int]]] = {}
+
+    def note(output: RequestOutput) -> None:
+        arrival = (output.metrics.arrival_time, 0)
+        runs.setdefault(output.request_id, [arrival]).append((time.perf_counter(), len(output.outputs[0].token_ids)))
+
+    run_prompts(llm, work.asks(), on_output=note, label=label)
+    yield from runs.values()
+
+
+def _asked(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from a greedy request's."""
+    return {field.name: getattr(params, field.name) for field in fields(params)
+            if getattr(params, field.name) != getattr(GREEDY, field.name)}
+
+
+def _percentile(seconds: Sequence[float], percent: int) -> float | None:
+    """The percentile in milliseconds."""
+    return round(percentile(seconds, percent) * 1e3, 3) if seconds else None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in row.items())

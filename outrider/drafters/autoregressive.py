@@ -1,0 +1,218 @@
+"""Drafters that run a model of their own, token by token: draft models and heads that consume hidden states.
+
+Slot p is the place in the drafter's cache for position p of the text. Its content is a function of tokens up to p: a
+draft model computes token p there, a head token p with the target's hidden state of p - 1 (slot 0 stays unwritten). So
+a page's hash identifies the drafter's content too, and drafter and target share pages.
+
+    target computed in this step     c   c+1  ...  c+m-1
+    the drafter then fills slot         c+1  ...  c+m-1   c+m      (c+m is the last known token)
+    and proposes from slot c+m, then drafts at c+m+1, c+m+2, ...
+
+After admission slot c itself is missing; it is filled first, with the hidden state that was stored with the hit's
+last page. Slots before `valid_from[row]` were never filled (the drafter skipped a step) or have been evicted (only the
+target's pages decide on a hit), and are not attended.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from outrider.cache.groups import Group, LayerCache
+from outrider.core import NULL_PAGE, Admission, Axis, Limits
+from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
+from outrider.drafters.draw import draw_drafts
+from outrider.kernels import ops
+from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_slots
+from outrider.layers import LayeredModule
+from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers, WantedRows
+from outrider.mixers.batch import MixedQueries
+from outrider.models.base import Hidden
+
+
+class DraftNetwork(Protocol):
+    """The network of a drafter: a whole model, or a head. It turns token rows into hidden states, and hidden states
+    into logits over its own vocabulary."""
+
+    hidden_size: int  # size of the hidden states it consumes; 0 for a whole model
+    num_outputs: int  # size of its vocabulary
+    target_ids: torch.Tensor | None  # its tokens as the target's ids; None if they are the same
+    attention_layers: list[AttentionLayer]
+
+    def cache_layers(self) -> list[LayerCache]: ...
+
+    def consume(self, hidden: Hidden) -> torch.Tensor | None:
+        """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: Any, attend: Attend,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run token rows at these positions; hidden: the result of `consume`. Returns (the input of `logits`, the
+        hidden states for the next draft), of these rows or of all. May overwrite `hidden`: sums are made in place."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def module(self) -> LayeredModule:
+        """The model or head that the network runs."""
+
+    def weight_bytes(self) -> int: ...
+
+
+class NetworkDrafter(Drafter):
+    """A drafter that draws its drafts from the logits of a network of its own."""
+
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
+        self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
+        self.attention_layers = tuple(network.attention_layers)
+
+    def modules(self) -> list[LayeredModule]:
+        return [self.network.module()]
+
+    def cache_layers(self) -> list[LayerCache]:
+        return self.network.cache_layers()
+
+    def weight_bytes(self) -> int:
+        return self.network.weight_bytes()
+
+    def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
+              drafts: torch.Tensor) -> None:
+        """Draw draft `index` of every request into drafts[index]."""
+        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
+                    any_sampled=step.any_sampled, out=drafts[index])
+
+
+class AutoregressiveDrafter(NetworkDrafter):
+    """A drafter whose network writes a slot for every token, each draft's included."""
+
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = (),
+                 max_positions: int | None = None) -> None:
+        """max_positions: tokens of the longest text that the network can take; longer texts get no drafts. None: as
+        many as the target."""
+        super().__init__(name, network, max_drafts, taps)
+        self._max_positions = max_positions
+        self.lookahead = max_drafts
+        self._is_head = network.hidden_size > 0  # else a whole model, which needs nothing but tokens
+        self._first_position = 1 if self._is_head else 0  # a head has no slot for position 0
+        self._tail_shape: tuple[int, ...] = (network.hidden_size,)
+
+    def page_bytes(self, itemsize: int) -> int:
+        return self.network.hidden_size * itemsize
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        self._cached, self._device = cached, device
+        self._batches = DraftingBatches(cached.groups, limits, device)
+        # Tails lie with the pages of one group, a full one if there is one: a sliding group may lack a hit's last page.
+        is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
+        self._state = DrafterCacheState(
+            page_tokens=tuple(group.page_tokens for group in cached.groups), tail_group=(*is_full, 0)[0],
+            first_position=self._first_position, max_len=min(limits.max_len, self._max_positions or limits.max_len),
+            valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
+            filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
+            page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
+        )  # fmt: skip
+        # The hidden states that the network consumes at the slot after each page's last one.
+        self._tails = torch.zeros(num_pages, *self._tail_shape, dtype=self.network.module().dtype, device=device)
+        self._admitted: list[Admission] = []
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Remember rows whose first slot the next step must fill, when their page tables are known. A head without a
+        prefix hit has nothing to fill."""
+        fresh = [a.row for a in admissions if self._is_head and a.computed == 0]
+        self._admitted += [a for a in admissions if not self._is_head or a.computed]
+        if fresh:
+            rows = to_device(fresh, torch.int64, self._device)
+            self._state.valid_from.index_fill_(0, rows, self._state.first_position)
+            self._state.filled.index_fill_(0, rows, self._first_position)
+
+    def reset(self) -> None:
+        self._admitted = []
+
+    def skip(self, step: Step) -> None:
+        """Note that the drafter misses the tokens of this step: pages completed now are not valid for a hit."""
+        ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
+
+    def propose(self, step: Step) -> Drafts:
+        hidden = self.network.consume(step.hidden)
+        tables = self._batches.tables(step.batch.padded)
+        passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
+                                       num_wanted=step.num_wanted)
+        if hidden is not None:  # before the forward, which may write into the hidden states
+            self._tails.index_put_((passes.tail_page,), hidden)
+        view = self._batches.first(step, passes)
+        first, last = self._cached.bind(view), passes.keys.last
+        if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
+            rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
+            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first, rows)
+        else:
+            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
+            output, feedback = ops.take_rows(output, feedback, last)
+        drafts = torch.empty_like(passes.keys.positions)
+        self._draw(step, passes.keys, output, 0, drafts)
+        for index in range(1, step.num_wanted):
+            view = self._batches.further(step, passes, index, drafts[index - 1])
+            attend = self._cached.bind_after(first, passes.keys.last, view)
+            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)
+            self._draw(step, passes.keys, output, index, drafts)
+        return Drafts(drafts.t(), passes.keys.counts)
+
+    # Admission: the slot before the first one that a step fills
+
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        admitted, self._admitted = self._admitted, []
+        if not admitted:
+            return
+        view, own = view_of(admitted), self._state
+        begin, groups = view.positions, self._batches.groups
+        computed = [a.computed for a in admitted] + [0] * (view.num_requests - len(admitted))
+        needed = [[group.kind.first_needed(count) for count in computed] for group in groups]
+        valid_from = torch.full_like(begin, self._first_position)
+        for group, first in zip(groups, to_device(needed, torch.int64, self._device), strict=True):
+            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, first))
+        tail_page = self._tail_page(view)
+        can_fill = view.live > 0
+        if self._is_head:  # it cannot fill the first slot without the hidden state before it
+            can_fill = can_fill & (tail_page != NULL_PAGE) & own.page_valid[tail_page]
+        valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
+        own.valid_from.index_copy_(0, view.rows, self._all_valid_from(valid_from))
+        own.filled.index_copy_(0, view.rows, begin)
+        if not is_cold:
+            self._fill_first_slot(view, can_fill, tail_page)
+
+    def _valid_in_hit(self, view: BatchView, group: Group, first_needed: torch.Tensor) -> torch.Tensor:
+        """[requests] the slot after the hit's last slot that this drafter did not fill or that was evicted. Pages that
+        have left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
+        table, begin = view.page_tables[group.index].long(), view.positions
+        columns = torch.arange(table.shape[1], device=self._device)
+        in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
+        broken = in_hit & ((table == NULL_PAGE) | ~self._state.page_valid[table])
+        after = torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
+        return torch.where(begin % group.page_tokens == 0, after, begin)
+
+    def _tail_page(self, view: BatchView) -> torch.Tensor:
+        """[requests] the page with the hidden state of the token before; the null page if there is none."""
+        group, begin = self._batches.groups[self._state.tail_group], view.positions
+        column = (begin // group.page_tokens - 1).clamp_min(0)
+        page = view.page_tables[group.index][view.request_of, column].long()
+        return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
+
+    def _fill_first_slot(self, view: BatchView, is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
+        """Fill the slot of each row's first token. A head leaves slot 0 unwritten; past its length a drafter has no
+        slots."""
+        own, begin = self._state, view.positions
+        is_live = is_live & (begin < own.max_len)
+        hidden = self._tails[tail_page] if self._is_head else None
+        slots = find_slots(self._batches.tables(view), own.page_tokens, view.request_of, begin, is_live)
+        lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
+        only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
+        self._run_first_slot(self._batches.first_slot(view, only, own.valid_from[view.rows]), hidden)
+        own.filled.index_copy_(0, view.rows, begin + 1)
+
+    def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
+        """The slots from which everything in the cache is valid, where the first valid inputs are at `valid_from`."""
+        return valid_from
+
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
+        """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""
+        self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))

@@ -1,0 +1,133 @@
+"""Drafter, the base class of drafters, and Step, the committed step that a drafter sees.
+
+A drafter guesses the tokens that follow the step, for every request of the batch in one pass. A wrong guess costs time
+and never changes the text: a draft is accepted only if the one sampler picks the same token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.cache.groups import LayerCache
+from outrider.core import Admission, Limits
+from outrider.kernels.accept import Accepted
+from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.layers import LayeredModule
+from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
+from outrider.models.base import Hidden, Model
+
+
+@dataclass(frozen=True)
+class DraftBuild:
+    """The engine's properties that are needed to make a drafter."""
+
+    target: Model
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    load_format: str = "auto"
+    seed: int = 0
+    target_source: str | None = None  # the target's own files, for a drafter that is a module of its checkpoint
+    num_drafter_layers: int = 0  # attention layers of the drafters made before this one
+
+    @property
+    def first_layer(self) -> int:
+        """Drafters' layers are numbered after the target's and each other's."""
+        return self.target.num_layers + self.num_drafter_layers
+
+
+class HiddenReads(enum.IntEnum):
+    """Which of a step's final hidden states a drafter reads. The others need not be computed."""
+
+    NOTHING = 0
+    LAST = 1  # the state of each request's last computed token, by `Step.last_final`
+    ALL = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step, as drafters see it, to be read only. Request tensors have the padded count; ROWS tensors are
+    row state."""
+
+    batch: ForwardBatch
+    hidden: Hidden  # hidden states of the step's token rows, as far as the drafter reads them
+    accepted: Accepted
+    computed_before: torch.Tensor  # [requests] computed tokens when the step began
+    num_computed: torch.Tensor  # [requests] tokens that the step computed: known ones and accepted drafts
+    goes_on: torch.Tensor  # [requests] whether the request got a run and has not ended, so that drafts are wanted
+    tokens: torch.Tensor  # [ROWS, LENGTH] known tokens, this step's run included
+    known: torch.Tensor  # [ROWS]
+    sampling: SamplingKeys  # of ROWS
+    any_sampled: bool  # whether some request of the batch has a temperature
+    num_wanted: int  # most drafts that a request may get
+    first_logit: torch.Tensor  # [requests] logit row of the last known token, if it has one; its drafts follow
+
+    def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
+        """The final hidden states of the last computed tokens, which have these token rows."""
+        return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
+
+
+# A view of the first token that each of these rows is to compute, padded perhaps: its position, page tables and length,
+# with the slots of no group.
+ViewOf = Callable[[Sequence[Admission]], BatchView]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    tokens: torch.Tensor  # [requests, step.num_wanted] int64
+    counts: torch.Tensor  # [requests] int64, how many of the tokens are drafts; the others are ignored
+
+
+class Drafter:
+    """Base class of drafters. Override `propose`; the other methods are for drafters with layers, hidden states or row
+    state of their own.
+
+    While the engine runs, only `drafters.guard.DrafterGuards` calls a drafter. A drafter that raises, or returns
+    anything else than drafts, loses its drafts of that step; after some faults it is switched off."""
+
+    name = "custom"
+    max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
+    taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    reads_hidden = HiddenReads.ALL  # beside the states of taps
+    attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
+    lookahead = 0  # slots past the computed tokens that it writes
+
+    def cache_layers(self) -> list[LayerCache]:
+        return []
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        """Called once, before the first step, with the cache of its layers and the sizes for its own row state."""
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Called when requests take rows, before the step that first schedules them."""
+
+    def reset(self) -> None:
+        """No row has an owner any more: forget what was kept of them until the next step."""
+
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        """Called before a step, when the page tables of the rows just admitted are written: fill the slots that the
+        steps of these rows will not. `view_of(admissions)` makes the batch to do it with. is_cold: the step proposes
+        nothing."""
+
+    def propose(self, step: Step) -> Drafts:
+        """Guess up to `step.num_wanted` tokens for every request. No host reads; what is returned for requests
+        that do not go on is ignored."""
+        raise NotImplementedError
+
+    def skip(self, step: Step) -> None:
+        """Called for a step without a proposal. State that the drafter keeps of the rows misses this step's tokens."""
+
+    def modules(self) -> list[LayeredModule]:
+        """The models and heads that the drafter runs."""
+        return []
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def page_bytes(self, itemsize: int) -> int:
+        """Bytes that the drafter keeps with every page beside its layers' cache, for values of `itemsize` bytes."""
+        return 0

@@ -1,0 +1,122 @@
+"""ChainedDrafter: several multi-token-prediction modules, of which module i makes draft i + 1.
+
+Module 0 consumes the target's hidden states, every other module the output of the module before it, one slot earlier:
+
+    slot p of module 0 = f(target's hidden state of p - 1, token p)
+    slot p of module i = f(output of module i - 1 at slot p - 1, token p), which exists from slot i + 1 on
+
+So slots depend on tokens up to p, as for one module. The first drafting pass runs all modules over the step's token
+rows, which fills their caches with known tokens. Pass s runs module s at the token of draft s, and the modules after
+it, whose later passes attend to that slot. Drafts beyond the last module are made by it again, from its own output.
+
+A row keeps the modules' outputs at its last filled slot, for its next step; a page keeps those at its last slot, for a
+prefix hit. Where module 0 is valid from slot v on, module i is from v + i on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from outrider.cache.groups import LayerCache
+from outrider.core import Axis, Limits
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import Drafts, Step
+from outrider.drafters.batches import committed_requests, drafting_rows
+from outrider.kernels import ops
+from outrider.kernels.drafting import DraftPasses
+from outrider.layers import LayeredModule
+from outrider.mixers import BatchView, CachedLayers, KeysFrom
+from outrider.models.mtp import MTPHead
+
+
+class ChainedDrafter(AutoregressiveDrafter):
+    def __init__(self, name: str, modules: Sequence[MTPHead], max_drafts: int) -> None:
+        super().__init__(name, modules[0], max_drafts)
+        self._modules = list(modules)
+        self._last = len(modules) - 1
+        self._tail_shape = (len(modules), self.network.hidden_size)
+        self.attention_layers = tuple(layer for module in modules for layer in module.attention_layers)
+
+    def modules(self) -> list[LayeredModule]:
+        return list(self._modules)
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [layer for module in self._modules for layer in module.cache_layers()]
+
+    def weight_bytes(self) -> int:
+        return sum(module.weight_bytes() for module in self._modules)
+
+    def page_bytes(self, itemsize: int) -> int:
+        return len(self._modules) * super().page_bytes(itemsize)
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        super().bind(cached, limits, num_pages, device)
+        self._state = replace(self._state, first_position=len(self._modules))  # from here on all modules have slots
+        size, dtype = self.network.hidden_size, self._modules[0].dtype
+        # The hidden states that each module but the first consumes at the next slot of a row.
+        self._carried = torch.zeros(limits.extent(Axis.ROWS), self._last, size, dtype=dtype, device=device)
+
+    def propose(self, step: Step) -> Drafts:
+        hidden = self.network.consume(step.hidden)
+        assert hidden is not None
+        self._note_gaps(step)
+        passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step),
+                                       self._batches.tables(step.batch.padded), self._state, num_wanted=step.num_wanted)
+        drafts = torch.empty_like(passes.keys.positions)
+        latest = self._run_known(step, passes, hidden)
+        self._draw(step, passes.keys, latest[0], 0, drafts)
+        for index in range(1, step.num_wanted):
+            view = self._batches.further(step, passes, index, drafts[index - 1])
+            own = min(index, self._last)
+            before = latest
+            for module in range(own, min(step.num_wanted, len(self._modules))):
+                consumed = before[module] if index > self._last else before[module - 1]
+                latest = {**latest, module: self._run(module, view, consumed)}
+            self._draw(step, passes.keys, latest[own], index, drafts)
+        return Drafts(drafts.t(), passes.keys.counts)
+
+    def _run_known(self, step: Step, passes: DraftPasses, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Run all modules over the step's token rows. Returns each one's output at the requests' last tokens."""
+        view, latest = self._batches.first(step, passes), {}
+        index = torch.arange(view.num_tokens, device=self._device)
+        is_first = (index == view.query_starts[view.request_of])[:, None]
+        carried = self._carried[view.rows]  # [requests, modules - 1, hidden]
+        for module in range(len(self._modules)):
+            # Before the forward, which may write into the hidden states.
+            self._tails[:, module].index_put_((passes.tail_page,), hidden)
+            output = self._run(module, view, hidden)
+            latest[module] = output[passes.keys.last]
+            if module < self._last:
+                hidden = torch.where(is_first, carried[view.request_of, module], output.roll(1, dims=0))
+        kept = torch.stack([latest[module] for module in range(self._last)], dim=1)
+        fills = (step.num_computed > 0)[:, None, None]
+        self._carried.index_copy_(0, view.rows, torch.where(fills, kept, carried))
+        return latest
+
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
+        assert hidden is not None
+        outputs = [self._run(module, view, hidden[:, module]) for module in range(len(self._modules))]
+        self._carried.index_copy_(0, view.rows, torch.stack(outputs[:-1], dim=1))
+
+    def _run(self, module: int, view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+        """One module over the token rows of a view, whose keys are visible from where all modules are valid on."""
+        assert isinstance(view.visible, KeysFrom)
+        starts = view.visible.starts - (self._last - module)
+        attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
+        # A module counts positions from its own first slot on.
+        positions = (view.positions - module).clamp_min(0)
+        return self._modules[module].forward(view.token_ids, positions, hidden, attend)[1]
+
+    def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
+        return valid_from + self._last
+
+    def _note_gaps(self, step: Step) -> None:
+        """A row whose last steps were missed goes on from this step's tokens; every module needs one of them more."""
+        at, begin, own = step.batch.padded.rows, step.computed_before + 1, self._state
+        filled, valid_from = own.filled[at], own.valid_from[at]
+        is_gap = (step.num_computed > 0) & (filled < begin)
+        own.valid_from.index_copy_(0, at, torch.where(is_gap, self._all_valid_from(begin), valid_from))
+        own.filled.index_copy_(0, at, torch.where(is_gap, begin, filled))

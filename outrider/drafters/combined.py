@@ -1,0 +1,46 @@
+"""CombinedDrafter: the layers, hidden states and memory of several drafters together, which start-up asks for.
+
+A step calls its drafters one by one (`drafters/guard.py`), so that a fault of one leaves the others alone. Each request
+gets the drafts of the first drafter that has any for it (`store_drafts` in `kernels/step.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.cache.groups import LayerCache
+from outrider.core import Limits
+from outrider.drafters.base import Drafter
+from outrider.layers import LayeredModule
+from outrider.mixers import CachedLayers
+
+
+class CombinedDrafter(Drafter):
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = list(drafters)
+        self.name = "+".join(drafter.name for drafter in drafters)
+        self.max_drafts = max(drafter.max_drafts for drafter in drafters)
+        with_taps = [drafter for drafter in drafters if drafter.taps]
+        if len(with_taps) > 1:
+            raise ValueError(f"{self.name}: only one drafter of a combination may read hidden states")
+        self.taps = with_taps[0].taps if with_taps else ()
+        self.attention_layers = tuple(layer for drafter in drafters for layer in drafter.attention_layers)
+        self.reads_hidden = max(drafter.reads_hidden for drafter in drafters)
+        self.lookahead = max(drafter.lookahead for drafter in drafters)
+
+    def cache_layers(self) -> list[LayerCache]:
+        return [layer for drafter in self.drafters for layer in drafter.cache_layers()]
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        for drafter in self.drafters:
+            drafter.bind(cached, limits, num_pages, device)
+
+    def modules(self) -> list[LayeredModule]:
+        return [module for drafter in self.drafters for module in drafter.modules()]
+
+    def weight_bytes(self) -> int:
+        return sum(drafter.weight_bytes() for drafter in self.drafters)
+
+    def page_bytes(self, itemsize: int) -> int:
+        return sum(drafter.page_bytes(itemsize) for drafter in self.drafters)

@@ -1,0 +1,36 @@
+"""Loads and checks EAGLE-1 and EAGLE-3 heads as drafters. Their arithmetic is in `models.eagle`."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.files import drafter_source
+from outrider.models.eagle import build_eagle
+from outrider.models.head import DraftHead, load_head
+
+log = logging.getLogger("outrider")
+
+
+def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+    source = drafter_source(config, build)
+    head = build_eagle(source.reader(), method, build.target, first_layer=build.first_layer, max_len=build.max_len,
+                       dtype=build.dtype, device=build.device)
+    if head.sizes.max_positions < build.max_len:
+        log.warning("the %s head %s was made for %d positions and max_model_len is %d: it may guess badly beyond them",
+                    method, source.name, head.sizes.max_positions, build.max_len)
+    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed)
+    return head_drafter(method, head, config.num_speculative_tokens)
+
+
+def head_drafter(method: str, head: DraftHead, num_drafts: int) -> AutoregressiveDrafter:
+    warn_beyond(method, head.made_for, num_drafts)
+    return AutoregressiveDrafter(method, head, num_drafts, head.taps)
+
+
+def warn_beyond(method: str, made_for: int | None, num_drafts: int) -> None:
+    if made_for is not None and num_drafts > made_for:
+        log.warning("num_speculative_tokens is %d and the %s head was made for %d: later drafts may seldom be accepted",
+                    num_drafts, method, made_for)

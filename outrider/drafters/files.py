@@ -1,0 +1,70 @@
+"""The files of a drafter, and what kind of drafter they hold: by their config and tensors, never by their name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.config import AUTO_METHOD, SpeculativeConfig
+from outrider.drafters.base import DraftBuild
+from outrider.models.eagle import KINDS
+from outrider.models.gemma4_assistant import MODEL_TYPES
+from outrider.models.sources import ModelSource, resolve
+
+log = logging.getLogger("outrider")
+EAGLE_INPUT = re.compile(r"(model\.)?(fc|fusion_fc)\.weight")  # joins embedding and hidden state
+MODULE = re.compile(r"mtp\..*|.*\.eh_proj\.weight")  # a tensor of a multi-token-prediction module
+FIRST_LAYER = re.compile(r"(model\.|backbone\.)(language_model\.)?layers\.0\..*")  # a tensor of a whole model
+
+
+def drafter_source(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
+    """The files that `model` of a speculative_config names, fetched if need be."""
+    assert config.model is not None
+    return resolve(config.model, weights=build.load_format != "dummy").without_keys(config.ignore_config_keys)
+
+
+def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConfig:
+    """The config with the method that the files of `model` are for, where the method is left to them. "mtp" is what
+    vLLM calls a Gemma 4 assistant too."""
+    if config.model is None or config.method not in (AUTO_METHOD, "mtp"):
+        return config
+    source = drafter_source(config, build)
+    if config.method == "mtp":
+        return replace(config, method="gemma4_assistant") if is_assistant(source) else config
+    found = method_of(source, has_tensors=build.load_format != "dummy", is_target=_is_target(config.model, build))
+    log.info("speculative_config: the files of %s are those of method %r", config.model, found)
+    return replace(config, method=found)
+
+
+def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str:
+    """The method that a model's files are for. `has_tensors`: whether weights are there to look at. `is_target`: they
+    are the target's own, so that only a module in them can draft."""
+    config = source.reader()
+    if is_assistant(source):
+        return "gemma4_assistant"
+    if config.has("speculators_model_type"):
+        return str(config.must_equal("speculators_model_type", *KINDS))
+    classes = " ".join(map(str, config.get("architectures", list, []))).lower()
+    for word, method in (("eagle3", "eagle3"), ("eagle", "eagle"), ("mtp", "mtp")):
+        if word in classes:
+            return method
+    names = source.tensor_names() if has_tensors else set()
+    if any(map(EAGLE_INPUT.fullmatch, names)):
+        return "eagle"
+    has_module, has_layers = any(map(MODULE.fullmatch, names)), any(map(FIRST_LAYER.fullmatch, names))
+    return "mtp" if is_target or (has_module and not has_layers) else "draft_model"
+
+
+def is_assistant(source: ModelSource) -> bool:
+    return source.config.get("model_type") in MODEL_TYPES
+
+
+def _is_target(model: str, build: DraftBuild) -> bool:
+    target = build.target_source
+    return target is not None and (model == target or _whole(model) == _whole(target))
+
+
+def _whole(path: str) -> Path:
+    return Path(path).expanduser().resolve()

@@ -1,0 +1,66 @@
+"""A Gemma 4 assistant as drafter: it reads the target's own keys and values and keeps nothing of its own.
+
+All drafts of a step are guessed from one place: the query follows the last computed token and sees that token's
+context. Implementations differ only in its rope position, which is the same for all drafts:
+
+    computed tokens   0 .. n-1      have keys and values, in both groups
+    last known token  n             gives the embedding; it has no keys and values yet
+    "sampled"         position n    transformers uses this position
+    "computed"        position n-1  other implementations use this one
+
+So one view serves every draft, nothing is written, no prompt is computed, and a step without drafts leaves no gap.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.core import Limits
+from outrider.drafters.autoregressive import NetworkDrafter
+from outrider.drafters.base import DraftBuild, Drafts, HiddenReads, Step
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
+from outrider.drafters.files import drafter_source
+from outrider.kernels import ops
+from outrider.kernels.drafting import ReadingPass
+from outrider.mixers import CachedLayers
+from outrider.models.gemma4_assistant import Gemma4Assistant, build_assistant
+from outrider.models.head import load_head
+
+
+class AssistantDrafter(NetworkDrafter):
+    """A drafter that keeps no slots and no state of rows, so that no step is missed."""
+
+    reads_hidden = HiddenReads.LAST
+
+    def __init__(self, assistant: Gemma4Assistant, max_drafts: int, position: str = "sampled") -> None:
+        super().__init__("gemma4_assistant", assistant, max_drafts)
+        self._behind = {"sampled": 1, "computed": 2}[position]  # distance from the rope position to the known length
+
+    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+        self._cached, self._max_len = cached, limits.max_len
+        self._batches = DraftingBatches(cached.groups, limits, device)
+
+    def propose(self, step: Step) -> Drafts:
+        reading = self.reading_pass(step)
+        keys, tokens, positions = reading.keys, reading.tokens, reading.rope_positions
+        attend = self._cached.bind(self._batches.reading(step, reading))
+        drafts = torch.empty_like(keys.positions)
+        feedback = step.last_final(keys.last)
+        for index in range(step.num_wanted):
+            output, feedback = self.network.forward(tokens, positions, feedback, attend)
+            self._draw(step, keys, output, index, drafts)
+            tokens = drafts[index]
+        return Drafts(drafts.t(), keys.counts)
+
+    def reading_pass(self, step: Step) -> ReadingPass:
+        return ops.plan_reading_pass(committed_requests(step), drafting_rows(step), num_wanted=step.num_wanted,
+                                     max_len=self._max_len, behind=self._behind)
+
+
+def assistant_drafter(config: SpeculativeConfig, build: DraftBuild) -> AssistantDrafter:
+    source = drafter_source(config, build)
+    assistant = build_assistant(source.reader(), build.target, first_layer=build.first_layer, max_len=build.max_len,
+                                dtype=build.dtype, device=build.device)
+    load_head(assistant, lambda: source, load_format=build.load_format, seed=build.seed)
+    return AssistantDrafter(assistant, config.num_speculative_tokens, config.assistant_position)

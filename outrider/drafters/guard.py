@@ -1,0 +1,220 @@
+"""DrafterGuards: the only place where a step calls drafters, and where what they return enters the engine.
+
+A drafter may be a user's own class. Whatever it raises, returns or writes, requests give the tokens of an engine
+without a drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device. Counts and
+token ids are checked on the device (`store_drafts` in `kernels/step.py`), because the host does not wait for them;
+`report` turns what was found there into faults when a step's result is read.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from outrider.core import Admission
+from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
+from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
+from outrider.drafters.combined import CombinedDrafter
+from outrider.kernels.buffers import to_device
+from outrider.kernels.step import Proposal, WrongValue
+
+Made = TypeVar("Made")
+
+
+class WrongForm(ValueError):
+    """A drafter returned something other than drafts for the step's requests."""
+
+
+class SpoiledRows(RuntimeError):
+    """A drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
+
+
+class DrafterReport(NamedTuple):
+    """The part of a step's result that speaks of drafters."""
+
+    faults: tuple[DrafterFault, ...]  # since the last report
+    is_over: bool  # there are drafters, and all are switched off
+
+
+class DrafterGuard:
+    """One drafter, its faults, and the tensors of the engine that it must not write to."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.record = FaultRecord.for_drafter(drafter)
+        # Drafters of this package are held to the rules by tests; others are watched while the engine runs.
+        self.is_foreign = type(drafter).__module__.partition(".")[0] != "outrider"
+        self._watched: tuple[torch.Tensor, ...] = ()
+        self.has_written = False
+
+    def watch(self, row_tensors: Sequence[torch.Tensor]) -> None:
+        # Inference tensors do not count their writes; row state is made of ordinary tensors.
+        self._watched = tuple(t for t in row_tensors if not t.is_inference()) if self.is_foreign else ()
+
+    def admit(self, admissions: list[Admission]) -> None:
+        self._call("admit()", lambda: self.drafter.admit(admissions))
+
+    def reset(self) -> None:
+        self.has_written = False
+        self._call("reset()", self.drafter.reset)
+
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        self._call("fill_slots()", lambda: self.drafter.fill_slots(view_of, is_cold=is_cold))
+
+    def skip(self, step: Step) -> None:
+        self._call("skip()", lambda: self.drafter.skip(step))
+
+    def propose(self, step: Step) -> Proposal | None:
+        """The drafter's proposal; None if the drafter is off or has failed."""
+        return self._call("propose()", lambda: _checked(self.drafter.propose(step), step))
+
+    def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
+        """Call a method of the drafter. Returns None, with the fault noted, if that fails."""
+        if self.record.is_off:
+            return None
+        before = self._num_writes()
+        try:
+            made = method()
+        except torch.OutOfMemoryError:  # the device's lack, which the runner answers
+            raise
+        except WrongForm as error:
+            self._note(FaultKind.FORM, f"{name} returned {error}")
+            return None
+        except Exception as error:
+            self._note(FaultKind.RAISED, f"{name} raised {words_of(error)}", "".join(traceback.format_exception(error)))
+            return None
+        finally:
+            has_written = self._num_writes() != before
+            if has_written:
+                self.has_written = True
+                self._note(FaultKind.WROTE, f"{name} wrote to the tensors of the engine's rows", at_once=True)
+        return None if has_written else made
+
+    def _num_writes(self) -> int:
+        return sum(tensor._version for tensor in self._watched)
+
+    def _note(self, kind: FaultKind, message: str, trace: str = "", at_once: bool = False) -> None:
+        # A graph would repeat the fault for ever, so a fault during a capture switches the drafter off at once.
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.record.add(kind, message, trace=trace, at_once=at_once or is_capturing)
+
+
+def _checked(drafts: object, step: Step) -> Proposal:
+    """The drafts as tensors of the form that kernels take; their values are not read."""
+    rows = step.batch.padded.rows
+    if not isinstance(drafts, Drafts):
+        raise WrongForm(f"{type(drafts).__name__}, not Drafts")
+    for name, shape in (("tokens", (rows.shape[0], step.num_wanted)), ("counts", (rows.shape[0],))):
+        tensor = getattr(drafts, name)
+        wanted = f"int64 {list(shape)} on {rows.device}"
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise WrongForm(f"{name} of type {type(tensor).__name__}, where {wanted} is wanted")
+        if tensor.dtype is not torch.int64 or tensor.device != rows.device or tuple(tensor.shape) != shape:
+            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+            raise WrongForm(f"{name} of {found}, where {wanted} is wanted")
+    return Proposal(_plain(drafts.tokens), _plain(drafts.counts).contiguous())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the methods of a subclass."""
+    return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
+
+class DrafterGuards:
+    """All drafters of an engine: those of a combination, one, or none."""
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
+        self._guards = tuple(DrafterGuard(part) for part in parts)
+        # Read once: these decide what a captured step contains.
+        self.taps = () if drafter is None else tuple(drafter.taps)
+        self.reads_hidden = HiddenReads.NOTHING if drafter is None else drafter.reads_hidden
+        self.has_layers = drafter is not None and bool(drafter.attention_layers)
+        self._num_told_off = 0  # drafters that the device knows to be off
+
+    def __bool__(self) -> bool:
+        return bool(self._guards)
+
+    def bind(self, row_tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """row_tensors: row state that drafters see and must not write to."""
+        self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
+        self._num_told_off = 0
+        for guard in self._guards:
+            guard.watch(row_tensors)
+
+    @property
+    def num_off(self) -> int:
+        return sum(guard.record.is_off for guard in self._guards)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        for guard in self._guards:
+            guard.admit(admissions)
+
+    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+        for guard in self._guards:
+            guard.fill_slots(view_of, is_cold=is_cold)
+
+    def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
+        """Let the package's own drafters load what filling slots launches. dead: admissions of the null row."""
+        for guard in self._guards:
+            if not guard.is_foreign:
+                guard.admit(dead)
+                guard.fill_slots(view_of, is_cold=False)
+
+    def reset(self) -> None:
+        for guard in self._guards:
+            guard.reset()
+
+    def skip(self, step: Step) -> None:
+        for guard in self._guards:
+            guard.skip(step)
+
+    def propose(self, step: Step) -> list[Proposal] | None:
+        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have."""
+        found = [guard.propose(step) for guard in self._guards]
+        if all(proposal is None for proposal in found):
+            return None
+        rows = step.batch.padded.rows
+        return [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
+                for own in found]  # fmt: skip
+
+    @property
+    def _trusts_all(self) -> bool:
+        return not any(guard.is_foreign for guard in self._guards)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Row state as drafters see it: a shape that one gives to it (`resize_`, `t_`) is not the engine's, and a write
+        is counted in both."""
+        return tensor if self._trusts_all else tensor.detach()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of a step that the engine needs after drafting, safe from drafters that may write to them."""
+        return [tensor if self._trusts_all else tensor.clone() for tensor in tensors]
+
+    def tell_device(self) -> None:
+        """Let captured steps drop the drafts of drafters that were switched off after the capture."""
+        if self.num_off != self._num_told_off:
+            flags = [int(not guard.record.is_off) for guard in self._guards]
+            self._num_told_off = len(flags) - sum(flags)
+            self.is_on.copy_(to_device(flags, torch.int64, self.is_on.device))
+
+    def check_rows(self) -> None:
+        """Raises if a drafter has written to the rows: the step fails, and all requests are admitted anew."""
+        for guard in self._guards:
+            if guard.has_written:
+                raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "
+                                  "requests are admitted anew")
+
+    def report(self, found: Sequence[WrongValue]) -> DrafterReport:
+        """The faults since the last report. found: those of a step that the device found, any number of them."""
+        for index, guard in enumerate(self._guards):
+            own = next((fault for fault in found if fault.drafter == index), None)
+            if own is not None:
+                what = "the token id" if own.is_token else "a count of"
+                kind = FaultKind.TOKEN if own.is_token else FaultKind.COUNT
+                guard.record.add(kind, f"propose() returned {what} {own.value}")
+        news = tuple(fault for guard in self._guards for fault in guard.record.take())
+        return DrafterReport(news, bool(self._guards) and self.num_off == len(self._guards))

@@ -1,0 +1,35 @@
+"""Loads a target's own multi-token-prediction modules as drafter. Their tensors lie in the target's checkpoint, or
+beside it."""
+
+from __future__ import annotations
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.chained import ChainedDrafter
+from outrider.drafters.eagle import head_drafter, warn_beyond
+from outrider.models.head import load_head
+from outrider.models.mtp import MTPHead, build_mtp_modules
+from outrider.models.sources import ModelSource, resolve
+
+
+def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+    modules = build_mtp_modules(build.target, first_layer=build.first_layer, dtype=build.dtype, device=build.device)
+    for module in modules:
+        load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed)
+    return modules_drafter(modules, config.num_speculative_tokens)
+
+
+def modules_drafter(modules: list[MTPHead], num_drafts: int) -> AutoregressiveDrafter:
+    """The drafter of loaded modules. One module drafts from its own output; several make one draft each."""
+    if len(modules) == 1:
+        return head_drafter("mtp", modules[0], num_drafts)
+    warn_beyond("mtp", modules[0].made_for, num_drafts)
+    return ChainedDrafter("mtp", modules, num_drafts)
+
+
+def _module_files(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
+    files = config.model or build.target_source
+    if files is None:
+        raise ValueError("speculative_config: method 'mtp' needs 'model', the folder with the module's tensors")
+    return resolve(files)

@@ -1,0 +1,28 @@
+"""NgramDrafter: proposes the tokens that followed the last occurrence of the text's last tokens. Runs on the device,
+over the row's own tokens, without a model or a cache.
+
+The longest suffix of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
+"""
+
+from __future__ import annotations
+
+from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step
+from outrider.kernels import ops
+
+
+class NgramDrafter(Drafter):
+    name = "ngram"
+    reads_hidden = HiddenReads.NOTHING
+
+    def __init__(self, max_drafts: int, *, min_n: int = 2, max_n: int = 4) -> None:
+        if not 1 <= min_n <= max_n:
+            raise ValueError(f"prompt_lookup_min must be in [1, prompt_lookup_max], got {min_n} and {max_n}")
+        self.max_drafts, self.min_n, self.max_n = max_drafts, min_n, max_n
+
+    def propose(self, step: Step) -> Drafts:
+        view = step.batch.padded
+        # The batch's own bound, plus the token each row has just got. A row in the middle of its prompt has more known
+        # tokens than that, but gets no drafts.
+        width = min(view.max_length.tokens + 1, step.tokens.shape[1])
+        return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.num_wanted, self.min_n,
+                                      self.max_n))
