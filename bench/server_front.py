@@ -27,9 +27,9 @@ from typing import Any
 
 import uvicorn
 
+from outrider.async_llm import AsyncLLM
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.stats import EngineStats
 from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost, Serving

@@ -21,7 +21,7 @@ def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "", dx: int = 6, dy: 
         parts.append(f'<text x="{(x1 + x2) // 2 + dx}" y="{(y1 + y2) // 2 + dy}" font-size="12" fill="#445">{label}</text>')
 
 
-box(30, 20, 920, 62, "llm.py, engine/async_llm.py, server/, cli.py and commands/", ["prompts go in; outputs grow by OutputIncrements. Everybody imports core/ (plain data that cross boundaries) and config.py (settings)"], HOST)
+box(30, 20, 920, 62, "llm.py, async_llm.py, server/, cli.py, commands/ and benchmarks/", ["prompts go in; outputs grow by OutputIncrements. Everybody imports core/ (plain data that cross boundaries) and config.py (settings)"], HOST)
 box(30, 112, 920, 104, "engine/: the loop, without torch", [
     "batch = scheduler.schedule();   result = runner.submit(batch);   scheduler.update(result);   emit(result)",
     "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",

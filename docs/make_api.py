@@ -14,7 +14,7 @@ from typing import Any
 import outrider
 from outrider.commands.parser import ENGINE_HELP, SAMPLING_HELP
 from outrider.config import SpeculativeConfig
-from outrider.outputs import Logprob, RequestMetrics
+from outrider.core.outputs import Logprob, RequestMetrics
 
 HEAD = """# API reference
 

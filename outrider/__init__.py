@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from outrider.core.params import SamplingParams
-from outrider.vllm_modules import offer_vllm_modules
 
 if TYPE_CHECKING:
+    from outrider.async_llm import AsyncLLM
+    from outrider.async_llm import AsyncLLM as AsyncLLMEngine
     from outrider.beam_search import BeamSearchParams
-    from outrider.config import EngineArgs
-    from outrider.config import EngineArgs as AsyncEngineArgs
+    from outrider.compat.engine_args import EngineArgs
+    from outrider.compat.engine_args import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
     from outrider.core.pooling import (
         EmbeddingRequestOutput,
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from outrider.core.prompts import PromptType as PromptType
+    from outrider.core.prompts import TextPrompt, TokensPrompt
     from outrider.core.structured import StructuredOutputsParams
-    from outrider.engine.async_llm import AsyncLLM
-    from outrider.engine.async_llm import AsyncLLM as AsyncLLMEngine
-    from outrider.inputs import PromptType as PromptType
-    from outrider.inputs import TextPrompt, TokensPrompt
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
@@ -39,21 +38,21 @@ __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchPa
 # Where a name is that is imported when it is first used.
 HOMES = {
     "LLM": ("outrider.llm", "LLM"),
-    "AsyncLLM": ("outrider.engine.async_llm", "AsyncLLM"),
-    "AsyncLLMEngine": ("outrider.engine.async_llm", "AsyncLLM"),
-    "AsyncEngineArgs": ("outrider.config", "EngineArgs"),
-    "EngineArgs": ("outrider.config", "EngineArgs"),
+    "AsyncLLM": ("outrider.async_llm", "AsyncLLM"),
+    "AsyncLLMEngine": ("outrider.async_llm", "AsyncLLM"),
+    "AsyncEngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
+    "EngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
     "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
     "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
     "PoolingParams": ("outrider.core.pooling", "PoolingParams"),
     "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
-    "PromptType": ("outrider.inputs", "PromptType"),
+    "PromptType": ("outrider.core.prompts", "PromptType"),
     "ScoringRequestOutput": ("outrider.core.pooling", "ScoringRequestOutput"),
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
-    "TextPrompt": ("outrider.inputs", "TextPrompt"),
-    "TokensPrompt": ("outrider.inputs", "TokensPrompt"),
+    "TextPrompt": ("outrider.core.prompts", "TextPrompt"),
+    "TokensPrompt": ("outrider.core.prompts", "TokensPrompt"),
     "StructuredOutputsParams": ("outrider.core.structured", "StructuredOutputsParams"),
 }
 # Names of vLLM that are not here, with what to use instead.
@@ -63,7 +62,8 @@ NOT_HERE = {
     "ModelRegistry": "see docs/extending.md",
 }
 
-offer_vllm_modules()
+# Modules at the places where vLLM has them are found behind those of this folder; see compat/__init__.py.
+__path__.append(f"{__path__[0]}/compat/modules")
 
 
 def __getattr__(name: str) -> object:

@@ -7,13 +7,12 @@ method that is left to files (`drafters/files.py`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
 from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
 from outrider.core.params import Seed
-from outrider.core.vllm_settings import translate
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -120,22 +119,6 @@ def default_requests(gpu_bytes: int | None) -> int:
     if gpu_bytes is None:
         return 32
     return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
-
-
-def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """The config of a front such as LLM, from its keyword arguments, among them those of vLLM."""
-    own = translate(front, settings, EngineConfig.__dataclass_fields__)
-    if model is None:
-        raise ValueError(f"{front} needs a model: a folder, a .gguf file, a hub id as owner/name, or 'smollm2'")
-    return EngineConfig(model=str(model), **own)
-
-
-@dataclass(frozen=True, init=False)
-class EngineArgs(EngineConfig):
-    """A config by the name that it has in vLLM, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
-
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        super().__init__(**asdict(config_for("EngineArgs", model, settings)))
 
 
 AUTO_METHOD = "auto"  # the files of `model` tell what it is

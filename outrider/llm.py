@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from outrider.config import config_for
+from outrider.compat.engine_args import config_for
 from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
@@ -21,12 +21,12 @@ from outrider.core.pooling import (
     ScoringRequestOutput,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.prompts import Prompt, encode_prompt
 from outrider.engine.request_loop import Ask, Caller, RequestLoop
 from outrider.engine.start import start_engine
+from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 
 T = TypeVar("T")
 

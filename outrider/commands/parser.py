@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
-from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig, config_for
+from outrider.compat.engine_args import config_for
+from outrider.compat.settings import VALUES, VLLM_SETTINGS
+from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
-from outrider.core.vllm_settings import VALUES, VLLM_SETTINGS
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
 

@@ -15,10 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from outrider.async_llm import AsyncLLM
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.core.fields import did_you_mean
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
+from outrider.async_llm import LONG_TEXT
 from outrider.core.fields import did_you_mean
-from outrider.engine.async_llm import LONG_TEXT
 from outrider.server.bodies import BodyRoute
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from outrider.async_llm import AsyncLLM
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
 from outrider.core.params import SamplingParams
 from outrider.core.pooling import RequestParams
 from outrider.core.step import TokenLogprobs
-from outrider.engine.async_llm import AsyncLLM
 from outrider.server.metrics import ServerMetrics
 
 LOWEST = -9999.0  # JSON has no infinity

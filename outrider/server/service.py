@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from outrider.async_llm import LONG_TEXT
 from outrider.core.pooling import RequestParams
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.async_llm import LONG_TEXT
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
 from outrider.server.engine_host import EngineHost, Serving

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.engine.async_llm import EngineError, ParamsError, RequestError
+from outrider.async_llm import EngineError, ParamsError, RequestError
 from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")

@@ -9,8 +9,9 @@ import pytest
 
 from outrider import cli
 from outrider.commands.parser import ENGINE_FIELDS, engine_config
-from outrider.config import EngineConfig, config_for
-from outrider.core.vllm_settings import VLLM_SETTINGS, Explained, Refused, SameAs
+from outrider.compat.engine_args import config_for
+from outrider.compat.settings import VLLM_SETTINGS, Explained, Refused, SameAs
+from outrider.config import EngineConfig
 
 
 def test_settings_that_mean_the_same_are_taken_over() -> None:

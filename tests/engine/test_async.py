@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import outrider
+from outrider.async_llm import AsyncLLM, EngineError, RequestError
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine import templates
-from outrider.engine.async_llm import AsyncLLM, EngineError, RequestError
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.async_llm import AsyncLLM, RequestError
 from outrider.core import ScheduledBatch
 from outrider.core.params import SamplingParams
-from outrider.engine.async_llm import AsyncLLM, RequestError
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "num_pages": 64, "max_num_batched_tokens": 64}

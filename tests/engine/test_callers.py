@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
 from outrider.engine import engine_thread
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.engine import EngineError
 from outrider.engine.output import SampleOutput
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder

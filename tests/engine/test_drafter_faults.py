@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
+from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig
 from outrider.core.drafter_faults import MAX_DRAFTER_FAULTS, MAX_MESSAGE, FaultKind, words_of
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.start import start_engine
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.graphs.captures import StepGraphs

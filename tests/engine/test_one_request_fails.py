@@ -12,8 +12,8 @@ import torch
 from tokenizers import decoders
 
 from outrider import LLM, SamplingParams
+from outrider.async_llm import AsyncLLM
 from outrider.core import Admission, ScheduledBatch
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.engine import EngineError
 from outrider.engine.text import TokenizerError
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of

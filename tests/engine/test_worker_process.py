@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.async_llm import AsyncLLM, EngineError
 from outrider.config import EngineConfig
-from outrider.engine.async_llm import AsyncLLM, EngineError
 from outrider.engine.start import start_engine
 from outrider.engine.worker_process import Failure, WorkerProcess
 from outrider.models.sources import SourceError

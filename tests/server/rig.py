@@ -15,7 +15,7 @@ import openai
 import torch
 import uvicorn
 
-from outrider.engine.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost, Serving

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
+from outrider.async_llm import AsyncLLM
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.grammar import compiler as compiler_module
 from outrider.server.errors import ApiError

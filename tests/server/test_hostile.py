@@ -16,7 +16,7 @@ import pytest
 
 import outrider.server.chat as chat_module
 import outrider.server.http_protocol as http_protocol
-from outrider.engine.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.server.messages import ContentBlocks
 from outrider.server.work import EventStream
 from tests.server.rig import PATIENCE, Served, serving, tiny_engine

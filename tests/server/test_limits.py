@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from outrider.engine.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from tests.server.rig import MODEL, Served, serving, tiny_engine
 

@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from outrider.async_llm import AsyncLLM
 from outrider.core import SamplingParams, StepResult
-from outrider.engine.async_llm import AsyncLLM
 from outrider.engine.step_trace import StepTrace, TracedStep
 from outrider.server.logs import FIELDS, REQUESTS, JsonFormatter, TextFormatter
 from outrider.server.tracing import Tracing

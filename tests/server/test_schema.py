@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
-from outrider.engine.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost
 from outrider.server.service import Service

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider import __version__
-from outrider.engine.async_llm import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.server import engine_host
 from outrider.server.engine_host import Failed, Loading, Serving
 from outrider.server.metrics import Histogram

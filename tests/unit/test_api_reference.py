@@ -8,7 +8,7 @@ from pathlib import Path
 
 import outrider
 from outrider.config import SpeculativeConfig
-from outrider.outputs import RequestMetrics
+from outrider.core.outputs import RequestMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -11,17 +11,17 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, Never, cast
 
-from outrider.config import config_for
+from outrider.compat.engine_args import config_for
 from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, check_params
 from outrider.core.pooling import Output, PoolingParams, PoolingRequestOutput, RequestParams, empty_output
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
-from outrider.engine.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
+from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from outrider.config import EngineArgs
+from outrider.compat.engine_args import EngineArgs
+from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
-from outrider.core.vllm_settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.engine.engine import Engine
 from outrider.engine.text import Tokenizer
 

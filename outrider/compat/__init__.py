@@ -1,0 +1,6 @@
+"""What scripts written for vLLM expect: its settings by name (`settings.py`), and its modules at their places.
+
+`modules/` lies on the search path of the package itself, behind the package's own folder (see `outrider/__init__.py`):
+`from outrider.sampling_params import SamplingParams` finds `compat/modules/sampling_params.py`. A module of vLLM that
+is not here says in its own file what to use instead. Nothing else in the package imports these modules.
+"""

@@ -1,0 +1,5 @@
+"""outrider.engine.llm_engine: a module of vLLM that is not here."""
+
+from outrider.compat.not_here import not_here
+
+raise not_here(__name__, "use LLM, or AsyncLLM where requests come at any time")

@@ -1,0 +1,1 @@
+"""outrider.entrypoints: a package of vLLM with modules that are here, too."""
