@@ -27,8 +27,8 @@ from outrider.drafters.draw import draw_drafts
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_slots
-from outrider.layers import LayeredModule
-from outrider.mixers import Attend, AttentionLayer, BatchView, CachedLayers, WantedRows
+from outrider.layers import LayeredModule, NothingAttends, StepContext
+from outrider.mixers import AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
 from outrider.models.base import Hidden
 
@@ -47,12 +47,12 @@ class DraftNetwork(Protocol):
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
         """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: Any, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: Any, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token rows at these positions; hidden: the result of `consume`. Returns (the input of `logits`, the
+        """Run the token rows of the context; hidden: the result of `consume`. Returns (the input of `logits`, the
         hidden states for the next draft), of these rows or of all. May overwrite `hidden`: sums are made in place."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor: ...
 
     def module(self) -> LayeredModule:
         """The model or head that the network runs."""
@@ -79,7 +79,8 @@ class NetworkDrafter(Drafter):
     def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
               drafts: torch.Tensor) -> None:
         """Draw draft `index` of every request into drafts[index]."""
-        draw_drafts(self.network.logits(hidden), keys, index, target_ids=self.network.target_ids,
+        context = StepContext(NothingAttends(), keys.positions[index])
+        draw_drafts(self.network.logits(hidden, context), keys, index, target_ids=self.network.target_ids,
                     any_sampled=step.any_sampled, out=drafts[index])
 
 
@@ -142,18 +143,19 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
         first, last = self._cached.bind(view), passes.keys.last
+        context = StepContext(first, view.positions)
         if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
             rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
-            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first, rows)
+            output, feedback = self.network.forward(view.token_ids, hidden, context, rows)
         else:
-            output, feedback = self.network.forward(view.token_ids, view.positions, hidden, first)
+            output, feedback = self.network.forward(view.token_ids, hidden, context)
             output, feedback = ops.take_rows(output, feedback, last)
         drafts = torch.empty_like(passes.keys.positions)
         self._draw(step, passes.keys, output, 0, drafts)
         for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             attend = self._cached.bind_after(first, passes.keys.last, view)
-            output, feedback = self.network.forward(view.token_ids, view.positions, feedback, attend)
+            output, feedback = self.network.forward(view.token_ids, feedback, StepContext(attend, view.positions))
             self._draw(step, passes.keys, output, index, drafts)
         return Drafts(drafts.t(), passes.keys.counts)
 
@@ -215,4 +217,4 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
         """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""
-        self.network.forward(view.token_ids, view.positions, hidden, self._cached.bind(view))
+        self.network.forward(view.token_ids, hidden, StepContext(self._cached.bind(view), view.positions))

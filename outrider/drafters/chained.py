@@ -27,7 +27,7 @@ from outrider.drafters.base import Drafts, Step
 from outrider.drafters.batches import committed_requests, drafting_rows
 from outrider.kernels import ops
 from outrider.kernels.drafting import DraftPasses
-from outrider.layers import LayeredModule
+from outrider.layers import LayeredModule, StepContext
 from outrider.mixers import BatchView, CachedLayers, KeysFrom
 from outrider.models.mtp import MTPHead
 
@@ -108,7 +108,7 @@ class ChainedDrafter(AutoregressiveDrafter):
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
         # A module counts positions from its own first slot on.
         positions = (view.positions - module).clamp_min(0)
-        return self._modules[module].forward(view.token_ids, positions, hidden, attend)[1]
+        return self._modules[module].forward(view.token_ids, hidden, StepContext(attend, positions))[1]
 
     def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
         return valid_from + self._last

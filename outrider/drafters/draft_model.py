@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from outrider.cache.groups import LayerCache
+from outrider.layers import StepContext
 from outrider.mixers import Attend, WantedRows
 from outrider.models.base import Hidden, Model
 
@@ -46,16 +47,18 @@ class DraftModelNetwork:
     def consume(self, hidden: Hidden) -> None:
         return None
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor | None, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         own = None
         if rows is not None:
             own = WantedRows(rows.token_rows, lambda: {i - self._first: layer for i, layer in rows.layers.items()})
-        final = self._model.forward(tokens, positions, _ShiftedLayers(attend, self._first), rows=own).final
+        shifted = StepContext(_ShiftedLayers(context.attend, self._first), context.positions,
+                              rope_positions=context.rope_positions, stand_ins=context.stand_ins)
+        final = self._model.forward(tokens, shifted, rows=own).final
         return final, final
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self._model.logits(hidden, context)
 
     def module(self) -> Model:
         return self._model

@@ -23,6 +23,7 @@ from outrider.drafters.batches import DraftingBatches, committed_requests, draft
 from outrider.drafters.files import drafter_source
 from outrider.kernels import ops
 from outrider.kernels.drafting import ReadingPass
+from outrider.layers import StepContext
 from outrider.mixers import CachedLayers
 from outrider.models.gemma4_assistant import Gemma4Assistant, build_assistant
 from outrider.models.head import load_head
@@ -44,11 +45,11 @@ class AssistantDrafter(NetworkDrafter):
     def propose(self, step: Step) -> Drafts:
         reading = self.reading_pass(step)
         keys, tokens, positions = reading.keys, reading.tokens, reading.rope_positions
-        attend = self._cached.bind(self._batches.reading(step, reading))
+        context = StepContext(self._cached.bind(self._batches.reading(step, reading)), positions)
         drafts = torch.empty_like(keys.positions)
         feedback = step.last_final(keys.last)
         for index in range(step.num_wanted):
-            output, feedback = self.network.forward(tokens, positions, feedback, attend)
+            output, feedback = self.network.forward(tokens, feedback, context)
             self._draw(step, keys, output, index, drafts)
             tokens = drafts[index]
         return Drafts(drafts.t(), keys.counts)

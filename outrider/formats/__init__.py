@@ -3,7 +3,7 @@
 A format is one file. Nobody outside this package reads a weight tensor of a linear layer or of experts.
 """
 
-from outrider.formats.base import KeptFormat, LinearFormat, NativeProduct
+from outrider.formats.base import KeptFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.dense import DenseLinear
 from outrider.formats.experts import DenseExperts, ExpertsFormat
 from outrider.formats.registry import register_format
@@ -19,5 +19,6 @@ __all__ = [
     "NativeProduct",
     "StoredWeight",
     "WeightSlot",
+    "activate",
     "register_format",
 ]

@@ -105,8 +105,7 @@ class LinearFormat(ABC):
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The activation of the product. "relu2" squares the positive part; the others gate: act(gate) * up, with the
         gate's output features before those of up."""
-        out = self.product(x)
-        return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation)
+        return activate(self.product(x), activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product to the residual stream in place."""
@@ -120,6 +119,11 @@ class LinearFormat(ABC):
     def native_product(self) -> NativeProduct | None:
         """The weight for the native code; None if it cannot multiply with this format."""
         return None
+
+
+def activate(out: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of a product, see `LinearFormat.activated`."""
+    return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation)
 
 
 class KeptFormat(LinearFormat):

@@ -1,6 +1,6 @@
 """The self-attention block that the families share: one product for q, k and v, norms, rope, attention, output.
 
-The block does not know where keys and values lie; `attend` does.
+The block does not know where keys and values lie; `context.attend` does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from outrider.layers.base import Module, TokenMixer
+from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers import Attend, AttentionLayer, HeadNorms, PagedLayer, WantedRows
+from outrider.mixers import AttentionLayer, HeadNorms, PagedLayer, WantedRows
 
 
 class SelfAttention(TokenMixer):
@@ -43,17 +44,17 @@ class SelfAttention(TokenMixer):
         norms = [] if self.head_norm is None else [("", self.head_norm)]
         return [("", self.qkv), ("o_proj", self.out), *norms]
 
-    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
-        return self.out(self.mix(self.qkv(x), angles, attend))
+        return self.out(self.mix(self.qkv(x, context), angles, context), context)
 
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
-        mixed = self.mix_rows(x, angles, attend, rows)
+    def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
+        mixed = self.mix_rows(x, angles, context, rows)
         if mixed is None:
-            mixed = self.mix(self.qkv(x), angles, attend)[rows.token_rows]
-        return self.out(mixed)
+            mixed = self.mix(self.qkv(x, context), angles, context)[rows.token_rows]
+        return self.out(mixed, context.of_rows(rows))
 
-    def mix_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor | None:
+    def mix_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor | None:
         """Attention of some token rows [rows, heads * dim], where keys and values of all of x go into the cache but
         queries are made for these rows alone. None if the backend attends for all tokens that it writes, or if the
         class has a `mix` of its own, beside which it may have this too."""
@@ -62,22 +63,24 @@ class SelfAttention(TokenMixer):
             return None
         q_size = layer.num_heads * layer.head_dim
         if layer.writes:
-            paged: PagedLayer = attend.mixer(layer.index)
-            paged.write_fused(self.qkv.part(x, q_size, self.qkv.out_features), angles, self.norms)
+            paged: PagedLayer = context.attend.mixer(layer.index)
+            written = self.qkv.part(x, q_size, self.qkv.out_features, context)
+            paged.write_fused(written, angles, self.norms)
         own: PagedLayer = rows.mixer(layer.index)
-        return own.read_fused(self.qkv.part(x[rows.token_rows], 0, q_size), angles.of_rows(rows.token_rows), self.norms)
+        q = self.qkv.part(x[rows.token_rows], 0, q_size, context.of_rows(rows))
+        return own.read_fused(q, angles.of_rows(rows.token_rows), self.norms)
 
     @property
     def norms(self) -> HeadNorms | None:
         return None if self.head_norm is None else self.head_norm.norms
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, attend: Attend) -> None:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, context: StepContext) -> None:
         """residual += attention(x), in place."""
-        self.out.add_to(residual, self.mix(self.qkv(x), angles, attend))
+        self.out.add_to(residual, self.mix(self.qkv(x, context), angles, context), context)
 
-    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+    def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """[tokens, q | k | v] -> [tokens, heads * dim]."""
-        paged: PagedLayer = attend.mixer(self.layer.index)
+        paged: PagedLayer = context.attend.mixer(self.layer.index)
         out = paged.fused(qkv, angles, self.norms)
         return self.mix_unfused(qkv, angles, paged) if out is None else out
 

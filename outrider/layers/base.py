@@ -14,8 +14,9 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.formats.slots import WeightSlot
+from outrider.layers.context import StepContext
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, WantedRows
+from outrider.mixers import WantedRows
 
 
 class Module:
@@ -73,20 +74,20 @@ class FeedForward(Module, ABC):
     """The part of a layer that treats every token row alone: an MLP, or a mixture of experts."""
 
     @abstractmethod
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, hidden]."""
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """x: [tokens, hidden], the token rows of the context."""
 
 
 class TokenMixer(Module, ABC):
     """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
 
     @abstractmethod
-    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
-        """x: [tokens, hidden]."""
+    def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
+        """x: [tokens, hidden], the token rows of the context."""
 
-    def for_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor:
+    def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
         """The results of some token rows; all of x takes part, and goes into the caches."""
-        return self(x, angles, attend)[rows.token_rows]
+        return self(x, angles, context)[rows.token_rows]
 
 
 class DecoderLayer(Module):
@@ -95,7 +96,7 @@ class DecoderLayer(Module):
 
     rotary: int = 0  # index of the model's rope that the layer uses
 
-    # (delta, residual, angles, attend, *further inputs of this layer) -> (delta of this layer, or None if it is added
+    # (delta, residual, angles, context, *further inputs of this layer) -> (delta of this layer, or None if it is added
     # already; the residual stream before it). A delta is a `layers.norm.Delta`; only layers of one family and
     # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]

@@ -12,10 +12,11 @@ import torch
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer, FeedForward, Module, TokenMixer
+from outrider.layers.context import StepContext
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, WantedRows
+from outrider.mixers import WantedRows
 
 
 class LayerNames(NamedTuple):
@@ -42,19 +43,19 @@ class PreNormLayer(DecoderLayer):
         return list(zip(self.names, (self.input_norm, self.mixer, self.mlp_norm, self.mlp), strict=True))
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         x, residual = self.input_norm.add_norm(delta, residual)
-        x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, attend), residual)
-        return self.mlp(x), residual
+        x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, context), residual)
+        return self.mlp(x, context), residual
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The layer with its MLP computed for `rows` alone: a prompt's last layer is needed for logit rows only."""
-        delta, residual, angles, attend = args
+        delta, residual, angles, context = args
         x, residual = self.input_norm.add_norm(delta, residual)
-        mixed = self.mixer.for_rows(x, angles, attend, rows)
+        mixed = self.mixer.for_rows(x, angles, context, rows)
         x, residual = self.mlp_norm.add_norm(mixed, residual[rows.token_rows])
-        return self.mlp(x), residual
+        return self.mlp(x, context.of_rows(rows)), residual
 
 
 class AttentionMLPLayer(PreNormLayer):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from outrider.kernels.buffers import empty_weight
 from outrider.layers.base import Module, Parameter
+from outrider.layers.context import StepContext
 
 
 class Embedding(Module):
@@ -24,7 +25,13 @@ class Embedding(Module):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
+        if context.stand_ins is not None:
+            return context.stand_ins.look_up(tokens, self.weight, self.scale)
+        return self.look_up(tokens)
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The embedding of the ids themselves."""
         x = F.embedding(tokens, self.weight)
         return x if self.scale is None else x * self.scale

@@ -15,10 +15,11 @@ import torch
 from outrider.kernels.native import BoundLayer, LayerWeights
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
+from outrider.layers.context import StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, PagedLayer, WantedRows
+from outrider.mixers import PagedLayer, WantedRows
 from outrider.mixers.paged.base import KeyValueCache
 from outrider.mixers.paged.native_backend import NativeBackend
 
@@ -73,29 +74,31 @@ class NativeDecoderLayer(FusedLayer):
         return cls(plain, weights)
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        return self.with_next((), delta, residual, angles, attend)[1:]
+        return self.with_next((), delta, residual, angles, context)[1:]
 
     def with_next(
         self, following: Sequence[DecoderLayer], delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles,
-        attend: Attend,
+        context: StepContext,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor]:
-        paged: PagedLayer = attend.mixer(self.index)
+        if context.adapters is not None:
+            return 1, *self.plain(delta, residual, angles, context)
+        paged: PagedLayer = context.attend.mixer(self.index)
         run = self._run
         if run is None or run.cache() is not paged.cache or run.following != following:
-            run = self._run = NativeRun(weakref.ref(paged.cache), following, self._join(following, attend))
+            run = self._run = NativeRun(weakref.ref(paged.cache), following, self._join(following, context))
         if run.joined is not None:
             assert isinstance(paged.backend, NativeBackend)
             added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles)
             if added is not None:
                 return run.joined.count, added, residual
-        return 1, *self.plain(delta, residual, angles, attend)
+        return 1, *self.plain(delta, residual, angles, context)
 
-    def _join(self, following: Sequence[DecoderLayer], attend: Attend) -> BoundLayer | None:
+    def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
         """This layer and those behind it that one native call can do with it; None if this one must be done in parts.
         Which these are depends on the layers and their caches, and not on the step."""
-        paged: PagedLayer = attend.mixer(self.index)
+        paged: PagedLayer = context.attend.mixer(self.index)
         bound = self._bind(paged)
         if bound is None:
             return None
@@ -103,7 +106,7 @@ class NativeDecoderLayer(FusedLayer):
         for layer in following:
             if not isinstance(layer, NativeDecoderLayer) or layer.rotary != self.rotary:
                 break
-            beside: PagedLayer = attend.mixer(layer.index)
+            beside: PagedLayer = context.attend.mixer(layer.index)
             if beside.plan is not paged.plan or (also := layer._bind(beside)) is None:
                 break
             if also.max_tokens != bound.max_tokens:
@@ -136,13 +139,13 @@ class InPlaceLayer(FusedLayer):
         return cls(plain) if can_add else None
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         plain = self.plain
         if delta is not None or 1 < residual.shape[0] < MANY_ROWS:
-            return plain(delta, residual, angles, attend)
-        plain.attention.add_to(residual, plain.input_norm(residual), angles, attend)
-        plain.mlp.add_to(residual, plain.mlp_norm(residual))
+            return plain(delta, residual, angles, context)
+        plain.attention.add_to(residual, plain.input_norm(residual), angles, context)
+        plain.mlp.add_to(residual, plain.mlp_norm(residual), context)
         return None, residual
 
 

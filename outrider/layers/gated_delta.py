@@ -17,10 +17,11 @@ from outrider.cache.kinds import RecurrentSpec
 from outrider.formats import HeadLayout
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.base import Module, TokenMixer
+from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, Gates, MixerParams, RecurrentLayer
+from outrider.mixers import Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class GatedDelta(TokenMixer):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
 
-    def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""
-        conv_in, z, b, a = self.enter(x).split(self.sizes, dim=-1)
-        recurrent: RecurrentLayer = attend.mixer(self.index)
-        return self.out(self.norm(recurrent(conv_in, (a, b)), z))
+        conv_in, z, b, a = self.enter(x, context).split(self.sizes, dim=-1)
+        recurrent: RecurrentLayer = context.attend.mixer(self.index)
+        return self.out(self.norm(recurrent(conv_in, (a, b)), z), context)

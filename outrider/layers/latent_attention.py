@@ -1,7 +1,7 @@
 """Latent attention (MLA): keys and values of all heads come from one compressed vector; an indexer may choose which.
 
 The projection from the latent space to keys is absorbed into the queries, and that to values is applied to the
-attention's output, so that the cache holds compressed vectors only. Does not know where they lie: `attend` does.
+attention's output, so that the cache holds compressed vectors only. Where they lie, `context.attend` knows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, BoundLatentLayer, IndexedPositions, LatentLayer, LatentNorms
+from outrider.mixers import BoundLatentLayer, IndexedPositions, LatentLayer, LatentNorms
 
 NORM_EPS = 1e-6  # eps of the norms of compressed vectors and of index keys, whatever the model's own is
 
@@ -102,9 +103,9 @@ class Compression(Module):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [("", product) for product in self.products]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, q | latent | rope | index key | head weights]."""
-        made = [product(x) for product in self.products]
+        made = [product(x, context) for product in self.products]
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
 
@@ -131,13 +132,13 @@ class LatentAttention(TokenMixer):
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
                 ("kv_b_proj", self.expansion), *key_norm, ("o_proj", self.out)]
 
-    def __call__(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""
-        bound: BoundLatentLayer = attend.mixer(self.layer.index)
+        bound: BoundLatentLayer = context.attend.mixer(self.layer.index)
         rope = RopeRows(angles.positions, angles.table)
-        compressed_q, weights = bound.write(self.compress(x), self._norms(), rope)
-        queries = self.queries(x if self.q_norm is None else compressed_q)
-        return self.out(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)))
+        compressed_q, weights = bound.write(self.compress(x, context), self._norms(), rope)
+        queries = self.queries(x if self.q_norm is None else compressed_q, context)
+        return self.out(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)), context)
 
     def _norms(self) -> LatentNorms:
         return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale,

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.formats import DenseLinear, HeadLayout, LinearFormat, WeightSlot
+from outrider.formats import DenseLinear, HeadLayout, LinearFormat, WeightSlot, activate
 from outrider.layers.base import Module
+from outrider.layers.context import StepContext
 
 
 class Linear(Module):
@@ -42,24 +43,33 @@ class Linear(Module):
     def set_exact(self, exact: bool) -> None:
         self.format.set_exact(exact)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.format.product(x)
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self._adapted(self.format.product(x), x, context)
 
-    def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    def part(self, x: torch.Tensor, first: int, stop: int, context: StepContext) -> torch.Tensor:
         """The output features [first, stop) of the product."""
-        return self.format.part(x, first, stop)
+        return self._adapted(self.format.part(x, first, stop), x, context, first)
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
+    def wide(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The product in float32, or float64 in a float64 model."""
-        return self.format.wide(x)
+        return self._adapted(self.format.wide(x), x, context)
 
-    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+    def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
         """The activation of the product, see `LinearFormat.activated`."""
-        return self.format.activated(x, activation)
+        if context.adapters is None:
+            return self.format.activated(x, activation)
+        return activate(self(x, context), activation)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""
         self.format.add_to(residual, x)
+        self._adapted(residual, x, context)
+
+    def _adapted(self, out: torch.Tensor, x: torch.Tensor, context: StepContext, first: int = 0) -> torch.Tensor:
+        """`out`, to which the adapters of the token rows have added their part, in place."""
+        if context.adapters is not None:
+            context.adapters.add_to(out, self, x, first)
+        return out
 
 
 class FusedLinear(Linear):

@@ -15,10 +15,11 @@ from torch import Tensor
 from outrider.cache.kinds import RecurrentSpec
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import Attend, Gates, MixerParams, RecurrentLayer
+from outrider.mixers import Gates, MixerParams, RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Mamba2(TokenMixer):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("in_proj", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
 
-    def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""
-        z, conv_in, dt = self.enter(x).split(self.sizes, dim=-1)
-        recurrent: RecurrentLayer = attend.mixer(self.index)
-        return self.out(self.norm(recurrent(conv_in, (dt,)), z))
+        z, conv_in, dt = self.enter(x, context).split(self.sizes, dim=-1)
+        recurrent: RecurrentLayer = context.attend.mixer(self.index)
+        return self.out(self.norm(recurrent(conv_in, (dt,)), z), context)

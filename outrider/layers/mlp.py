@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.layers.base import FeedForward, Module
+from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names as in configs
@@ -32,9 +33,9 @@ class GatedMLP(FeedForward):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.gate_up), ("down_proj", self.down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up.activated(x, self.activation))
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.down(self.gate_up.activated(x, self.activation, context), context)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += mlp(x), in place."""
-        self.down.add_to(residual, self.gate_up.activated(x, self.activation))
+        self.down.add_to(residual, self.gate_up.activated(x, self.activation, context), context)

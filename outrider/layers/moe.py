@@ -12,6 +12,7 @@ import torch
 from outrider.formats import DenseExperts, ExpertsFormat, WeightSlot
 from outrider.kernels import moe, ops
 from outrider.layers.base import FeedForward, Module
+from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.router import Router
@@ -59,7 +60,8 @@ class Experts(Module):
     def set_exact(self, exact: bool) -> None:
         self.format.set_exact(exact)
 
-    def __call__(self, x: torch.Tensor, routed: moe.Routed, added: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
+                 added: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`."""
         return self.format.mix(x, routed, self.activation, added)
 
@@ -98,19 +100,19 @@ class MoE(FeedForward):
             parts += zip(("fc1_latent_proj", "fc2_latent_proj"), self.latent, strict=True)
         return parts
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""
-        routed = self.router(x)
-        joint = self._with_shared(x, routed)
+        routed = self.router(x, context)
+        joint = self._with_shared(x, routed) if context.adapters is None else None
         if joint is not None:
             return joint
-        shared = None if self.shared is None else self.shared(x)
+        shared = None if self.shared is None else self.shared(x, context)
         if shared is not None and self.shared_gate is not None:
-            shared = ops.sigmoid_scale(shared, self.shared_gate(x))
+            shared = ops.sigmoid_scale(shared, self.shared_gate(x, context))
         if self.latent is None:
-            return self.experts(x, routed, shared)
+            return self.experts(x, routed, context, shared)
         enter, leave = self.latent
-        out = leave(self.experts(enter(x), routed))
+        out = leave(self.experts(enter(x, context), routed, context), context)
         return out if shared is None else out.add_(shared)
 
     def _with_shared(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Parts that recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
 
-Subclasses say how convolved inputs become inputs of their recurrence. `attend` knows where states are kept.
+Subclasses say how convolved inputs become inputs of their recurrence. `context.attend` knows where states are kept.
 """
 
 from __future__ import annotations

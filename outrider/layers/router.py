@@ -13,6 +13,7 @@ import torch
 from outrider.kernels import ops
 from outrider.kernels.moe import Routed, RouteRule, distinct_experts
 from outrider.layers.base import Module, Parameter
+from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 
 # (layer index, number of token rows) -> expert ids [tokens, k] int64, distinct within a token row.
@@ -59,9 +60,9 @@ class Router(Module):
     def set_exact(self, exact: bool) -> None:
         self._route = ops.route.variant(exact)
 
-    def __call__(self, x: torch.Tensor) -> Routed:
+    def __call__(self, x: torch.Tensor, context: StepContext) -> Routed:
         """x: [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
-        routed = self._route(self.gate.wide(x), self.rule, self.bias, self.expert_scale)
+        routed = self._route(self.gate.wide(x, context), self.rule, self.bias, self.expert_scale)
         if self.routing_override is not None:
             routed = Routed(self.routing_override(self.index, x.shape[0]), routed.weights)
         if self.observer is not None:

@@ -1,7 +1,7 @@
 """Model: the interface of models to the engine and to draft heads. Decoder: the forward that decoders share.
 
 A model knows its weights and its arithmetic. It knows nothing of pages, batches or sampling: attention goes
-through `attend`, and token rows of different requests never meet anywhere else.
+through `context.attend`, and token rows of different requests never meet anywhere else.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from outrider.layers import (
     RMSNorm,
     RopeParams,
     Rotary,
+    StepContext,
     copy_stream,
 )
-from outrider.mixers import Attend, AttentionLayer, RecurrentMixer, WantedRows
+from outrider.mixers import AttentionLayer, RecurrentMixer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
 
 
@@ -38,6 +39,7 @@ class Hidden:
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
     taps: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
+    context: StepContext  # of all token rows of the forward
 
     def final_of(self, token_rows: torch.Tensor) -> torch.Tensor:
         """The final states of token rows that make logits."""
@@ -79,15 +81,15 @@ class Model(LayeredModule, ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
-        rows: WantedRows | None = None,
+        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
     ) -> Hidden:
-        """tokens, positions: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding. rows: the
+        """tokens: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding. rows: the
         token rows that `final` and `before_norm` have, in this order; all of them by default."""
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden] after the final norm. Returns [n, vocabulary] float32, float64 in a float64 model."""
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """hidden: [n, hidden] after the final norm, the token rows of the context. Returns [n, vocabulary] float32,
+        float64 in a float64 model."""
 
 
 class DecoderNames(NamedTuple):
@@ -167,14 +169,13 @@ class Decoder(Model):
         return super().ignores(name) or (self.sizes.is_tied and name == "lm_head.weight")
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: tuple[int, ...] = (),
-        rows: WantedRows | None = None,
+        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
     ) -> Hidden:
         assert rows is None or self.num_layers not in taps, "a tap has all token rows"
         assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
-        angles = [rotary.at(positions) for rotary in self.rotaries]
-        residual = self.embed_tokens(tokens)
-        own_inputs = self.layer_inputs(tokens, residual)
+        angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
+        residual, own = self.embed_tokens(tokens, context), context  # `own`: of the rows that `residual` has
+        own_inputs = self.layer_inputs(tokens, residual, context)
         delta: Delta = None
         seen: dict[int, torch.Tensor] = {}
         cut = None if rows is None else self._cut(rows, taps)
@@ -184,7 +185,7 @@ class Decoder(Model):
             layer = self.layers[index]
             if index in taps:
                 seen[index] = copy_stream(delta, residual)
-            args = (delta, residual, angles[layer.rotary], attend, *own_inputs[index])
+            args = (delta, residual, angles[layer.rotary], own, *own_inputs[index])
             if index != cut:
                 end = index + 1 if own_inputs[index] else min(stop for stop in stops if stop > index)
                 done, delta, residual = layer.with_next(self.layers[index + 1 : end], *args)
@@ -192,12 +193,12 @@ class Decoder(Model):
                 assert rows is not None
                 done = 1
                 delta, residual = layer.for_rows(rows, *args)
-                angles, attend = [every.of_rows(rows.token_rows) for every in angles], rows
-                own_inputs = [tuple(own[rows.token_rows] for own in inputs) for inputs in own_inputs]
+                angles, own = [every.of_rows(rows.token_rows) for every in angles], context.of_rows(rows)
+                own_inputs = [tuple(each[rows.token_rows] for each in inputs) for inputs in own_inputs]
             index += done
         final, before_norm = self.norm.add_norm(delta, residual)
         seen[self.num_layers] = before_norm
-        states = (final, before_norm, tuple(seen[tap] for tap in taps))
+        states = (final, before_norm, tuple(seen[tap] for tap in taps), context)
         return Hidden(*states) if rows is None else WantedHidden(*states, rows.token_rows)
 
     def _cut(self, rows: WantedRows, taps: tuple[int, ...]) -> int:
@@ -208,10 +209,11 @@ class Decoder(Model):
             return last
         return max(self.last_writer, *taps, 0)
 
-    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
+                     context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
         """Tensors that each layer gets beside the residual stream."""
         return [()] * self.num_layers
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head.wide(hidden)
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        logits = self.lm_head.wide(hidden, context)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

@@ -15,8 +15,8 @@ import torch
 
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, copy_stream
-from outrider.mixers import Attend, AttentionLayer, WantedRows
+from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
+from outrider.mixers import AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
     FULL,
@@ -120,21 +120,21 @@ class EagleHead(DraftHead):
     def has_head_norm(self) -> bool:
         return self.config.layer.raw("model_type") == "qwen3"
 
-    def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, attend: Attend,
+    def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, context: StepContext,
                      rows: WantedRows | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers, where x is the input of the first attention: the last addition and the stream before it."""
         first, *others = self.first, *self.layers
         if rows is not None and not others:
-            mixed, residual = first.attention.for_rows(x, angles, attend, rows), residual[rows.token_rows]
+            mixed, residual = first.attention.for_rows(x, angles, context, rows), residual[rows.token_rows]
         else:
-            mixed = first.attention(x, angles, attend)
+            mixed = first.attention(x, angles, context)
         y, residual = first.mlp_norm.add_norm(mixed, residual)
-        delta = first.mlp(y)
+        delta = first.mlp(y, context if rows is None or others else context.of_rows(rows))
         for layer in others:
             if rows is not None and layer is others[-1]:
-                delta, residual = layer.for_rows(rows, delta, residual, angles, attend)
+                delta, residual = layer.for_rows(rows, delta, residual, angles, context)
             else:
-                delta, residual = layer(delta, residual, angles, attend)
+                delta, residual = layer(delta, residual, angles, context)
         return delta, residual
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -229,11 +229,12 @@ class Eagle1Head(EagleHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(positions)
-        x = self.fc(ops.join_embedding(tokens, self.embedding, hidden)[0])
-        output = copy_stream(*self._layers_from(x, x, angles, attend, rows))
+        angles = self.rotary.at(context.rope_positions)
+        ids, table, _ = self._table(tokens, self.embedding, None, context)
+        x = self.fc(ops.join_embedding(ids, table, hidden)[0], context)
+        output = copy_stream(*self._layers_from(x, x, angles, context, rows))
         return output, output
 
 
@@ -294,15 +295,16 @@ class Eagle3Head(EagleHead):
             taps = list(self.input_norm(torch.cat(taps, dim=-1)).chunk(len(taps), dim=-1))
         if self.tap_norms:
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
-        return self.fc(torch.cat(taps, dim=-1))
+        return self.fc(torch.cat(taps, dim=-1), hidden.context)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary.at(positions)
+        angles = self.rotary.at(context.rope_positions)
+        ids, table, _ = self._table(tokens, self.embedding, None, context)
         gains = (self.first.input_norm.scale, self.hidden_norm.scale)
-        x, normed = ops.join_embedding(tokens, self.embedding, hidden, gains=gains, eps=self.sizes.eps)
+        x, normed = ops.join_embedding(ids, table, hidden, gains=gains, eps=self.sizes.eps)
         residual = normed if self._norm_before_residual else hidden
-        delta, residual = self._layers_from(x, residual, angles, attend, rows)
+        delta, residual = self._layers_from(x, residual, angles, context, rows)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self._feeds_back_normed else before_norm
 

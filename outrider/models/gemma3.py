@@ -19,9 +19,10 @@ from outrider.layers import (
     RMSNorm,
     RopeParams,
     SelfAttention,
+    StepContext,
     Unnormed,
 )
-from outrider.mixers import Attend, AttentionLayer
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
     FULL,
@@ -73,12 +74,12 @@ class Gemma3Layer(DecoderLayer):
         )
 
     def __call__(
-        self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend
+        self, delta: Delta, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[Delta, torch.Tensor]:
         x, residual = self.input_norm.add_norm(delta, residual)
-        attended = Unnormed(self.attention(x, angles, attend), self.attention_norm.scale, self.attention_norm.eps)
+        attended = Unnormed(self.attention(x, angles, context), self.attention_norm.scale, self.attention_norm.eps)
         x, residual = self.mlp_norm.add_norm(attended, residual)
-        return Unnormed(self.mlp(x), self.output_norm.scale, self.output_norm.eps), residual
+        return Unnormed(self.mlp(x, context), self.output_norm.scale, self.output_norm.eps), residual
 
 
 class Gemma3(Decoder):

@@ -31,11 +31,12 @@ from outrider.layers import (
     Rotary,
     Router,
     SelfAttention,
+    StepContext,
     Unnormed,
     rope_table,
     rotate,
 )
-from outrider.mixers import Attend, HeadNorms, PagedLayer, WantedRows
+from outrider.mixers import HeadNorms, PagedLayer, WantedRows
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
@@ -98,10 +99,10 @@ class PerLayerInputs(Module):
             ("per_layer_projection_norm", self.norm),
         )
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, layers, size]"""
-        projected = self.norm((self.projection(embedded) * self.projection_scale).view(self.shape))
-        return (projected + self.table(tokens).view(self.shape)) * 2.0**-0.5
+        projected = self.norm((self.projection(embedded, context) * self.projection_scale).view(self.shape))
+        return (projected + self.table.look_up(tokens).view(self.shape)) * 2.0**-0.5
 
 
 class PerLayerGate(Module):
@@ -119,8 +120,8 @@ class PerLayerGate(Module):
             ("post_per_layer_input_norm", self.norm),
         )
 
-    def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.projection(ops.gelu_scale(self.gate(x), per_layer_input)))
+    def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.norm(self.projection(ops.gelu_scale(self.gate(x, context), per_layer_input), context))
 
 
 class ExpertsBeside(Module):
@@ -149,9 +150,9 @@ class ExpertsBeside(Module):
         super().finalize()
         self.router_norm.scale = widened(self.router_norm.weight) * self.router_norm.size**-0.5
 
-    def __call__(self, residual: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        routed = self.router(self.router_norm(residual))
-        return self.mlp_norm(dense) + self.output_norm(self.experts(self.input_norm(residual), routed))
+    def __call__(self, residual: torch.Tensor, dense: torch.Tensor, context: StepContext) -> torch.Tensor:
+        routed = self.router(self.router_norm(residual), context)
+        return self.mlp_norm(dense) + self.output_norm(self.experts(self.input_norm(residual), routed, context))
 
 
 class Gemma4Layer(DecoderLayer):
@@ -194,33 +195,35 @@ class Gemma4Layer(DecoderLayer):
         last.scale = widened(last.weight) * self.factor
 
     def __call__(
-        self, delta: Delta, residual: torch.Tensor, angles: Angles, attend: Attend,
+        self, delta: Delta, residual: torch.Tensor, angles: Angles, context: StepContext,
         per_layer_input: torch.Tensor | None = None,
     ) -> tuple[Delta, torch.Tensor]:  # fmt: skip
         """per_layer_input: [tokens, size], where the model has inputs for each layer."""
         x, residual = self.input_norm.add_norm(delta, residual)
-        return self._after_attention(self.attention(x, angles, attend), residual, per_layer_input)
+        return self._after_attention(self.attention(x, angles, context), residual, per_layer_input, context)
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Delta, torch.Tensor]:
-        delta, residual, angles, attend, *own_input = args
+        delta, residual, angles, context, *own_input = args
         x, residual = self.input_norm.add_norm(delta, residual)
-        attended = self.attention.for_rows(x, angles, attend, rows)
+        attended = self.attention.for_rows(x, angles, context, rows)
         own = own_input[0][rows.token_rows] if own_input else None
-        return self._after_attention(attended, residual[rows.token_rows], own)
+        return self._after_attention(attended, residual[rows.token_rows], own, context.of_rows(rows))
 
     def _after_attention(
-        self, attended: torch.Tensor, residual: torch.Tensor, per_layer_input: torch.Tensor | None
+        self, attended: torch.Tensor, residual: torch.Tensor, per_layer_input: torch.Tensor | None,
+        context: StepContext,
     ) -> tuple[Delta, torch.Tensor]:
         unnormed = Unnormed(attended, self.attention_norm.scale, self.attention_norm.eps)
         x, residual = self.mlp_norm.add_norm(unnormed, residual)
-        x = self.mlp(x)
+        x = self.mlp(x, context)
         if self.experts is not None:
-            x = self.experts(residual, x)
+            x = self.experts(residual, x, context)
         if self.per_layer is None:
             return Unnormed(x, self.output_norm.scale, self.output_norm.eps, self.factor), residual
         assert per_layer_input is not None
         residual = residual.add_(self.output_norm(x))
-        return self.per_layer(residual, per_layer_input), residual if self.factor == 1.0 else residual.mul_(self.factor)
+        added = self.per_layer(residual, per_layer_input, context)
+        return added, residual if self.factor == 1.0 else residual.mul_(self.factor)
 
 
 class ProportionalRotary(Rotary):
@@ -310,13 +313,14 @@ class Gemma4(Decoder):
         """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
-    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+    def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
+                     context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.per_layer is None:
-            return super().layer_inputs(tokens, embedded)
-        return [(own,) for own in self.per_layer(tokens, embedded).unbind(1)]
+            return super().layer_inputs(tokens, embedded, context)
+        return [(own,) for own in self.per_layer(tokens, embedded, context).unbind(1)]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.without_suppressed(super().logits(hidden))
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.without_suppressed(super().logits(hidden, context))
 
     def without_suppressed(self, logits: torch.Tensor) -> torch.Tensor:
         """Tokens that the model must not say (those that stand for images, say) can never be chosen."""

@@ -13,8 +13,8 @@ import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.kernels import ops
-from outrider.layers import Delta, Embedding, Linear, Module, RMSNorm
-from outrider.mixers import Attend, WantedRows
+from outrider.layers import Delta, Embedding, Linear, Module, RMSNorm, StepContext
+from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
@@ -37,9 +37,9 @@ class CentroidHead:
         # [centroids, tokens of each]; a checkpoint brings its own
         self.members = torch.arange(vocab_size, device=embedding.device).view(num_centroids, -1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """hidden [n, hidden]. Returns [n, vocabulary]."""
-        nearest = self.centroids.wide(hidden).topk(self.num_chosen, dim=-1).indices
+        nearest = self.centroids.wide(hidden, context).topk(self.num_chosen, dim=-1).indices
         ids = self.members[nearest].flatten(1)  # [n, tokens]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         scores = torch.bmm(self.embedding[ids], hidden[:, :, None]).squeeze(2).to(wide)
@@ -100,23 +100,27 @@ class Gemma4Assistant(DraftHead):
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens, positions [n]: the last token and where its query stands; hidden [n, target's hidden]. It writes
-        nothing: all rows are wanted."""
+        """tokens [n]: the last token, whose query stands at the context's position; hidden [n, target's hidden]. It
+        writes nothing: all rows are wanted."""
         assert rows is None
-        angles = [rotary.at(positions) for rotary in self.rotaries]
+        angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         embedding = self.target.embed_tokens
-        joined, _ = ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale)
-        residual = self.pre(joined)
+        ids, table, scale = self._table(tokens, embedding.weight, embedding.scale, context)
+        joined, _ = ops.join_embedding(ids, table, hidden, scale=scale)
+        residual = self.pre(joined, context)
         delta: Delta = None
         for layer in self.layers:
-            delta, residual = layer(delta, residual, angles[layer.rotary], attend)
+            delta, residual = layer(delta, residual, angles[layer.rotary], context)
         final, _ = self.norm.add_norm(delta, residual)
-        return final, self.post(final)
+        return final, self.post(final, context)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head.wide(hidden) if self.centroids is None else self.centroids.logits(hidden)
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        if self.centroids is None:
+            logits = self.lm_head.wide(hidden, context)
+        else:
+            logits = self.centroids.logits(hidden, context)
         return self.target.without_suppressed(logits)  # the target never picks suppressed tokens
 
     def cache_layers(self) -> list[LayerCache]:

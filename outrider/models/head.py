@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.layers import LayeredModule, Linear, Rotary
-from outrider.mixers import Attend, WantedRows
+from outrider.layers import LayeredModule, Linear, Rotary, StepContext
+from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
@@ -42,9 +42,10 @@ class DraftHead(LayeredModule, ABC):
         """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
 
     @abstractmethod
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (the input of `logits`, the hidden states for the next position), of these rows or of all."""
+        """hidden: [tokens, hidden] from `consume`, or from an earlier pass for the next position. Returns (the input of
+        `logits`, the hidden states for the next position), of these rows or of all."""
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
@@ -53,8 +54,19 @@ class DraftHead(LayeredModule, ABC):
     def check_loaded(self) -> None:  # noqa: B027
         """Refuse a checkpoint that leaves the head unusable with this target."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.target.logits(hidden) if self.own_output is None else self.own_output.wide(hidden)
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        if self.own_output is None:
+            return self.target.logits(hidden, context)
+        return self.own_output.wide(hidden, context)
+
+    def _table(self, tokens: torch.Tensor, weight: torch.Tensor, scale: float | None,
+               context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+        """Rows to look up, the table that holds them and its scale: those of the embedding or, where embeddings stand
+        in for ids, a table of this pass's own."""
+        if context.stand_ins is None:
+            return tokens, weight, scale
+        found = context.stand_ins.look_up(tokens, weight, scale)
+        return torch.arange(len(tokens), device=tokens.device), found, None
 
     def module(self) -> DraftHead:
         """A head is the module that a drafter of its kind runs."""

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from outrider.kernels import ops
-from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm
-from outrider.mixers import Attend, AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
+from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm, StepContext
+from outrider.mixers import AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
@@ -99,25 +99,28 @@ class MTPHead(DraftHead):
     def last_writer(self) -> int:
         return self.description.last_writer
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend,
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, angles = self.projection(self._joined(tokens, positions, hidden)), self.rotary.at(positions)
+        residual = self.projection(self._joined(tokens, hidden, context), context)
+        angles, own = self.rotary.at(context.rope_positions), context  # `own`: of the rows that `residual` has
         delta: Delta = None
         for index, layer in enumerate(self.layers):
             if rows is not None and index == self.last_writer:
-                delta, residual = layer.for_rows(rows, delta, residual, angles, attend)
+                delta, residual = layer.for_rows(rows, delta, residual, angles, context)
+                own = context.of_rows(rows)
             else:  # behind the last writer nothing depends on positions
-                delta, residual = layer(delta, residual, angles, attend)
+                delta, residual = layer(delta, residual, angles, own)
         output, before_norm = self.norm.add_norm(delta, residual)
         return output, output if self.description.hidden == "final" else before_norm
 
-    def _joined(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, 2 x hidden] the norms of embedding and hidden state."""
         embedding, description = self.target.embed_tokens, self.description
+        ids, table, scale = self._table(tokens, embedding.weight, embedding.scale, context)
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
-        return ops.join_embedding(tokens, embedding.weight, hidden, scale=embedding.scale, gains=gains,
+        return ops.join_embedding(ids, table, hidden, scale=scale, gains=gains,
                                   eps=description.eps, hidden_first=not description.embedding_first,
-                                  positions=positions if description.zeroes_first_embedding else None)[0]
+                                  positions=context.positions if description.zeroes_first_embedding else None)[0]
 
 
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}

@@ -25,9 +25,10 @@ from outrider.layers import (
     RopeParams,
     Router,
     SelfAttention,
+    StepContext,
     TokenMixer,
 )
-from outrider.mixers import Attend, PagedLayer, WantedRows
+from outrider.mixers import PagedLayer, WantedRows
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, read_limits
@@ -44,23 +45,24 @@ OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 class UnplacedAttention(SelfAttention):
     """Attention without a rope: positions matter only through causality."""
 
-    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+    def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         layer = self.layer
         q, k, v = qkv.unflatten(1, (-1, layer.head_dim)).split(
             (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1
         )
-        paged: PagedLayer = attend.mixer(layer.index)
+        paged: PagedLayer = context.attend.mixer(layer.index)
         return paged(q, k, v)
 
-    def mix_rows(self, x: torch.Tensor, angles: Angles, attend: Attend, rows: WantedRows) -> torch.Tensor | None:
+    def mix_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor | None:
         layer = self.layer
         if layer.index not in rows.layers:
             return None
         q_size, heads = layer.num_heads * layer.head_dim, (-1, layer.head_dim)
-        paged: PagedLayer = attend.mixer(layer.index)
-        paged.write(*self.qkv.part(x, q_size, self.qkv.out_features).unflatten(1, heads).chunk(2, dim=1))
+        paged: PagedLayer = context.attend.mixer(layer.index)
+        paged.write(*self.qkv.part(x, q_size, self.qkv.out_features, context).unflatten(1, heads).chunk(2, dim=1))
         own: PagedLayer = rows.mixer(layer.index)
-        return own(self.qkv.part(x[rows.token_rows], 0, q_size).unflatten(1, heads), None, None)
+        q = self.qkv.part(x[rows.token_rows], 0, q_size, context.of_rows(rows))
+        return own(q.unflatten(1, heads), None, None)
 
 
 class PlainMLP(FeedForward):
@@ -73,8 +75,8 @@ class PlainMLP(FeedForward):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("up_proj", self.up), ("down_proj", self.down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up.activated(x, ACTIVATION))
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.down(self.up.activated(x, ACTIVATION, context), context)
 
 
 class NemotronHLayer(DecoderLayer):
@@ -87,17 +89,19 @@ class NemotronHLayer(DecoderLayer):
         return ("norm", self.norm), ("mixer", self.part)
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, attend: Attend
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.norm.add_norm(delta, residual)
-        return self.part(x, angles, attend) if isinstance(self.part, TokenMixer) else self.part(x), residual
+        if isinstance(self.part, TokenMixer):
+            return self.part(x, angles, context), residual
+        return self.part(x, context), residual
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        delta, residual, angles, attend = args
+        delta, residual, angles, context = args
         x, residual = self.norm.add_norm(delta, residual)
         if isinstance(self.part, TokenMixer):
-            return self.part.for_rows(x, angles, attend, rows), residual[rows.token_rows]
-        return self.part(x[rows.token_rows]), residual[rows.token_rows]
+            return self.part.for_rows(x, angles, context, rows), residual[rows.token_rows]
+        return self.part(x[rows.token_rows], context.of_rows(rows)), residual[rows.token_rows]
 
 
 class NemotronH(HybridDecoder):

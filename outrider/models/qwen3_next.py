@@ -25,9 +25,10 @@ from outrider.layers import (
     PreNormLayer,
     Router,
     SelfAttention,
+    StepContext,
     TokenMixer,
 )
-from outrider.mixers import Attend, AttentionLayer, PagedLayer
+from outrider.mixers import AttentionLayer, PagedLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope
 from outrider.models.qwen3_moe import is_sparse, read_rule
@@ -50,9 +51,9 @@ class GatedAttention(SelfAttention):
         layout = HeadLayout(layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True)
         self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
 
-    def mix(self, qkv: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+    def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
-        paged: PagedLayer = attend.mixer(self.layer.index)
+        paged: PagedLayer = context.attend.mixer(self.layer.index)
         out = self.mix_unfused(qkv[:, self.gate_size :], angles, paged)
         return ops.sigmoid_scale(out, qkv[:, : self.gate_size])
 

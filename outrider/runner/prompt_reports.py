@@ -12,6 +12,7 @@ import torch
 
 from outrider.core import Finish, HiddenReport, RequestResult, ScheduledBatch
 from outrider.kernels.buffers import to_device
+from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs
 from outrider.runner.rows import RowParams, RowState
@@ -50,7 +51,11 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     num = -1 if -1 in asked else max(asked)
     height = 1 if row_by_row else CHUNK_ROWS
     cuts = [slice(first, first + height) for first in range(0, len(starts), height)]
-    parts = [logprob_rows(model.logits(hidden.final[token_rows[cut]]), chosen[cut], num) for cut in cuts]
+    parts = []
+    for cut in cuts:
+        own = WantedRows(token_rows[cut])
+        logits = model.logits(hidden.final[own.token_rows], hidden.context.of_rows(own))
+        parts.append(logprob_rows(logits, chosen[cut], num))
     return PromptLogprobs(LogprobRows.join(parts), counts)
 
 

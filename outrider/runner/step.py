@@ -19,8 +19,9 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
-from outrider.mixers.batch import NO_SPANS, BatchView, Spans
-from outrider.mixers.cached import CachedLayers, WantedRows
+from outrider.layers import StepContext
+from outrider.mixers import BatchView, CachedLayers, WantedRows
+from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
@@ -263,15 +264,16 @@ class DeviceStep:
                 rows: WantedRows | None = None) -> Hidden:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
-        return self.model.forward(view.token_ids, view.positions, self.cached.bind(view, bound), self.drafting.taps,
-                                  rows)
+        context = StepContext(self.cached.bind(view, bound), view.positions)
+        return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows
+        context = hidden.context.of_rows(WantedRows(inputs.logit_token_rows))
         if inputs.shape.logit_rows_are_tokens:
-            logits = self.model.logits(hidden.final[: inputs.shape.logit_rows])
+            logits = self.model.logits(hidden.final[: inputs.shape.logit_rows], context)
         else:
-            logits = self.model.logits(hidden.final_of(inputs.logit_token_rows))
+            logits = self.model.logits(hidden.final_of(inputs.logit_token_rows), context)
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)

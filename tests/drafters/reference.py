@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from outrider.core.params import SamplingParams
+from outrider.layers import StepContext
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.sample.philox import gumbel
 from tests.drafters.checkpoints import EPS, HEADS, KV_HEADS, THETA, Drafter
-from tests.models.oracle import DenseAttend
+from tests.models.oracle import LOGIT_ROWS, DenseAttend
 
 # Hidden states of slots, in order, with tokens and slot numbers; gives (logits, hidden to feed back) of the last.
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -48,8 +49,8 @@ class Reference:
             tokens = torch.tensor([*known, *chosen][first:])
             slots = torch.arange(first, first + len(tokens))
             if hidden is None:
-                final = self.draft_model.forward(tokens, slots, DenseAttend(self.draft_model)).final
-                logits = self.draft_model.logits(final[-1:])
+                final = self.draft_model.forward(tokens, StepContext(DenseAttend(self.draft_model), slots)).final
+                logits = self.draft_model.logits(final[-1:], LOGIT_ROWS)
             else:
                 logits, fed_back = self.forward(tokens, slots, hidden)
                 hidden = torch.cat((hidden, fed_back))
@@ -66,7 +67,7 @@ class Reference:
 
     def dense(self, model: Model, tokens: list[int]) -> Hidden:
         taps = tuple(range(model.num_layers + 1))
-        return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttend(model), taps)
+        return model.forward(torch.tensor(tokens), StepContext(DenseAttend(model), torch.arange(len(tokens))), taps)
 
     # Heads
 
@@ -95,7 +96,7 @@ class Reference:
         fc, prefix = ("fc", "layers.0") if "fc.weight" in t else ("fusion_fc", "transformer")
         x = F.linear(torch.cat((self.embedded(tokens), hidden), dim=-1), t[f"{fc}.weight"], t.get(f"{fc}.bias"))
         x = self.halves(prefix, x, x, positions, THETA)
-        return self.target.logits(x), x
+        return self.target.logits(x, LOGIT_ROWS), x
 
     def eagle3(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> Pair:
         t = self.tensors
@@ -109,7 +110,7 @@ class Reference:
 
     def mtp(self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> Pair:
         t, offset = self.tensors, 1.0 if self.is_gemma else 0.0
-        embedded = self.target.embed_tokens(tokens)
+        embedded = self.target.embed_tokens.look_up(tokens)
         if self.is_gemma:  # as the tests' description says: zeroed at position 0, hidden state first
             embedded = embedded * (positions > 0)[:, None]
         parts = [norm(embedded, t["mtp.pre_fc_norm_embedding.weight"] + offset),
@@ -118,7 +119,7 @@ class Reference:
         x = self.halves("mtp.layers.0", norm(x, t["mtp.layers.0.input_layernorm.weight"]), x, positions,
                         1_000_000.0 if self.is_gemma else 10_000.0)
         output = norm(x, t["mtp.norm.weight"] + offset)
-        return self.target.logits(output), x if self.is_gemma else output
+        return self.target.logits(output, LOGIT_ROWS), x if self.is_gemma else output
 
     @property
     def is_gemma(self) -> bool:

@@ -17,6 +17,7 @@ from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
+from outrider.layers import StepContext
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.mixers.pool import DevicePool
@@ -301,7 +302,7 @@ class Reference:
     def states(self, tokens: Sequence[int], count: int) -> dict[int, RecurrentState]:
         while len(self._states) <= count:
             last = len(self._states) - 1
-            self._model.forward(torch.tensor([tokens[last]]), torch.tensor([last]), self._attend)
+            self._model.forward(torch.tensor([tokens[last]]), StepContext(self._attend, torch.tensor([last])))
             self._states.append(dict(self._attend.states))
         return self._states[count]
 

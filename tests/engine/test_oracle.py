@@ -18,7 +18,7 @@ from outrider.core.outputs import Logprob
 from outrider.models.base import Hidden
 from outrider.runner.batch import Inputs
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
-from tests.models.oracle import hf_model, load, make_folder
+from tests.models.oracle import LOGIT_ROWS, hf_model, load, make_folder
 
 FAMILIES = ["llama", "llama_bias", "llama_tied", "llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen2",
             "qwen2_sliding", "qwen3", "gemma3"]
@@ -68,7 +68,7 @@ def tap_logits(rig: Rig) -> dict[int, dict[int, torch.Tensor]]:
 
     def tapped_finish(inputs: Inputs, hidden: Hidden, *args: Any) -> Any:
         view = inputs.batch.unpadded
-        rows = rig.step.model.logits(hidden.final[: view.num_tokens])
+        rows = rig.step.model.logits(hidden.final[: view.num_tokens], LOGIT_ROWS)
         for row, index, position in zip(rows, view.request_of.tolist(), view.positions.tolist(), strict=True):
             logits.setdefault(current[0].request_ids[index], {})[position] = row.clone()
         return finish(inputs, hidden, *args)

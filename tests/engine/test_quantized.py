@@ -17,6 +17,7 @@ from outrider.commands.env import _weight_bytes
 from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import KINDS, QuantizedRows
+from outrider.layers import StepContext
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import NativeDecoderLayer, prepare, use_int8_activations
 from outrider.layers.linear import Linear
@@ -186,7 +187,7 @@ def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch
         pages = PagedModel(model)
         pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
         view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
-        hidden = model.forward(view.token_ids, view.positions, pages.cached.bind(view), taps=(0, 2, 3))
+        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions), taps=(0, 2, 3))
         return [*hidden.taps, hidden.final]
 
     fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
@@ -202,7 +203,7 @@ def test_layers_that_one_call_does_follow_the_pool_and_the_taps() -> None:
 
     def states(model: Model, pages: PagedModel, taps: tuple[int, ...]) -> list[torch.Tensor]:
         view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
-        hidden = model.forward(view.token_ids, view.positions, pages.cached.bind(view), taps=taps)
+        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions), taps=taps)
         return [*hidden.taps, hidden.final]
 
     fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))

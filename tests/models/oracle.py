@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
+from outrider.layers import NothingAttends, StepContext
 from outrider.mixers.paged.base import AttentionLayer
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
+
+# The context of token rows that make logits, or of products alone: nothing attends and nothing is adapted.
+LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(1, dtype=torch.int64))
 
 VOCAB = 256
 
@@ -309,7 +313,8 @@ def all_logits(model: Model, tokens: torch.Tensor, chunks: tuple[int, ...] = ())
     attend, start, rows = DenseAttend(model), 0, []
     for size in (*chunks, len(tokens) - sum(chunks)):
         positions = torch.arange(start, start + size)
-        rows.append(model.logits(model.forward(tokens[start : start + size], positions, attend).final))
+        hidden = model.forward(tokens[start : start + size], StepContext(attend, positions))
+        rows.append(model.logits(hidden.final, LOGIT_ROWS))
         start += size
     return torch.cat(rows)
 
@@ -318,9 +323,10 @@ def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     """The most likely continuation, token by token, ties to the lowest id."""
     attend, known, computed = DenseAttend(model), list(prompt), 0
     for _ in range(count):
-        hidden = model.forward(torch.tensor(known[computed:]), torch.arange(computed, len(known)), attend).final
+        hidden = model.forward(torch.tensor(known[computed:]),
+                               StepContext(attend, torch.arange(computed, len(known)))).final
         computed = len(known)
-        known.append(int(model.logits(hidden[-1:]).argmax()))
+        known.append(int(model.logits(hidden[-1:], LOGIT_ROWS).argmax()))
     return known[len(prompt) :]
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import plan_groups
+from outrider.layers import StepContext
 from outrider.mixers.batch import BatchView, ExactQueries, LengthBound
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.models.base import Hidden, Model
+from tests.models.oracle import LOGIT_ROWS
 
 CPU = torch.device("cpu")
 
@@ -82,14 +84,14 @@ class PagedModel:
     def forward(self, pieces: Sequence[Piece], **padding: int) -> Hidden:
         view = self.view(pieces, **padding)
         self.bound = self.cached.bind(view)
-        hidden = self.model.forward(view.token_ids, view.positions, self.bound)
+        hidden = self.model.forward(view.token_ids, StepContext(self.bound, view.positions))
         for piece in pieces:
             self.lengths[piece.request] += len(piece.tokens)
         return hidden
 
     def logits(self, pieces: Sequence[Piece], **padding: int) -> list[torch.Tensor]:
         """Of every live token, piece by piece."""
-        logits, row, found = self.model.logits(self.forward(pieces, **padding).final), 0, []
+        logits, row, found = self.model.logits(self.forward(pieces, **padding).final, LOGIT_ROWS), 0, []
         for piece in pieces:
             found.append(logits[row : row + len(piece.tokens)])
             row += len(piece.tokens) + piece.num_dead

@@ -20,6 +20,7 @@ from outrider.cache.kinds import FullSpec, SlidingSpec, pages_for
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
+from outrider.layers import StepContext
 from outrider.mixers import WantedRows
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
@@ -127,7 +128,7 @@ def test_taps_are_the_residual_stream(folder_of: Folders, theirs: Callable[[str]
         states = theirs(name).model(tokens[None], output_hidden_states=True).hidden_states
     model = load(folder_of(name))
     last = model.num_layers
-    hidden = model.forward(tokens, torch.arange(40), DenseAttend(model), taps=(0, 2, last - 1, last))
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), taps=(0, 2, last - 1, last))
     for tap, layer in zip(hidden.taps, (0, 2, last - 1), strict=False):
         torch.testing.assert_close(tap, states[layer][0], atol=1e-3, rtol=1e-4)
     assert torch.equal(hidden.taps[3], hidden.before_norm)
@@ -137,8 +138,8 @@ def test_taps_are_the_residual_stream(folder_of: Folders, theirs: Callable[[str]
 @ALL
 def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, name: str) -> None:
     model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
-    whole = model.forward(tokens, torch.arange(30), DenseAttend(model))
-    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), rows=WantedRows(rows))
+    whole = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)))
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), rows=WantedRows(rows))
     torch.testing.assert_close(hidden.final, whole.final[rows])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
 
@@ -152,7 +153,7 @@ def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
     model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([27, 28, 29])
     last = model.num_layers - 1
     taps, readers = (last,) if from_tap else (), range(model.last_writer + 1, model.num_layers)
-    whole, attend = model.forward(tokens, torch.arange(30), DenseAttend(model), taps), DenseAttend(model)
+    whole, attend = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps), DenseAttend(model)
     seen: dict[int, int] = {}
 
     def watched(layer: int) -> Callable[..., Any]:
@@ -163,7 +164,7 @@ def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
         mix.fused = mix.read_fused = lambda *_: None  # type: ignore[attr-defined]
         return mix
 
-    hidden = model.forward(tokens, torch.arange(30), attend, taps,
+    hidden = model.forward(tokens, StepContext(attend, torch.arange(30)), taps,
                            WantedRows(rows, lambda: {layer: watched(layer) for layer in readers}))
     torch.testing.assert_close(hidden.final, whole.final[rows])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import DraftBuild
 from outrider.drafters.mtp import mtp_drafter
+from outrider.layers import StepContext
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources.folder import read_config
-from tests.models.oracle import DenseAttend, load, make_folder, tokens_of
+from tests.models.oracle import LOGIT_ROWS, DenseAttend, load, make_folder, tokens_of
 
 H, HEADS, KV, DIM = 64, 4, 2, 16  # of the tiny families
 EXPERTS, TOP, WIDTH, SHARED, DENSE = 8, 3, 24, 40, 128
@@ -129,7 +130,7 @@ class Naive:
     def drafts(self, known: Sequence[int], k: int) -> tuple[list[int], torch.Tensor]:
         """k drafts after `known`, and the logits of each."""
         history = torch.tensor(known[:-1])
-        hidden = self.target.forward(history, torch.arange(len(history)), DenseAttend(self.target)).final
+        hidden = self.target.forward(history, StepContext(DenseAttend(self.target), torch.arange(len(history)))).final
         chosen: list[int] = []
         logits = []
         for _ in range(k):
@@ -241,20 +242,20 @@ def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
 def drafts_of(head: MTPHead, target: Model, known: Sequence[int], k: int, chunks: tuple[int, ...]) -> Any:
     """Positions in chunks, then drafts one by one over what is cached."""
     history = torch.tensor(known[:-1])
-    hidden = head.consume(target.forward(history, torch.arange(len(history)), DenseAttend(target)))
+    hidden = head.consume(target.forward(history, StepContext(DenseAttend(target), torch.arange(len(history)))))
     attend: Any = DenseAttend(head)  # type: ignore[arg-type]
     tokens, positions, start = torch.tensor(known[1:]), torch.arange(1, len(known)), 0
     for size in (*chunks, len(tokens) - sum(chunks)):
         part = slice(start, start + size)
-        output, feedback = head.forward(tokens[part], positions[part], hidden[part], attend)
+        output, feedback = head.forward(tokens[part], hidden[part], StepContext(attend, positions[part]))
         start += size
     chosen: list[int] = []
-    logits = [head.logits(output[-1:])[0]]
+    logits = [head.logits(output[-1:], LOGIT_ROWS)[0]]
     for index in range(k):
         chosen.append(int(logits[-1].argmax()))
         slot = torch.tensor([len(known) + index])
-        output, feedback = head.forward(torch.tensor(chosen[-1:]), slot, feedback[-1:], attend)
-        logits.append(head.logits(output)[0])
+        output, feedback = head.forward(torch.tensor(chosen[-1:]), feedback[-1:], StepContext(attend, slot))
+        logits.append(head.logits(output, LOGIT_ROWS)[0])
     return chosen, torch.stack(logits[:k])
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from outrider.kernels import experts_on_host, moe, ops
 from outrider.kernels.moe import RouteRule
+from outrider.layers import StepContext
 from outrider.layers.base import FeedForward, Module, find_modules
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
@@ -24,6 +25,7 @@ from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.safetensors_files import safetensors_tensors
 from tests.models.oracle import (
+    LOGIT_ROWS,
     MOE_FAMILIES,
     all_logits,
     assert_chunked_equals_whole,
@@ -124,8 +126,8 @@ class SquaredRelu(FeedForward):
     def parts(self) -> list[tuple[str, Module]]:
         return [("up_proj", self.up), ("down_proj", self.down)]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.relu(self.up(x)).square())
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.down(F.relu(self.up(x, context)).square(), context)
 
 
 def spread_block(block: torch.nn.Module) -> torch.nn.Module:
@@ -151,7 +153,7 @@ def assert_same(layer: Any, block: torch.nn.Module, hidden_size: int) -> None:
     fill(layer, block)
     with torch.no_grad():
         wanted = block(x)
-    torch.testing.assert_close(layer(x[0]), wanted[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(x[0], LOGIT_ROWS), wanted[0], atol=1e-5, rtol=1e-5)
 
 
 def test_deepseek_block() -> None:
@@ -251,7 +253,7 @@ def test_scores_are_float32_in_a_16_bit_model_and_float64_stays() -> None:
         router = Router(0, 16, RouteRule(4, 2), has_bias=True, dtype=dtype, device=DEVICE)
         for slot in router.weights("r").values():
             slot.target.normal_()
-        assert router(torch.randn(3, 16, dtype=dtype)).weights.dtype == wide
+        assert router(torch.randn(3, 16, dtype=dtype), LOGIT_ROWS).weights.dtype == wide
 
 
 # The products
@@ -326,7 +328,7 @@ def test_only_the_plan_of_the_cpu_reads_on_the_host(monkeypatch: pytest.MonkeyPa
             return plan(*args)
 
     with guard(), no_host_reads(monkeypatch):
-        router(x)
+        router(x, LOGIT_ROWS)
         moe.experts(**inputs)
         with pytest.raises(AssertionError, match="host read"):
             ops.experts(**inputs)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.cache.kinds import FullSpec, RecurrentSpec
+from outrider.layers import StepContext
 from outrider.models import nemotron_h
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.hybrid import HybridDecoder, read_limits
@@ -65,7 +66,7 @@ def test_taps_are_the_residual_stream(folder_of: Folders) -> None:
     with torch.no_grad():
         states = hf_model(folder_of("nemotron_h")).model(tokens[None], output_hidden_states=True).hidden_states
     model = load(folder_of("nemotron_h"))
-    hidden = model.forward(tokens, torch.arange(30), DenseAttend(model), taps=(0, 1, 2, 4))
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps=(0, 1, 2, 4))
     for tap, layer in zip(hidden.taps, (0, 1, 2, 4), strict=True):
         torch.testing.assert_close(tap, states[layer][0], atol=1e-4, rtol=1e-4)
 

@@ -287,10 +287,10 @@ class ParallelLayer(PreNormLayer):
     """Attention and MLP read the same norm and add to the residual stream together."""
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Any, attend: Any
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Any, context: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         x, residual = self.input_norm.add_norm(delta, residual)
-        return self.mixer(x, angles, attend) + self.mlp(x), residual
+        return self.mixer(x, angles, context) + self.mlp(x, context), residual
 
     def parts(self) -> Sequence[tuple[str, Any]]:
         return [part for part in super().parts() if part[0] != self.names.mlp_norm]
