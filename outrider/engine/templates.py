@@ -89,7 +89,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def start(self) -> None:
         self._used.rounds, self._used.deadline = 0, time.monotonic() + MAX_SECONDS
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         self._tick()
         return self._measure(super().call(*args, **kwargs))
 

@@ -83,10 +83,10 @@ class _RowsContext(StepContext):
         self.adapters = None if whole.adapters is None else whole.adapters.of_rows(rows.token_rows)
 
     @cached_property
-    def positions(self) -> torch.Tensor:  # type: ignore[override]
+    def positions(self) -> torch.Tensor:
         return self._whole.positions[self._rows]
 
     @cached_property
-    def rope_positions(self) -> torch.Tensor:  # type: ignore[override]
+    def rope_positions(self) -> torch.Tensor:
         whole = self._whole
         return self.positions if whole.rope_positions is whole.positions else whole.rope_positions[self._rows]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from outrider.core.fields import FLOAT32, INT32, Range, check_value, shown
 from outrider.models.harmless_keys import HARMLESS, NOT_SERVED
 
-T = TypeVar("T", int, float, str, bool, list, dict)
+T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 
 # The largest value of keys that count modules, far above every published model: building so many takes a second or two,
 # and a damaged file could ask for millions.

@@ -33,7 +33,7 @@ class CentroidHead:
         vocab_size, hidden_size = embedding.shape
         self.embedding, self.num_chosen = embedding, num_chosen
         options = {"dtype": embedding.dtype, "device": embedding.device}
-        self.centroids = Linear(hidden_size, num_centroids, bias=False, **options)  # type: ignore[arg-type]
+        self.centroids = Linear(hidden_size, num_centroids, bias=False, **options)
         # [centroids, tokens of each]; a checkpoint brings its own
         self.members = torch.arange(vocab_size, device=embedding.device).view(num_centroids, -1)
 

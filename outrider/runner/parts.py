@@ -12,15 +12,16 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.registry import DraftBuild, make_drafter
 from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.layers.fuse import prepare
-from outrider.mixers.cached import CachedLayers
-from outrider.mixers.paged.base import AttentionLayer, Backend
+from outrider.mixers import AttentionLayer, CachedLayers
+from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
-from outrider.runner.grammars import GrammarRows, Grammars
+from outrider.runner.grammars import GrammarRows
+from outrider.runner.interface import Grammars
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.sample.sampler import LogprobsMode

@@ -70,7 +70,7 @@ async def _embedding(service: Service, ask: Ask, request_id: str) -> Vectors:
 
 
 def _floats(vector: Vectors) -> list[float]:
-    return vector.tolist()  # type: ignore[no-any-return]
+    return vector.tolist()
 
 
 def _base64(vector: Vectors) -> str:

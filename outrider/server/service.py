@@ -79,12 +79,12 @@ class Service:
         if not given:
             raise ApiError(400, f"{param} is an empty list", param=param)
         if isinstance(given[0], int):
-            return [given]  # type: ignore[list-item]
+            return [given]
         if len(given) > self.config.max_prompts:
             raise ApiError(400, f"{param} has {len(given)} prompts, and at most {self.config.max_prompts} are served "
                                 "in one request", param=param)
         return [await self.encode(each, param, add_special_tokens)
-                if isinstance(each, str) else list(each)  # type: ignore[arg-type]
+                if isinstance(each, str) else list(each)
                 for each in given]
 
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,

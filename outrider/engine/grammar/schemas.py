@@ -21,7 +21,7 @@ def asked_schema(asked: StructuredOutputsParams) -> dict[str, Any]:
     if asked.json is None:
         return {"type": "object"}
     schema: dict[str, Any] = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
-    return _closed(schema) if asked.disable_additional_properties else schema  # type: ignore[no-any-return]
+    return _closed(schema) if asked.disable_additional_properties else schema
 
 
 def json_options(asked: StructuredOutputsParams) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class _ZerosForEmpty(TorchDispatchMode):
 
 
 # Not in the class: torch hides what it finds there from its own compiler, which it imports for that, for seconds.
-_ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run  # type: ignore[method-assign]
+_ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run
 
 
 @dataclass(frozen=True)

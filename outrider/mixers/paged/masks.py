@@ -52,7 +52,7 @@ def check_mask(mask: Mask, layer: int) -> None:
     must = "a mask is a frozen dataclass whose fields are numbers, strings or tuples of them"
     if not dataclasses.is_dataclass(mask) or isinstance(mask, type):
         raise ValueError(f"layer {layer}: the mask {name} is not a value, so it may read state that changes; {must}")
-    if not type(mask).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if not type(mask).__dataclass_params__.frozen:
         raise ValueError(f"layer {layer}: the mask {name} can be changed; {must}")
     for field in dataclasses.fields(mask):
         value = getattr(mask, field.name)
@@ -71,7 +71,7 @@ def _outer_variables(kind: type) -> Iterator[str]:
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(kind)}
     for read in dis.get_instructions(call):
         found: Any = None
         if read.opname == "LOAD_GLOBAL":

@@ -190,7 +190,7 @@ class TritonBackend(Backend):
 
     def _rope(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
               norms: HeadNorms | None, plan: Plan) -> torch.Tensor:
-        q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)  # type: ignore[arg-type]
+        q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)
         return rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
                                 v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
 

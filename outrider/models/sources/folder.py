@@ -69,7 +69,7 @@ def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: in
         value = config["text_config"].get("eos_token_id")
     token_id = Annotated[int, Range(0, vocab_size - 1)]
     try:
-        check_value("eos_token_id", token_id | list[token_id] | None, value)  # type: ignore[valid-type]
+        check_value("eos_token_id", token_id | list[token_id] | None, value)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}: the vocabulary has {vocab_size} tokens") from None
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
